@@ -1,0 +1,45 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+ARGS ?=
+
+.DEFAULT_GOAL := help
+
+.PHONY: help setup train test check format bench clean
+
+help: ## Show what can be made
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+setup: $(VENV)/installed ## Make the environment in .venv (pinned versions)
+
+# torch first and by itself: the other packages are content with whatever build of it is there.
+$(VENV)/installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11 ...")'
+	@echo "making the environment in $(VENV) (a few minutes the first time) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+train: setup ## Train a small GPT on real text through 2 workers and 2 servers; ARGS="--data FOLDER" for your own
+	@$(BIN)/rallypoint train --workers 2 --servers 2 gpt $(ARGS)
+
+test: setup ## Run the tests; ARGS="-k name" for some of them
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## Lint, types, import directions
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/test_layers.py
+
+format: setup ## Sort imports, mend what ruff can mend
+	$(BIN)/ruff check --fix .
+
+bench: setup ## Run the benchmarks one after another (root: they use network namespaces)
+	$(BIN)/python benchmarks/reduce.py --goals --json benchmarks/reduce.json
+	$(BIN)/python benchmarks/train.py --goals --json benchmarks/train.json
+
+clean: ## Remove the environment and caches, not the runs
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build

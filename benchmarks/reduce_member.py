@@ -1,0 +1,101 @@
+"""One worker of `benchmarks/reduce.py`: synchronises K bytes again and again, and writes when each time was over."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from cluster import join_gloo, write_result
+from rallypoint.config import resolve
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.launch import environment
+from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.session import Job
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What to do: `steps` synchronisations of `words` fp32 words with `workers` workers."""
+
+    design: Literal["rallypoint", "gloo"]
+    rank: int
+    workers: int
+    words: int
+    steps: int
+    shard_bytes: int
+    window: int
+    hold_bytes: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """When this worker was ready to begin, and when it held each version (seconds, monotonic)."""
+
+    finishes: list[float]
+
+
+def rallypoint(task: Task) -> list[float]:
+    """Through the product's data plane: push every shard, receive every version."""
+    config = resolve({
+        "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
+        "nonfinite": "continue", "shard_bytes": task.shard_bytes, "window": task.window,
+        "hold_bytes": task.hold_bytes,
+    })  # fmt: skip
+    layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
+    record = JobRecord(msgspec.to_builtins(config), layout)
+    with Job(
+        id=os.environ[environment.ID], coordinator=os.environ[environment.COORDINATOR],
+        token=os.environ[environment.TOKEN],
+    ) as job:  # fmt: skip
+        exchange = job.open_exchange(record, config, _ones)
+        finishes = [_version(exchange)]
+        for _ in range(task.steps):
+            for shard in range(len(layout.shards)):
+                exchange.claim(shard)  # the slot still holds the parameters: as good a gradient as any
+                exchange.filled(shard)
+            exchange.replica_computed()
+            finishes.append(_version(exchange))
+        job.done()
+    return finishes
+
+
+def _ones(vector: torch.Tensor) -> None:
+    vector.fill_(1.0)
+
+
+def _version(exchange: Exchange) -> float:
+    exchange.wait_version()
+    exchange.installed()
+    return time.monotonic()
+
+
+def gloo(task: Task) -> list[float]:
+    """The peer: one all_reduce of the whole vector, in place."""
+    join_gloo(task.rank, task.workers)
+    gradient = torch.zeros(task.words)
+    dist.barrier()
+    finishes = [time.monotonic()]
+    for _ in range(task.steps):
+        dist.all_reduce(gradient)
+        finishes.append(time.monotonic())
+    dist.barrier()
+    dist.destroy_process_group()
+    return finishes
+
+
+def main() -> None:
+    """Do the task in argv[1]."""
+    hold_lifeline()
+    task = msgspec.json.decode(sys.argv[1], type=Task)
+    torch.set_num_threads(1)
+    write_result(Result({"rallypoint": rallypoint, "gloo": gloo}[task.design](task)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""How fast a GPT trains: Rallypoint against DistributedDataParallel over Gloo, on links of a known rate.
+
+    python benchmarks/train.py --goals                              # 4+4 on 1 Gbit/s links, then loopback with 2+1
+    python benchmarks/train.py --workers 4 --servers 2 --rate 500   # one case (netlab: needs root)
+    python benchmarks/train.py --loopback --workers 2 --servers 1   # plain loopback
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cluster import Case, Members, Site, Spread, main, report, site, step_times, table
+from rallypoint.recipes.gpt_model import GPT, GPTConfig
+from train_member import Design, Result, Task
+
+DESIGNS: tuple[Design, ...] = ("rallypoint", "ddp", "alone")
+NAMES: Mapping[Design, str] = {"rallypoint": "Rallypoint", "ddp": "DDP over Gloo", "alone": "compute only"}
+STATES: Mapping[Design, int] = {"rallypoint": 2, "ddp": 4, "alone": 2}
+"""Vectors as long as the model in a worker: parameters and gradients; under DDP also AdamW's two."""
+
+GOALS = (Case(4, 4, 1000.0), Case(2, 1, None))
+_CURVE_POINTS = 8
+_LAST = 5  # losses that make the loss at the end
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is trained, and how often."""
+
+    model: GPTConfig
+    batch: int
+    lr: float
+    steps: int
+    warm_up: int
+    rounds: int
+    sets: Mapping[str, Any]
+
+    def settings(self, workers: int) -> dict[str, object]:
+        """Those of `job.train`. One step more than measured: a step ends where the next begins."""
+        return {
+            "replicas": workers, "batch": self.batch, "steps": self.warm_up + self.steps + 1, "seed": 1,
+            "optimizer": {"type": "adamw", "lr": self.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}, **self.sets,
+        }  # fmt: skip
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What one design's runs in one case gave, round after round."""
+
+    steps: list[float]
+    losses: list[float]  # of the first round: every round has the same
+    peaks: list[int]
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """One line of the table. `limit` is max(compute, K/B) in seconds; `peak` and `analytic` are bytes per worker."""
+
+    case: str
+    design: str
+    step: Spread
+    samples: Spread
+    tokens: float
+    limit: float
+    peak: int
+    analytic: int
+    final_loss: float | None
+    losses: list[float]
+
+
+def measure(case: Case, plan: Plan, console: Console) -> list[Figures]:
+    """All designs in turn, `rounds` times, on the same links."""
+    runs: dict[Design, list[Trained]] = {design: [] for design in DESIGNS}
+    with site(case) as at:
+        for number in range(plan.rounds):
+            for design in DESIGNS:
+                run = run_once(at, plan, design)
+                runs[design].append(run)
+                spread = Spread.of(run.steps).show()
+                console.print(f"{case.name}: {NAMES[design]}, round {number + 1}: {spread} s a step", style="dim")
+    merged = {design: merge(found) for design, found in runs.items()}
+    return [figures(case, plan, design, merged) for design in DESIGNS]
+
+
+def run_once(at: Site, plan: Plan, design: Design) -> Trained:
+    """Start all members, train, end them."""
+    workers = len(at.workers)
+    tasks = [Task(design, rank, workers, plan.model, plan.settings(workers)) for rank in range(workers)]
+    with Members() as members:
+        if design == "rallypoint":
+            members.start_rallypoint(at)
+        members.start_workers(at, "train_member.py", tasks)
+        members.wait(900.0)
+        results = members.results(at, Result)
+    losses = [statistics.fmean(each) for each in zip(*(result.losses for result in results), strict=True)]
+    times = step_times([result.finishes for result in results], plan.warm_up)
+    return Trained(times, losses, [result.peak_bytes for result in results])
+
+
+def merge(runs: Sequence[Trained]) -> Trained:
+    """All rounds as one."""
+    steps = [seconds for run in runs for seconds in run.steps]
+    return Trained(steps, runs[0].losses, [peak for run in runs for peak in run.peaks])
+
+
+def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Trained]) -> Figures:
+    """The figures of one design, with the limit that the others' give."""
+    run, compute = runs[design], statistics.median(runs["alone"].steps)
+    model_bytes = 4 * sum(parameter.numel() for parameter in GPT(plan.model).parameters())
+    batch = case.workers * plan.batch
+    samples = Spread.of([batch / seconds for seconds in run.steps])
+    return Figures(
+        case=case.name, design=design, step=Spread.of(run.steps), samples=samples,
+        tokens=samples.median * plan.model.block, limit=max(compute, case.wire_seconds(model_bytes)),
+        peak=max(run.peaks), analytic=STATES[design] * model_bytes,
+        final_loss=None if design == "alone" else statistics.fmean(run.losses[-_LAST:]),
+        losses=[] if design == "alone" else run.losses,
+    )  # fmt: skip
+
+
+COLUMNS = (
+    "case", "design", "samples/s [min..max]", "tokens/s", "s a step", "x limit", "peak MB", "analytic MB", "last loss",
+)  # fmt: skip
+
+
+def row(found: Figures) -> list[str]:
+    """A line of the table."""
+    return [
+        found.case, NAMES[found.design], found.samples.show(2), f"{found.tokens:.0f}", f"{found.step.median:.3f}",  # type: ignore[index]
+        f"{found.step.median / found.limit:.2f}", f"{found.peak / 1e6:.0f}", f"{found.analytic / 1e6:.0f}",
+        "" if found.final_loss is None else f"{found.final_loss:.4f}",
+    ]  # fmt: skip
+
+
+def curves(case: Case, found: Sequence[Figures]) -> Table:
+    """The losses of both designs side by side, at a few steps."""
+    ours, theirs = (figure.losses for figure in found if figure.losses)
+    points = sorted({round(i * (len(ours) - 1) / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)})
+    lines = [
+        [name, "nats/byte", *(f"{losses[step]:.4f}" for step in points)]
+        for name, losses in (("Rallypoint", ours), ("DDP over Gloo", theirs))
+    ]
+    return table(f"loss, {case.name}", ["design", "", *(f"step {step}" for step in points)], lines)
+
+
+def run(cases: Sequence[Case], plan: Plan, path: Path | None) -> None:
+    """Measure, print, write."""
+    console = Console(highlight=False)
+    found = {case: measure(case, plan, console) for case in cases}
+    every = [figure for figures in found.values() for figure in figures]
+    size = every[0].analytic / STATES["rallypoint"]
+    title = (
+        f"a GPT of {size / 4e6:.1f} M parameters (K = {size / 1e6:.0f} MB), {plan.batch} x {plan.model.block} bytes a "
+        "worker; limit: max(compute, K/B)\npeak: a worker's memory over its imports and data; analytic: parameters + "
+        "gradients (+ AdamW's state under DDP), without activations"
+    )
+    tables = [table(title, COLUMNS, [row(figure) for figure in every])]
+    report(console, tables + [curves(case, figures) for case, figures in found.items()], every, path)
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def command(
+    goals: Annotated[bool, typer.Option("--goals", help="The project's two cases, instead of one.")] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Workers; each computes one replica.")] = 4,
+    servers: Annotated[int, typer.Option(min=1, help="Reduction servers.")] = 4,
+    rate: Annotated[float, typer.Option(help="Mbit/s of every link, both directions (netlab: needs root).")] = 1000.0,
+    loopback: Annotated[bool, typer.Option("--loopback", help="No links: all on this machine's loopback.")] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT.")] = 6,
+    width: Annotated[int, typer.Option(min=8, help="Its width, a multiple of 8 (it has 8 heads).")] = 512,
+    block: Annotated[int, typer.Option(min=1, help="Bytes in a sample.")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a worker at a step.")] = 1,
+    lr: Annotated[float, typer.Option(help="AdamW's learning rate.")] = 3e-4,
+    steps: Annotated[int, typer.Option(min=1, help="Steps measured in a round.")] = 20,
+    warm_up: Annotated[int, typer.Option(min=0, help="Steps before those.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each one all designs, one after the other.")] = 3,
+    shard_kib: Annotated[int | None, typer.Option(min=1, help="Rallypoint's shards, in KiB.")] = None,
+    window: Annotated[int | None, typer.Option(min=1, help="Shards under way from a worker to a server.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
+) -> None:
+    """Train a GPT on text with Rallypoint and with DDP over Gloo: same model, samples, optimizer, links; interleaved.
+
+    A third run only computes (forward and backward in as many processes at once). The limit of a step is the greater
+    of that and K/B, the time a link takes for the gradients.
+    """
+    sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
+    plan = Plan(
+        GPTConfig(layers=layers, heads=8, width=width, block=block), batch, lr, steps, warm_up, rounds,
+        {name: value for name, value in sets.items() if value is not None},
+    )  # fmt: skip
+    run(GOALS if goals else (Case(workers, servers, None if loopback else rate),), plan, json)
+
+
+if __name__ == "__main__":
+    main(app)

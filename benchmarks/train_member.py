@@ -1,0 +1,158 @@
+"""One worker of `benchmarks/train.py`: trains a GPT and writes when each step began, its losses and its memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Literal
+
+import msgspec
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rallypoint as rp
+from cluster import join_gloo, write_result
+from rallypoint.config import JobConfig, group_of, resolve, settings_of
+from rallypoint.core.schedule import rate_at
+from rallypoint.data.loader import MicroBatches
+from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.optim.flat import build_optimizer
+from rallypoint.recipes.gpt_model import GPT, GPTConfig
+from rallypoint.recipes.text import TextDataset, load_text
+
+Design = Literal["rallypoint", "ddp", "alone"]
+_TEXT_BYTES = 4 << 20  # enough for any benchmark, and read in no time
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What to train. `settings` are those of `job.train`, the same for all designs; `alone` only computes."""
+
+    design: Design
+    rank: int
+    workers: int
+    model: GPTConfig
+    settings: dict[str, object]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """When each step began (seconds, monotonic) and its loss here; bytes at the peak, over imports and data."""
+
+    finishes: list[float]
+    losses: list[float]
+    peak_bytes: int
+
+
+class Recorder:
+    """Collects what a Result says; `begin` once everything is imported and the data is read."""
+
+    def __init__(self) -> None:
+        self._finishes: list[float] = []
+        self._losses: list[float] = []
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")  # the peak begins anew: ru_maxrss would remember our parent's
+        self._baseline = _memory("VmRSS")
+
+    def step(self, loss: torch.Tensor, began: float) -> None:
+        """A step that began then had this loss."""
+        self._finishes.append(began)
+        self._losses.append(float(loss.detach()))
+
+    def result(self) -> Result:
+        """All of it."""
+        return Result(self._finishes, self._losses, _memory("VmHWM") - self._baseline)
+
+
+def rallypoint(task: Task, data: TextDataset, recorder: Recorder) -> None:
+    """As any user's script would."""
+    model = _model(task)
+    with rp.join() as job:
+        for micro in job.train(model, data, **task.settings):  # type: ignore[arg-type]
+            with micro:
+                began = time.monotonic()
+                loss = model.loss(*micro.batch)
+                micro.backward(loss)
+            recorder.step(loss, began)
+
+
+def ddp(task: Task, data: TextDataset, recorder: Recorder) -> None:
+    """DistributedDataParallel over Gloo: the same samples, the same fused optimizer in every worker."""
+    join_gloo(task.rank, task.workers)
+    config = resolve(task.settings)
+    model = _model(task)
+    optimizer = _optimizer(model, config)
+    wrapped = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True)
+    batches = MicroBatches(data, config, torch.device("cpu"))
+    for step in range(config.steps):
+        began = time.monotonic()
+        loss = wrapped(*batches.load(step, task.rank, 0))
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(config.schedule, step, config.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.step(loss, began)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def alone(task: Task, data: TextDataset, recorder: Recorder) -> None:
+    """Forward and backward only, beside all other workers doing the same: what a step costs without communication."""
+    join_gloo(task.rank, task.workers)  # so that all begin together
+    config = resolve(task.settings)
+    model = _model(task)
+    batches = MicroBatches(data, config, torch.device("cpu"))
+    torch.distributed.barrier()
+    for step in range(config.steps):
+        began = time.monotonic()
+        loss = model.loss(*batches.load(step, task.rank, 0))
+        loss.backward()  # type: ignore[no-untyped-call]
+        model.zero_grad()
+        recorder.step(loss, began)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+class _Loss(nn.Module):
+    """The loss as a forward pass, which is what DDP wraps."""
+
+    def __init__(self, model: GPT) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.model.loss(tokens, targets)
+
+
+def _model(task: Task) -> GPT:
+    torch.manual_seed(1234)
+    return GPT(task.model)
+
+
+def _optimizer(model: GPT, config: JobConfig) -> torch.optim.Optimizer:
+    groups: dict[int, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        groups.setdefault(group_of(config, name, parameter.dim()), []).append(parameter)
+    return build_optimizer(config.optimizer, [(members, settings_of(config, g)) for g, members in groups.items()])
+
+
+def _memory(field: str) -> int:
+    """A field of /proc/self/status, in bytes."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(f"{field}:"))
+
+
+def main() -> None:
+    """Do the task in argv[1]."""
+    hold_lifeline()
+    task = msgspec.json.decode(sys.argv[1], type=Task)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    data, _ = load_text(block=task.model.block, budget=_TEXT_BYTES)
+    recorder = Recorder()
+    {"rallypoint": rallypoint, "ddp": ddp, "alone": alone}[task.design](task, data, recorder)
+    write_result(recorder.result())
+
+
+if __name__ == "__main__":
+    main()

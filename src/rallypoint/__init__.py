@@ -1,0 +1,70 @@
+"""Rallypoint: data-parallel training for PyTorch with stateless workers and stateful servers.
+
+A gradient's way through the rooms: `worker.hooks` catches it during backward, `worker.exchange` and `worker.link` push
+it, `server.service` receives it, `core.shard` decides, `server.reducer` and `server.owned` add and apply, and the new
+version comes back to `worker.run`, which installs it. docs/architecture.md walks the whole way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rallypoint.config import SGD, Adam, AdamW, Group, JobConfig
+    from rallypoint.core.policy import Sync
+    from rallypoint.core.schedule import constant, cosine, linear, step_decay
+    from rallypoint.launch.join import join
+    from rallypoint.worker.micro import Micro
+    from rallypoint.worker.run import Run
+    from rallypoint.worker.session import Job
+
+__version__ = "0.1.0"
+
+# Names are looked up when first used: the command line and the coordinator need no torch, and start in no time.
+_HOMES = {
+    "SGD": "rallypoint.config",
+    "Adam": "rallypoint.config",
+    "AdamW": "rallypoint.config",
+    "Group": "rallypoint.config",
+    "Job": "rallypoint.worker.session",
+    "JobConfig": "rallypoint.config",
+    "Micro": "rallypoint.worker.micro",
+    "Run": "rallypoint.worker.run",
+    "Sync": "rallypoint.core.policy",
+    "constant": "rallypoint.core.schedule",
+    "cosine": "rallypoint.core.schedule",
+    "join": "rallypoint.launch.join",
+    "linear": "rallypoint.core.schedule",
+    "step_decay": "rallypoint.core.schedule",
+}
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Group",
+    "Job",
+    "JobConfig",
+    "Micro",
+    "Run",
+    "Sync",
+    "__version__",
+    "constant",
+    "cosine",
+    "join",
+    "linear",
+    "step_decay",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rallypoint' has no attribute '{name}'")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

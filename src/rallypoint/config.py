@@ -1,0 +1,252 @@
+"""The job's configuration: one typed tree, from the script, a file and dotted overrides; unknown keys are refused.
+
+Precedence, the last one wins: defaults, what the script passes to `job.train`, the file (`--config job.toml`), dotted
+overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job record: all members read that one.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import msgspec
+
+from rallypoint.core.layout import SHARD_BYTES
+from rallypoint.core.policy import Sync
+from rallypoint.core.schedule import Constant, Schedule, StepDecay
+from rallypoint.errors import ConfigError
+
+
+class AdamW(msgspec.Struct, frozen=True, tag="adamw", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.AdamW on the servers (Loshchilov and Hutter, 2019).
+
+    `fused` is nearly three times as fast on a server's core. The bytes are still the same for any number of workers
+    and servers, but no longer those of plain PyTorch: torch's fused kernel rounds the tail of a tensor differently, and
+    shards end elsewhere than parameters do.
+    """
+
+    lr: Schedule | float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    fused: bool = False
+
+
+class Adam(msgspec.Struct, frozen=True, tag="adam", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.Adam on the servers (Kingma and Ba, 2015). `fused`: see AdamW."""
+
+    lr: Schedule | float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    fused: bool = False
+
+
+class SGD(msgspec.Struct, frozen=True, tag="sgd", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.SGD on the servers, with momentum and Nesterov's variant (Sutskever et al., 2013)."""
+
+    lr: Schedule | float = 1e-2
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+Optimizer = AdamW | Adam | SGD
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters with settings of their own: those whose name matches any of `match` (shell patterns)."""
+
+    match: tuple[str, ...]
+    weight_decay: float | None = None
+    lr_scale: float = 1.0
+
+
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides what a job computes.
+
+    Attributes:
+        replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
+        batch: samples of one replica at one step.
+        steps: updates to make.
+        optimizer: what the servers apply.
+        sync: when they apply it.
+        accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
+        clip: global gradient norm at which to clip, or None.
+        seed: of the sample order and of every replica's randomness.
+        nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
+            "continue" as plain PyTorch would.
+        decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
+        groups: parameters with settings of their own; the first match wins.
+        shard_bytes: the largest shard.
+        window: contributions that may be under way from one worker to one server.
+        hold_bytes: bytes that a server holds back for their turn before it slows the senders down.
+        item, items_per_sample: what the progress line counts ("tokens", 128).
+    """
+
+    replicas: int = 1
+    batch: int = 32
+    steps: int = 100
+    optimizer: Optimizer = AdamW()
+    sync: Sync = Sync()
+    accumulate: int = 1
+    clip: float | None = None
+    seed: int = 0
+    nonfinite: Literal["stop", "skip", "continue"] = "stop"
+    decay_1d: bool = False
+    groups: tuple[Group, ...] = ()
+    shard_bytes: int = SHARD_BYTES
+    window: int = 4
+    hold_bytes: int = 256 << 20
+    item: str = "samples"
+    items_per_sample: int = 1
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate as a schedule."""
+        lr = self.optimizer.lr
+        return Constant(lr) if isinstance(lr, (int, float)) else lr
+
+    @property
+    def decides(self) -> bool:
+        """Do servers take a decision together before they apply a step?
+
+        Stopping needs none: a worker sees its own loss before it pushes anything of that replica.
+        """
+        return self.clip is not None or self.nonfinite == "skip"
+
+
+class Settings(TypedDict, total=False):
+    """The keywords of `job.train`: the fields of JobConfig, for type checkers."""
+
+    replicas: int
+    batch: int
+    steps: int
+    optimizer: Optimizer
+    sync: Sync
+    accumulate: int
+    clip: float | None
+    seed: int
+    nonfinite: Literal["stop", "skip", "continue"]
+    decay_1d: bool
+    groups: Sequence[Group]
+    shard_bytes: int
+    window: int
+    hold_bytes: int
+    item: str
+    items_per_sample: int
+
+
+class GroupSettings(msgspec.Struct, frozen=True):
+    """What one optimizer group is trained with."""
+
+    weight_decay: float
+    lr_scale: float
+
+
+def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> JobConfig:
+    """The configuration from the script's `settings` and the launcher's nested `overrides`.
+
+    Raises ConfigError naming the key when one is unknown, has the wrong type, or makes no sense.
+    """
+    base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
+    return parse(_merge(base, overrides or {}))
+
+
+def parse(data: Mapping[str, Any]) -> JobConfig:
+    """The configuration in a job record. ConfigError when it is none."""
+    try:
+        config = msgspec.convert(data, JobConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the job's configuration is wrong: {error}") from None
+    _check(config)
+    return config
+
+
+def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
+    """Nested overrides from a TOML file and `key.key=value` texts (values are TOML; a bare word is a string)."""
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            tree = tomllib.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
+    for text in dotted:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: write it as key=value, such as steps=200 or optimizer.lr=1e-3")
+        nested: Any = _toml_value(value)
+        for key in reversed(path.strip().split(".")):
+            nested = {key: nested}
+        tree = _merge(tree, nested)
+    return tree
+
+
+def group_of(config: JobConfig, name: str, dimensions: int) -> int:
+    """The optimizer group of a parameter: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own."""
+    for index, group in enumerate(config.groups):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
+            return 2 + index
+    return 0 if config.decay_1d or dimensions >= 2 else 1
+
+
+def settings_of(config: JobConfig, group: int) -> GroupSettings:
+    """What the optimizer group is trained with."""
+    if group == 0:
+        return GroupSettings(config.optimizer.weight_decay, 1.0)
+    if group == 1:
+        return GroupSettings(0.0, 1.0)
+    own = config.groups[group - 2]
+    decay = config.optimizer.weight_decay if own.weight_decay is None else own.weight_decay
+    return GroupSettings(decay, own.lr_scale)
+
+
+def _as_data(key: str, value: Any) -> Any:
+    try:
+        return msgspec.to_builtins(value)
+    except TypeError:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise ConfigError(f"{key} is a {kind}: use rallypoint's own, such as optimizer=rp.AdamW(lr=1e-3)") from None
+
+
+def _check(config: JobConfig) -> None:
+    for name in ("replicas", "batch", "steps", "accumulate", "window", "items_per_sample"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} is {getattr(config, name)}: it must be at least 1")
+    if config.batch % config.accumulate:
+        raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
+    if config.hold_bytes < 0:
+        raise ConfigError(f"hold_bytes is {config.hold_bytes}: it cannot be negative")
+    if not math.isfinite(config.schedule.peak):
+        raise ConfigError(f"a learning rate of {config.schedule.peak} is impossible")
+    if isinstance(config.schedule, StepDecay) and config.schedule.every < 1:
+        raise ConfigError(f"step_decay(every={config.schedule.every}): it must be at least 1")
+    if config.clip is not None and not (config.clip > 0 and math.isfinite(config.clip)):
+        raise ConfigError(f"clip is {config.clip}: use a positive norm, or None")
+    if config.shard_bytes < 64 or config.shard_bytes % 64 or config.shard_bytes > 1 << 26:
+        raise ConfigError(f"shard_bytes is {config.shard_bytes}: use a multiple of 64 up to 64 MiB")
+    if isinstance(config.optimizer, SGD) and config.optimizer.nesterov and config.optimizer.momentum <= 0:
+        raise ConfigError("nesterov=True needs a momentum above 0")
+
+
+def _merge(base: Any, over: Any) -> dict[str, Any]:
+    merged = dict(base)
+    if "type" in over and over["type"] != merged.get("type"):
+        merged = {}  # another kind of thing: the settings of the old one mean nothing to it
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _toml_value(text: str) -> Any:
+    if text.strip().lower() == "none":
+        return None  # TOML has no word for it
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()

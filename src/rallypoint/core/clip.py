@@ -1,0 +1,101 @@
+"""One decision per step, taken by every server alike: the clip factor, and whether to skip a step that is not finite.
+
+Each server measures its own shards, tells the others, and once all shards of the layout are known computes the same
+number from the same floats in the same order. Facts are named by (step, shard) and repeats are harmless (I2).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+
+
+class Measure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The 2-norm of one shard's mean gradient at a step, and the replicas whose loss was not finite."""
+
+    shard: int
+    norm: float
+    not_finite: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """Send these measures of `step` to every other server."""
+
+    step: int
+    measures: tuple[Measure, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all servers do with `step`: scale the gradient, or skip it (None)."""
+
+    step: int
+    norm: float
+    scale: float | None
+    not_finite: tuple[int, ...] = ()
+
+
+def clip_scale(norm: float, clip: float | None) -> float:
+    """The factor of global-norm clipping, as torch.nn.utils.clip_grad_norm_ computes it (Pascanu et al., 2013)."""
+    if clip is None:
+        return 1.0
+    scale = clip / (norm + _EPSILON)
+    return 1.0 if scale > 1.0 else scale  # a NaN norm gives NaN, as in torch
+
+
+def total_norm(norms: Iterable[float]) -> float:
+    """The 2-norm of a vector from the 2-norms of its pieces, in double precision, correctly rounded."""
+    return math.sqrt(math.fsum(norm * norm for norm in norms))
+
+
+@dataclass(slots=True)
+class ClipMachine:
+    """Measures in; Tell and Verdict out. `shards` are all parameter shards of the layout, `own` those held here."""
+
+    shards: Sequence[int]
+    own: frozenset[int]
+    clip: float | None
+    skip_not_finite: bool
+    _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
+    _decided: int = -1
+    _expected: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._expected = frozenset(self.shards)
+
+    def measured(self, step: int, measure: Measure) -> list[Tell | Verdict]:
+        """One of our own shards has finished its sum; the others are told once all of ours have."""
+        known = self._learn(step, [measure])
+        if known is None or not self.own <= known.keys():
+            return []
+        return [Tell(step, tuple(known[shard] for shard in sorted(self.own))), *self._decide(step, known)]
+
+    def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
+        """Another server told its measures."""
+        known = self._learn(step, measures)
+        return [] if known is None else self._decide(step, known)
+
+    def _learn(self, step: int, measures: Iterable[Measure]) -> dict[int, Measure] | None:
+        if step <= self._decided:
+            return None
+        known = self._known.setdefault(step, {})
+        for measure in measures:
+            if measure.shard in self._expected:
+                known.setdefault(measure.shard, measure)
+        return known
+
+    def _decide(self, step: int, known: dict[int, Measure]) -> list[Tell | Verdict]:
+        if len(known) < len(self.shards):
+            return []
+        del self._known[step]
+        self._decided = step
+        norm = total_norm(known[shard].norm for shard in self.shards)
+        bad = tuple(sorted({replica for measure in known.values() for replica in measure.not_finite}))
+        skip = self.skip_not_finite and (bool(bad) or not math.isfinite(norm))
+        return [Verdict(step, norm, None if skip else clip_scale(norm, self.clip), bad)]

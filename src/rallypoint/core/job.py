@@ -1,0 +1,40 @@
+"""The job record: what all members of a job must agree on, and the words for where they do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from rallypoint.core.layout import Layout, first_difference
+
+
+class JobRecord(msgspec.Struct, frozen=True):
+    """One model, one configuration. `frozen` maps every frozen parameter to a hash of its bytes."""
+
+    config: dict[str, Any]
+    layout: Layout
+    frozen: dict[str, str] = {}
+
+
+def disagreement(first: JobRecord, other: JobRecord) -> str | None:
+    """Why `other` cannot take part in the job of `first`, as a phrase; None when they agree."""
+    if first.layout.fingerprint != other.layout.fingerprint:
+        return f"a different model: {first_difference(other.layout, first.layout)}"
+    if first.config != other.config:
+        return f"different settings: {_first_setting(other.config, first.config)}"
+    for name in sorted(first.frozen.keys() | other.frozen.keys()):
+        if first.frozen.get(name) != other.frozen.get(name):
+            return (
+                f"other values in the frozen parameter {name}: frozen parameters are not sent by the servers, so load "
+                "them from the same file, or seed before building the model"
+            )
+    return None
+
+
+def _first_setting(ours: Any, theirs: Any, path: str = "") -> str:
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in sorted(ours.keys() | theirs.keys()):
+            if ours.get(key) != theirs.get(key):
+                return _first_setting(ours.get(key), theirs.get(key), f"{path}.{key}" if path else str(key))
+    return f"{path} is {ours!r} here, {theirs!r} there"

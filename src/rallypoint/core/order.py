@@ -1,0 +1,77 @@
+"""Position is a number (I6): which samples, and which random seed, follow from (seed, step, replica) alone.
+
+The order of an epoch is a keyed permutation of 0..n-1 that needs no table: a balanced Feistel network over the next
+power of four with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It is there to
+shuffle, not to hide anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+_ROUNDS = 4
+_MASK64 = (1 << 64) - 1
+
+
+def derive_seed(seed: int, *path: int | str) -> int:
+    """A 63-bit seed for the place named by `path`, such as ``("compute", step, replica, micro)``."""
+    text = "/".join(str(part) for part in (seed, *path)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class Permutation:
+    """A keyed bijection of ``range(n)``; `permutation(i)` takes O(1) time and memory."""
+
+    def __init__(self, n: int, key: int) -> None:
+        if n < 1:
+            raise ValueError(f"a permutation of {n} things is impossible")
+        self.n = n
+        self._half_bits = max(1, -(-(n - 1).bit_length() // 2))
+        self._half_mask = (1 << self._half_bits) - 1
+        self._keys = [derive_seed(key, "order", r) for r in range(_ROUNDS)]
+
+    def __call__(self, index: int) -> int:
+        if not 0 <= index < self.n:
+            raise IndexError(index)
+        value = self._encrypt(index)
+        while value >= self.n:  # cycle walking: the domain is less than four times n
+            value = self._encrypt(value)
+        return value
+
+    def _encrypt(self, value: int) -> int:
+        left, right = value >> self._half_bits, value & self._half_mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._half_mask)
+        return (left << self._half_bits) | right
+
+
+class SampleOrder:
+    """Which samples replica r uses at step t: every epoch is one shuffled pass over the data.
+
+    The run reads positions 0, 1, 2, ... ; step t owns the R * batch positions from t * R * batch on, replica r the
+    r-th slice of `batch`. Position p is sample ``permutation_of_epoch(p // n)(p % n)``.
+    """
+
+    def __init__(self, *, seed: int, samples: int, replicas: int, batch: int) -> None:
+        self._seed, self._samples, self._replicas, self._batch = seed, samples, replicas, batch
+        self._epoch = -1
+        self._permutation = Permutation(samples, 0)
+
+    def samples(self, step: int, replica: int) -> list[int]:
+        """The `batch` sample indices of replica `replica` at step `step`, in order."""
+        start = (step * self._replicas + replica) * self._batch
+        return [self._sample(position) for position in range(start, start + self._batch)]
+
+    def _sample(self, position: int) -> int:
+        epoch, offset = divmod(position, self._samples)
+        if epoch != self._epoch:
+            self._permutation = Permutation(self._samples, derive_seed(self._seed, "epoch", epoch))
+            self._epoch = epoch
+        return self._permutation(offset)
+
+
+def _mix(value: int) -> int:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64
+    return value ^ (value >> 31)

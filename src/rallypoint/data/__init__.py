@@ -1,0 +1,1 @@
+"""From samples to batches. Which samples is `core/order.py`'s decision."""

@@ -1,0 +1,65 @@
+"""The tree of errors. Each one is a sentence that says what happened, to whom, and what to do about it.
+
+    RallypointError
+    ├── UsageError         the library was called in a way that cannot work
+    ├── ConfigError        an unknown or impossible setting
+    ├── DataError          no data, or not the data that was expected
+    ├── ModelError         a model that cannot be trained here
+    │   └── ModelMismatch  two workers brought different models or settings
+    ├── ProtocolError      bytes from the network that are not ours
+    ├── AccessDenied       a wrong or missing job token
+    ├── LinkError          a connection could not be made, or ended
+    │   └── AddressInUse   somebody listens there already
+    ├── NonFiniteLoss      a loss or gradient of NaN or infinity
+    └── JobAborted         the job ended early; the reason says who and why
+"""
+
+from __future__ import annotations
+
+
+class RallypointError(Exception):
+    """The root of every error that Rallypoint raises on purpose."""
+
+
+class UsageError(RallypointError):
+    """The library was called in a way that cannot work."""
+
+
+class ConfigError(RallypointError):
+    """A setting is unknown, of the wrong type, or impossible together with another."""
+
+
+class DataError(RallypointError):
+    """There is no data, or not the data that was expected."""
+
+
+class ModelError(RallypointError):
+    """The model cannot be trained by Rallypoint as it is."""
+
+
+class ModelMismatch(ModelError):
+    """Two workers of one job brought different models or different settings."""
+
+
+class ProtocolError(RallypointError):
+    """Bytes from the network are not a frame of ours, or not one that is allowed here."""
+
+
+class AccessDenied(RallypointError):
+    """The other side has not shown the job's token."""
+
+
+class LinkError(RallypointError):
+    """A connection could not be made, or has ended."""
+
+
+class AddressInUse(LinkError):
+    """Another process listens on the address already."""
+
+
+class NonFiniteLoss(RallypointError):
+    """A loss or a gradient is NaN or infinite and the job was told to stop on it."""
+
+
+class JobAborted(RallypointError):
+    """The job ended before its last step; the message says who gave up and why."""

@@ -1,0 +1,1 @@
+"""Starting the members of a job: inside one process, or as processes on this machine."""

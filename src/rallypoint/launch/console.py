@@ -1,0 +1,125 @@
+"""What a person sees of a run: a live progress line in a terminal, a plain line now and then in a file."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from rallypoint.net.messages import Aborted, Finished, Message, Metrics, Planned, Say, Skipped, StepDone, Waiting
+
+_PLAIN_EVERY_S = 5.0
+_RATE_OVER_S = 10.0
+
+
+class _Rate(ProgressColumn):
+    """Items per second over the last seconds."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["rate"], style="green")
+
+
+class RunConsole:
+    """Turns the coordinator's announcements, and lines that workers print, into what is shown."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.failure: str | None = None
+        self.finished = False
+        self._plan: Planned | None = None
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._recent: deque[tuple[float, int]] = deque()
+        self._metrics: dict[str, float] = {}
+        self._start = time.monotonic()
+        self._last_plain = 0.0
+        self._total_items = 0
+
+    def relay(self, child: str, line: str) -> None:
+        """A line that a child printed; the first worker's own words stand without a prefix."""
+        prefix = "" if child == "worker0" else f"[dim]{escape(child)} |[/dim] "
+        self.console.print(prefix + escape(line), soft_wrap=True)
+
+    def show(self, message: Message) -> None:
+        """One announcement of the coordinator."""
+        match message:
+            case Planned():
+                self._plan_shown(message)
+            case StepDone():
+                self._step(message)
+            case Metrics(step=step, values=values):
+                self._metrics = values
+                self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
+            case Say(text=text) | Waiting(text=text):
+                self.console.print(escape(text), soft_wrap=True)
+            case Skipped(step=step, replicas=replicas):
+                who = f"the loss of replica {', '.join(map(str, replicas))}" if replicas else "the gradient"
+                self.console.print(f"[yellow]step {step} skipped: {who} is not finite[/yellow]")
+            case Aborted(reason=reason):
+                self.failure = reason
+            case Finished():
+                self.finished = True
+            case _:
+                pass
+
+    def close(self) -> None:
+        """Take the live line away; say what the run did."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+        if self.finished and self._plan is not None:
+            seconds = time.monotonic() - self._start
+            self.console.print(
+                f"[bold]done[/bold]: {self._plan.steps} steps, {self._total_items:,} {escape(self._plan.item)} "
+                f"in {seconds:.1f} s ({self._total_items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
+            )
+
+    def _plan_shown(self, plan: Planned) -> None:
+        self._plan = plan
+        self._start = time.monotonic()
+        self.console.print(
+            f"[bold]{plan.words / 1e6:.2f} M[/bold] parameters in {plan.shards} shards on {len(plan.servers)} "
+            f"server{'s' * (len(plan.servers) != 1)}; {plan.replicas} replica{'s' * (plan.replicas != 1)} on "
+            f"{len(plan.workers)} worker{'s' * (len(plan.workers) != 1)}; {plan.steps} steps"
+        )
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=24),
+                TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[metrics]}"), _Rate(),
+                TimeRemainingColumn(compact=True), TextColumn("left"), console=self.console, transient=True,
+            )  # fmt: skip
+            self._task = self._progress.add_task("train", total=plan.steps, loss="-", metrics="", rate="")
+            self._progress.start()
+
+    def _step(self, done: StepDone) -> None:
+        now = time.monotonic()
+        self._total_items += done.items
+        self._recent.append((now, done.items))
+        while self._recent[0][0] < now - _RATE_OVER_S and len(self._recent) > 2:
+            self._recent.popleft()
+        assert self._plan is not None
+        if self._progress is not None and self._task is not None:
+            self._progress.update(
+                self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", metrics=_figures(self._metrics),
+                rate=self._rate(),
+            )  # fmt: skip
+        elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
+            self._last_plain = now
+            left = (now - self._start) / (done.step + 1) * (self._plan.steps - done.step - 1)
+            estimate = f"  {self._rate()}  {left:.0f} s left" if done.step else ""  # the first step is no guide
+            self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{estimate}")
+
+    def _rate(self) -> str:
+        if len(self._recent) < 2 or self._plan is None:
+            return ""
+        seconds = self._recent[-1][0] - self._recent[0][0]
+        items = sum(count for _, count in list(self._recent)[1:])
+        return f"{items / max(seconds, 1e-9):,.0f} {self._plan.item}/s"
+
+
+def _figures(values: dict[str, float]) -> str:
+    return escape("  ".join(f"{name} {value:.4g}" for name, value in values.items()))

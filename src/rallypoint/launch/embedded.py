@@ -1,0 +1,53 @@
+"""A whole cluster inside this process: what a script that was started alone gets."""
+
+from __future__ import annotations
+
+from rallypoint.coordinator.service import CoordinatorService, Reception
+from rallypoint.errors import RallypointError
+from rallypoint.launch.console import RunConsole
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.server.service import ServerService
+from rallypoint.worker.session import Job
+
+
+class EmbeddedJob(Job):
+    """A worker with its own coordinator and server on threads beside it, over the in-process transport.
+
+    With a `console` the run's progress is shown there.
+    """
+
+    def __init__(self, *, servers: int = 1, folder: str = "", console: RunConsole | None = None) -> None:
+        transport = InprocTransport()
+        self._coordinator = CoordinatorService(
+            workers=1, servers=servers, bind="coordinator:0", transport=transport, reception=Reception(folder=folder)
+        )
+        self._coordinator.start()
+        self._servers = [
+            ServerService(id=f"server{i}", coordinator=self._coordinator.address, bind="server:0", transport=transport)
+            for i in range(servers)
+        ]
+        for server in self._servers:
+            server.start()
+        self._console = console
+        self._observer = None if console is None else CoordinatorLink(
+            transport=transport, address=self._coordinator.address, token="", role="observer", id="console",
+            on_message=console.show, on_lost=_ended,
+        )  # fmt: skip
+        if self._observer is not None:
+            self._observer.start()
+        super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport)
+
+    def close(self) -> None:
+        """End the worker, then the cluster around it."""
+        super().close()
+        for server in self._servers:
+            server.close()
+        self._coordinator.close()
+        if self._observer is not None and self._console is not None:
+            self._observer.close()
+            self._console.close()
+
+
+def _ended(error: RallypointError) -> None:
+    """The coordinator closes the observer's link when the job is over: nothing is amiss."""

@@ -1,0 +1,1 @@
+"""Bytes between processes: transports, frames, control messages, links. Nothing from the network is trusted (I9)."""

@@ -1,0 +1,113 @@
+"""Frames: a fixed 48-byte header, then `length` bytes of payload. Typed, length-limited, never unpickled (I9).
+
+    0  magic      4 bytes "RLPT"
+    4  protocol   u8
+    5  kind       u8
+    6  flags      u8    bit 0: the contribution is not finite
+    7  codec      u8    0: raw
+    8  epoch      u32   the view's number: coordinator epoch ...
+    12 count      u32   ... and count (I10)
+    16 shard      u32
+    20 replica    u32   (Credit: how many)
+    24 step       u64   (Version: the version)
+    32 weight     f64
+    40 length     u32
+    44 reserved   u32   zero
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from typing import NamedTuple
+
+from rallypoint.core.view import ViewNumber
+from rallypoint.errors import ProtocolError
+
+PROTOCOL = 1
+_MAGIC = b"RLPT"
+_HEADER = struct.Struct("<4sBBBBIIIIQdII")
+HEADER_BYTES = _HEADER.size
+
+NOT_FINITE = 1
+
+
+class Kind(enum.IntEnum):
+    """What a frame is. The first group is control (msgspec), the second carries raw tensors, the third nothing."""
+
+    CHALLENGE = 1
+    HELLO = 2
+    WELCOME = 3
+    REFUSE = 4
+    CONTROL = 5
+    MEASURES = 6
+
+    INITIAL = 16
+    PUSH = 17
+    VERSION = 18
+
+    CREDIT = 32
+    FOLLOW = 33
+    FETCH = 34
+
+
+GREETING_LIMIT = 4 << 10
+_LIMITS = {
+    Kind.CHALLENGE: GREETING_LIMIT,
+    Kind.HELLO: GREETING_LIMIT,
+    Kind.WELCOME: 1 << 20,
+    Kind.REFUSE: 64 << 10,
+    Kind.CONTROL: 64 << 20,
+    Kind.MEASURES: 16 << 20,
+    Kind.INITIAL: 64 << 20,
+    Kind.PUSH: 64 << 20,
+    Kind.VERSION: 64 << 20,
+    Kind.CREDIT: 0,
+    Kind.FOLLOW: 0,
+    Kind.FETCH: 0,
+}
+
+
+class Header(NamedTuple):
+    """The decoded header of a frame; fields that a kind does not use are zero."""
+
+    kind: Kind
+    view: ViewNumber = ViewNumber()
+    shard: int = 0
+    replica: int = 0
+    step: int = 0
+    weight: float = 0.0
+    length: int = 0
+    flags: int = 0
+    codec: int = 0
+
+
+def pack(header: Header) -> bytes:
+    """The header as 48 bytes."""
+    return _HEADER.pack(
+        _MAGIC, PROTOCOL, header.kind, header.flags, header.codec, header.view.epoch, header.view.count,
+        header.shard, header.replica, header.step, header.weight, header.length, 0,
+    )  # fmt: skip
+
+
+def unpack(data: bytes | bytearray | memoryview) -> Header:
+    """The header in these 48 bytes. ProtocolError, saying what is wrong, when they are not one."""
+    (
+        magic, protocol, kind, flags, codec, epoch, count, shard, replica, step, weight, length, reserved,
+    ) = _HEADER.unpack(data)  # fmt: skip
+    if magic != _MAGIC:
+        raise ProtocolError(f"the bytes {magic!r} do not begin a frame: is this another program's connection?")
+    if protocol != PROTOCOL:
+        raise ProtocolError(f"protocol {protocol} instead of {PROTOCOL}: run the same version of rallypoint everywhere")
+    known = _KINDS.get(kind)
+    if known is None:
+        raise ProtocolError(f"a frame of unknown kind {kind}")
+    if length > _LIMITS[known]:
+        raise ProtocolError(f"a {known.name} frame of {length} bytes: at most {_LIMITS[known]} are allowed")
+    if not math.isfinite(weight) or codec != 0 or flags & ~NOT_FINITE or reserved:
+        raise ProtocolError(f"a {known.name} frame of weight {weight}, codec {codec}, flags {flags}: impossible")
+    return Header(known, ViewNumber(epoch, count), shard, replica, step, weight, length, flags, codec)
+
+
+_KINDS = {int(kind): kind for kind in Kind}

@@ -1,0 +1,58 @@
+"""Pooled buffers: a payload is received into one, added from one, published from one, without a fresh allocation."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+
+class Buffer:
+    """`words` fp32 words as a tensor and as bytes; returns to its pool when the last holder releases it."""
+
+    __slots__ = ("_holders", "_pool", "bytes", "tensor")
+
+    def __init__(self, pool: BufferPool, words: int) -> None:
+        self._pool = pool
+        self._holders = 1
+        self.tensor = torch.empty(words, dtype=torch.float32)
+        self.bytes = bytes_of(self.tensor)
+
+    def retain(self) -> Buffer:
+        """One more holder."""
+        with self._pool.lock:
+            self._holders += 1
+        return self
+
+    def release(self) -> None:
+        """One holder less; the last one gives the buffer back."""
+        with self._pool.lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._pool.free.append(self)
+            elif self._holders < 0:
+                raise AssertionError("a buffer was released more often than it was held")
+
+
+class BufferPool:
+    """Buffers of `words` words each, made when needed, kept for ever; the senders' window bounds their number."""
+
+    def __init__(self, words: int) -> None:
+        self.lock = threading.Lock()
+        self.free: list[Buffer] = []
+        self.made = 0
+        self._words = words
+
+    def take(self) -> Buffer:
+        """A buffer with one holder; its contents are anything."""
+        with self.lock:
+            if not self.free:
+                self.made += 1
+                return Buffer(self, self._words)
+            buffer = self.free.pop()
+        return buffer.retain()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place."""
+    return memoryview(tensor.view(torch.uint8).numpy().data)

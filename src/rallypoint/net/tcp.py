@@ -1,0 +1,176 @@
+"""Byte streams over TCP, blocking sockets and threads: `sendmsg` of header and payload, receives in place.
+
+On links of 1 Gbit/s between containers on two cores this comes within a few per cent of what TCP itself allows
+(docs/performance.md); an event loop or native code gained nothing there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import time
+
+from rallypoint.errors import AddressInUse, LinkError, UsageError
+
+DEAD_AFTER_S = 3.0  # a link that acknowledges nothing for so long is an error, not a wait
+_UNSENT_BYTES = 512 << 10  # what may wait inside the kernel: little, so that credits can overtake bulk data
+_BACKLOG = 256
+_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}
+_PAUSE_S = 0.05
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``host:port`` as a pair. UsageError when it is not one."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise UsageError(f"'{address}' is not an address: write host:port, as 127.0.0.1:4700 (port 0: any free one)")
+    return host.strip("[]"), int(port)
+
+
+class TcpConnection:
+    """A connected socket as a Connection."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self._socket = sock
+        self._peer = peer
+        _tune(sock)
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    def send(self, head: bytes, payload: memoryview | None = None) -> None:
+        try:
+            left = [memoryview(head)] if payload is None else [memoryview(head), payload]
+            while left:
+                left = _after(left, self._socket.sendmsg(left))
+        except (OSError, ValueError) as error:
+            raise LinkError(f"the link to {self._peer} broke while sending: {error}") from None
+
+    def recv_into(self, view: memoryview) -> None:
+        filled, size = 0, len(view)
+        try:
+            while filled < size:
+                got = self._socket.recv_into(view[filled:], 0, socket.MSG_WAITALL)
+                if got == 0:
+                    raise LinkError(f"{self._peer} closed the link")
+                filled += got
+        except (OSError, ValueError) as error:
+            raise LinkError(f"the link to {self._peer} broke while receiving: {error}") from None
+
+    def set_timeout(self, seconds: float | None) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.settimeout(seconds)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in it; close alone does not
+        self._socket.close()
+
+
+class TcpListener:
+    """A listening socket as a Listener."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        host, port = sock.getsockname()[:2]
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def accept(self) -> TcpConnection:
+        try:
+            sock, peer = self._accept()
+        except OSError as error:
+            raise LinkError(f"no longer listening at {self._address}: {error}") from None
+        return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
+
+    def _accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        while True:
+            try:
+                return self._socket.accept()
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                time.sleep(_PAUSE_S)  # out of file descriptors, say: some will be free again
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class TcpTransport:
+    """TCP between ``host:port`` addresses."""
+
+    def listen(self, address: str) -> TcpListener:
+        host, port = split_address(address)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _choose_cubic(sock)  # accepted sockets inherit it, and it must be set before they exist
+            sock.bind((host, port))
+            sock.listen(_BACKLOG)
+        except OSError as error:
+            sock.close()
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUse(
+                    f"port {port} on {host} is in use by another process: choose another, or 0 for any free one"
+                ) from None
+            raise LinkError(f"cannot listen at {address}: {error}") from None
+        return TcpListener(sock)
+
+    def connect(self, address: str, timeout: float) -> TcpConnection:
+        host, port = split_address(address)
+        try:
+            sock = socket.create_connection((host, port), timeout=timeout)
+        except (OSError, UnicodeError) as error:
+            raise LinkError(f"nobody answers at {address}: {error}") from None
+        sock.settimeout(None)
+        return TcpConnection(sock, address)
+
+    def private(self, address: str) -> bool:
+        host, _ = split_address(address)
+        if host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False
+
+
+def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
+    """What is left of these buffers after their first `sent` bytes."""
+    left = []
+    for buffer in buffers:
+        skip = min(sent, len(buffer))
+        sent -= skip
+        if skip < len(buffer):
+            left.append(buffer[skip:])
+    return left
+
+
+def _tune(sock: socket.socket) -> None:
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _choose_cubic(sock)
+    for option, value in (
+        ("TCP_USER_TIMEOUT", int(DEAD_AFTER_S * 1000)),
+        ("TCP_KEEPIDLE", 1),
+        ("TCP_KEEPINTVL", 1),
+        ("TCP_KEEPCNT", int(DEAD_AFTER_S)),
+        ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
+    ):
+        if hasattr(socket, option):  # not every system has every one
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _choose_cubic(sock: socket.socket) -> None:
+    if hasattr(socket, "TCP_CONGESTION"):
+        with contextlib.suppress(OSError):  # not built into this kernel: its default is fine
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"cubic")

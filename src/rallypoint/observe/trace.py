@@ -1,0 +1,92 @@
+"""Spans of a few steps as a Chrome trace (Perfetto opens it): who did what, when, on which thread.
+
+All processes of a machine stamp with the same monotonic clock, so their files can be laid over each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+_LIMIT = 200_000  # spans kept by one process
+
+
+class _Span:
+    __slots__ = ("_args", "_name", "_start", "_tracer")
+
+    def __init__(self, tracer: Tracer, name: str, args: dict[str, Any]) -> None:
+        self._tracer, self._name, self._args = tracer, name, args
+
+    def __enter__(self) -> None:
+        self._start = time.monotonic_ns()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._tracer.add(self._name, self._start, time.monotonic_ns(), self._args)
+
+
+_NOTHING = nullcontext()
+
+
+class Tracer:
+    """Collects the spans of one process while `on`; costs an attribute look-up otherwise."""
+
+    def __init__(self, process: str) -> None:
+        self.process = process
+        self.on = False
+        self._spans: list[dict[str, Any]] = []
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
+        """Record the time inside ``with``; `args` are shown beside it."""
+        return _Span(self, name, args) if self.on else _NOTHING
+
+    def add(self, name: str, start_ns: int, stop_ns: int, args: dict[str, Any]) -> None:
+        """Record a span that has been measured."""
+        if len(self._spans) < _LIMIT:
+            event = {"name": name, "ph": "X", "ts": start_ns / 1e3, "dur": (stop_ns - start_ns) / 1e3, "args": args}
+            self._spans.append({**event, "pid": self.process, "tid": threading.current_thread().name})
+
+    def save(self, folder: Path) -> None:
+        """Write ``trace-PROCESS.json`` if anything was recorded; the file appears whole or not at all."""
+        if not self._spans:
+            return
+        target = folder / f"trace-{self.process}.json"
+        partial = target.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps({"traceEvents": self._spans}))
+        partial.replace(target)
+
+
+def merge(parts: Iterable[Path], into: Path) -> int:
+    """Lay the processes' files over each other; the number of spans. Names become the numbers that viewers want."""
+    events: list[dict[str, Any]] = []
+    for part in sorted(parts):
+        events.extend(json.loads(part.read_text())["traceEvents"])
+    numbers: dict[tuple[str, str], int] = {}
+    labels: list[dict[str, Any]] = []
+    start = min((event["ts"] for event in events), default=0.0)
+    for event in events:
+        process, thread = event["pid"], event["tid"]
+        event["pid"] = _number(numbers, labels, "process_name", process, "")
+        event["tid"] = _number(numbers, labels, "thread_name", process, thread)
+        event["ts"] -= start
+    into.write_text(json.dumps({"traceEvents": labels + events, "displayTimeUnit": "ms"}))
+    return len(events)
+
+
+def _number(
+    numbers: dict[tuple[str, str], int], labels: list[dict[str, Any]], what: str, process: str, thread: str
+) -> int:
+    key = (process, thread)
+    if key not in numbers:
+        numbers[key] = len(numbers) + 1
+        label = thread or process
+        labels.append(
+            {"name": what, "ph": "M", "pid": numbers[(process, "")], "tid": numbers[key], "args": {"name": label}}
+        )
+    return numbers[key]

@@ -1,0 +1,1 @@
+"""Server-side optimizers: torch.optim's own, on flat shards."""

@@ -1,0 +1,70 @@
+"""Ready-made models that train out of the box: `python -m rallypoint.recipes.gpt`, or `rallypoint train gpt`.
+
+Here is the list of them, and what their command lines share.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rallypoint.errors import ConfigError, RallypointError
+
+# At run time torch and typer are imported where they are used: listing the recipes stays instant.
+if TYPE_CHECKING:
+    import torch
+    import typer
+
+RECIPES = {
+    "gpt": "rallypoint.recipes.gpt",
+    "resnet": "rallypoint.recipes.resnet",
+}
+"""The module of each recipe; its `main(argv)` trains and returns the exit status."""
+
+DESCRIPTIONS = {
+    "gpt": "A byte-level GPT on any folder of text (default: Python's own standard library).",
+    "resnet": "A small ResNet with BatchNorm on scikit-learn's handwritten digits.",
+}
+"""What each recipe does, in one sentence."""
+
+__all__ = ["DESCRIPTIONS", "RECIPES", "choose_device", "exit_status"]
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; "auto" is a GPU if there is one. Raises `ConfigError` for a device that is not here."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as unknown:
+        raise ConfigError(f"{name!r} is no device: give --device cpu, cuda, cuda:1 or auto") from unknown
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name} was asked for, but torch sees {torch.cuda.device_count()} GPUs: try auto")
+    return device
+
+
+def as_typed(path: str | Path) -> str:
+    """A path as one would type it here: relative if it lies below the current folder."""
+    try:
+        return shlex.quote(str(Path(path).absolute().relative_to(Path.cwd())))
+    except ValueError:
+        return shlex.quote(str(path))
+
+
+def exit_status(app: typer.Typer, argv: list[str] | None, *, program: str) -> int:
+    """Run a recipe's command line on `argv` (default: this process's) and return its exit status.
+
+    Errors that Rallypoint raises on purpose are a sentence on stderr and status 1: their traceback explains nothing.
+    """
+    try:
+        app(args=argv, prog_name=program)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except RallypointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0

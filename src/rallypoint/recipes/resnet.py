@@ -1,0 +1,148 @@
+"""Train a small ResNet on handwritten digits: `python -m rallypoint.recipes.resnet`.
+
+BatchNorm makes this the recipe with buffers: what they hold after a step is replica 0's, on every worker. Alone, it
+starts a cluster inside its own process; under `rallypoint run --workers 2 --servers 2` every worker runs this same
+file.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+import rallypoint as rp
+from rallypoint.recipes import choose_device, exit_status
+from rallypoint.recipes.digits import CHANNELS, CLASSES, load_digits
+from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
+
+PROGRAM = "python -m rallypoint.recipes.resnet"
+STAGES = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One training: the model and how to train it. `batch` counts images per replica, `lr` is the highest rate."""
+
+    model: ResNetConfig
+    steps: int = 200
+    batch: int = 32
+    lr: float = 0.1
+    warmup: int = 20
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    replicas: int = 2
+    accumulate: int = 1
+    seed: int = 1234
+    validate_every: int = 50
+
+
+DEFAULTS = Settings(ResNetConfig(channels=CHANNELS, classes=CLASSES))
+
+
+def train(settings: Settings, *, device: torch.device, out: Path | None) -> None:
+    """Train as `settings` say; the lead worker then prints the validation accuracy and saves the model."""
+    train_images, validation_images = load_digits()
+    torch.manual_seed(settings.seed)  # Every worker starts from the same weights.
+    model = ResNet(settings.model).to(device)
+    with rp.join() as job:
+        run = job.train(
+            model,
+            train_images,
+            replicas=settings.replicas,
+            batch=settings.batch,
+            steps=settings.steps,
+            accumulate=settings.accumulate,
+            seed=settings.seed,
+            optimizer=rp.SGD(
+                lr=rp.cosine(settings.lr, warmup=settings.warmup),
+                momentum=settings.momentum,
+                weight_decay=settings.weight_decay,
+            ),
+            item="images",
+            items_per_sample=1,
+        )
+
+        @run.every(settings.validate_every)
+        def validate(step: int) -> dict[str, float]:
+            return {"val_accuracy": accuracy(model, validation_images)}
+
+        for micro in run:
+            with micro:
+                images, labels = micro.batch
+                micro.backward(model.loss(images, labels))
+        if run.lead:
+            _finish(model, validation_images, out or run.folder)
+
+
+@torch.no_grad()
+def accuracy(model: ResNet, images: TensorDataset) -> float:
+    """The share of `images`, from 0 to 1, that `model` (in eval mode) puts in the right class."""
+    device = model.head.weight.device
+    x, y = images.tensors
+    predicted: Tensor = model(x.to(device)).argmax(dim=1)
+    return float((predicted.cpu() == y).float().mean())
+
+
+def _finish(model: ResNet, validation: TensorDataset, folder: Path) -> None:
+    model.eval()
+    model.save(folder)
+    print(f"validation accuracy: {100 * accuracy(model, validation):.2f} % of {len(validation)} images")
+    print(f"model saved in {folder}; to use it:\n  {ResNet.__module__}.ResNet.load(pathlib.Path({str(folder)!r}))")
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command(help="Train a small ResNet with BatchNorm on scikit-learn's 8x8 handwritten digits.")
+def _command(
+    width: Annotated[
+        int, typer.Option(min=1, help="Features in the first of three stages; each stage doubles them.")
+    ] = (DEFAULTS.model.width),
+    blocks: Annotated[int, typer.Option(min=1, help="Residual blocks in each stage; 3 gives the ResNet-20.")] = (
+        DEFAULTS.model.blocks[0]
+    ),
+    steps: Annotated[int, typer.Option(min=1, help="Updates of the model.")] = DEFAULTS.steps,
+    replicas: Annotated[
+        int,
+        typer.Option(min=1, help="Logical data-parallel replicas, fixed for the run however many workers come and go."),
+    ] = DEFAULTS.replicas,
+    batch: Annotated[
+        int, typer.Option(min=1, help="Images per replica: the global batch is replicas times this.")
+    ] = DEFAULTS.batch,
+    accumulate: Annotated[
+        int, typer.Option(min=1, help="Micro-batches whose gradients add up before anything is sent.")
+    ] = DEFAULTS.accumulate,
+    lr: Annotated[
+        float, typer.Option(min=0.0, help="Highest learning rate: reached after the warm-up, then a cosine.")
+    ] = DEFAULTS.lr,
+    seed: Annotated[int, typer.Option(help="Fixes the weights and the order of the samples.")] = DEFAULTS.seed,
+    validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = DEFAULTS.validate_every,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
+    out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
+) -> None:
+    model = ResNetConfig(width=width, blocks=(blocks,) * STAGES, channels=CHANNELS, classes=CLASSES)
+    settings = Settings(
+        model,
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        replicas=replicas,
+        accumulate=accumulate,
+        seed=seed,
+        validate_every=validate_every,
+    )
+    train(settings, device=choose_device(device), out=out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as `argv` (default: the command line) says; returns the exit status."""
+    return exit_status(app, argv, program=PROGRAM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""A small ResNet for small images, with BatchNorm: the model whose buffers are state too.
+
+He et al. 2015 in the form for small images (their section 4.2): a 3x3 stem, stages of basic blocks that halve the
+image and double the width, the mean over the image, one linear layer.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rallypoint.errors import ConfigError, DataError
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "model.json"
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """The shape of a ResNet: `width` features in the first stage, one entry of `blocks` per stage.
+
+    The default suits 8x8 digits; `ResNetConfig(width=16, blocks=(3, 3, 3), channels=3)` is the ResNet-20 of the paper
+    for 32x32 colour images. Raises `ConfigError` for a shape that cannot be built.
+    """
+
+    width: int = 16
+    blocks: tuple[int, ...] = (1, 1, 1)
+    channels: int = 1
+    classes: int = 10
+
+    def __post_init__(self) -> None:
+        if not self.blocks or min(self.width, self.channels, self.classes, *self.blocks) < 1:
+            raise ConfigError(f"width, channels, classes and every stage's blocks must be at least 1; got {self}")
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions added to their input, which is projected where the shape changes."""
+
+    def __init__(self, inputs: int, outputs: int, *, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
+        self.norm_first = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm_second = nn.BatchNorm2d(outputs)
+        self.shortcut = _shortcut(inputs, outputs, stride=stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.relu(self.norm_first(self.first(x)))
+        hidden = self.norm_second(self.second(hidden))
+        return functional.relu(hidden + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """An image classifier: float [batch, channels, height, width] in, logits [batch, classes] out.
+
+    The initial weights come from torch's global generator: call `torch.manual_seed` first for the same model twice.
+    """
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.stem = nn.Conv2d(config.channels, width, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(width)
+        self.stages = nn.Sequential()
+        inputs = width
+        for stage, blocks in enumerate(config.blocks):
+            outputs = width * 2**stage
+            for block in range(blocks):
+                stride = 2 if stage and not block else 1
+                self.stages.append(BasicBlock(inputs, outputs, stride=stride))
+                inputs = outputs
+        self.head = nn.Linear(inputs, config.classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits of each image; any size from 2x2 up will do."""
+        x = functional.relu(self.norm(self.stem(images)))
+        x = self.stages(x)
+        logits: Tensor = self.head(x.mean(dim=(2, 3)))
+        return logits
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        """The mean cross-entropy in nats per image; `labels` is int64 [batch]."""
+        return functional.cross_entropy(self(images), labels)
+
+    def save(self, folder: Path) -> None:
+        """Write `model.safetensors` (buffers included) and `model.json` (the configuration) into `folder`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self, str(folder / WEIGHTS_FILE))
+        (folder / CONFIG_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(self.config)) + b"\n")
+
+    @classmethod
+    def load(cls, folder: Path) -> "ResNet":
+        """The model that `save` wrote into `folder`, on the CPU, ready to predict; `DataError` if there is none."""
+        try:
+            config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=ResNetConfig)
+            model = cls(config)
+            load_model(model, str(folder / WEIGHTS_FILE))
+        except FileNotFoundError as missing:
+            raise DataError(
+                f"{folder} holds no trained ResNet ({CONFIG_FILE} and {WEIGHTS_FILE}): give the run folder that the "
+                "training printed at its end"
+            ) from missing
+        except msgspec.MsgspecError as broken:
+            raise DataError(
+                f"{folder / CONFIG_FILE} does not describe a ResNet ({broken}): give another run folder"
+            ) from broken
+        return model.eval()
+
+
+def _shortcut(inputs: int, outputs: int, *, stride: int) -> nn.Module:
+    if inputs == outputs and stride == 1:
+        return nn.Identity()
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs))

@@ -1,0 +1,1 @@
+"""The reduction server: owns shards, sums contributions, applies the optimizer, publishes versions."""

@@ -1,0 +1,263 @@
+"""A laboratory network on one machine: hosts as network namespaces, joined by links of a known rate.
+
+Each host is a namespace with one interface, ``eth0``, whose veth peer is a port of a bridge. The bridge lives in a
+namespace of its own (the switch), so the root namespace never gets an interface, an address or a route, and two labs
+may use the same addresses at once. A token bucket (tbf) on both ends of each link limits both directions::
+
+    with Netlab(hosts=2, rate_mbit=200.0) as lab:
+        lab.hosts[0].run(["ping", "-c", "1", lab.hosts[1].address], timeout=5)
+
+What a lab made is gone when its ``with`` block ends, however it ends. Only a SIGKILL of this process leaves something:
+namespaces named ``rp-*``, which ``ip netns del`` removes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+from rallypoint.errors import RallypointError
+
+MAX_HOSTS = 254  # one /24
+_NETNS_FOLDER = Path("/run/netns")  # where `ip netns` keeps its names
+_CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_COMMAND_SECONDS = 30.0
+_KILL_SECONDS = 10.0
+
+
+class NetlabUnavailable(RallypointError):
+    """This machine cannot make a lab; the message says which command failed and what a lab needs."""
+
+
+class Host:
+    """One host of a lab.
+
+    ``name`` is its namespace, ``address`` its IPv4 address, and ``folder`` a private folder for its files: namespaces
+    share the file system, so whatever two hosts would write under the same name belongs there.
+    """
+
+    def __init__(self, name: str, address: str, folder: Path, *, switch: str, port: str) -> None:
+        self.name = name
+        self.address = address
+        self.folder = folder
+        self._switch = switch
+        self._port = port
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"Host({self.name!r}, {self.address!r})"
+
+    def popen(self, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
+        """Start ``argv`` on this host, in its own session; what still runs when the lab ends is killed and reaped.
+
+        The keywords are those of ``subprocess.Popen``. Its pid is that of the command: ``ip netns exec`` execs.
+        """
+        command = ["ip", "netns", "exec", self.name, *argv]
+        process: subprocess.Popen[Any] = subprocess.Popen(command, start_new_session=True, **popen_kwargs)
+        self._processes.append(process)
+        return process
+
+    def run(self, argv: Sequence[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+        """Run ``argv`` on this host to its end; returns its exit status and its output as text.
+
+        Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds, with the command and its children killed.
+        """
+        pipe = subprocess.PIPE
+        with self.popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
+            try:
+                out, err = process.communicate(timeout=timeout)
+            except BaseException:  # a KeyboardInterrupt too: leaving the block waits for the process
+                _kill_group(process)
+                raise
+        return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
+
+    def set_rate(self, mbit: float | None) -> None:
+        """Limit both directions of this host's link to ``mbit`` Mbit/s from now on; ``None`` lifts the limit."""
+        _call(["tc", "-n", self.name, "-batch", "-"], [_shape("eth0", mbit)])
+        _call(["tc", "-n", self._switch, "-batch", "-"], [_shape(self._port, mbit)])
+
+
+class Netlab:
+    """A context manager: ``hosts`` hosts on one switch, each link limited to ``rate_mbit`` Mbit/s in each direction.
+
+    TCP gets about 0.95 of the rate as payload (headers take the rest). ``rate_mbit=None`` means unlimited. Raises
+    ``ValueError`` for numbers out of range, and ``NetlabUnavailable`` on entry when this machine cannot make a lab.
+    """
+
+    def __init__(self, hosts: int, rate_mbit: float | None = None) -> None:
+        if not 1 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, not {hosts}")
+        _shape("eth0", rate_mbit)  # refuses a rate that makes no sense here, not half-way through the set-up
+        self.hosts: tuple[Host, ...] = ()
+        self._count = hosts
+        self._rate = rate_mbit
+        self._teardown = ExitStack()
+
+    def __enter__(self) -> Netlab:
+        lab = f"rp-{secrets.token_hex(4)}"
+        with ExitStack() as teardown:
+            folder = Path(teardown.enter_context(TemporaryDirectory(prefix=f"{lab}-")))
+            self.hosts = tuple(_host(lab, number, folder) for number in range(self._count))
+            # Each undo is registered before its do: a set-up that stops half-way is undone like a whole one.
+            teardown.callback(_delete_namespaces, [f"{lab}-sw", *(host.name for host in self.hosts)])
+            teardown.callback(_kill_all, self.hosts)
+            _build(f"{lab}-sw", self.hosts, self._rate)
+            self._teardown = teardown.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._teardown.close()
+
+
+def require() -> None:
+    """Raise ``NetlabUnavailable``, with a sentence saying why, unless this machine can make a (tiny) lab."""
+    if not sys.platform.startswith("linux"):
+        raise NetlabUnavailable(f"netlab needs Linux network namespaces; this is {sys.platform}")
+    with Netlab(hosts=1, rate_mbit=1000.0):
+        pass
+
+
+# Set-up -------------------------------------------------------------------------------------------------------------
+
+
+def _host(lab: str, number: int, folder: Path) -> Host:
+    """The record of a host and its folder; its namespace comes later."""
+    own_folder = folder / f"h{number}"
+    own_folder.mkdir()
+    return Host(f"{lab}-h{number}", f"10.77.0.{number + 1}", own_folder, switch=f"{lab}-sw", port=f"port{number}")
+
+
+def _build(switch: str, hosts: Sequence[Host], rate: float | None) -> None:
+    _call(["ip", "-batch", "-"], [f"netns add {switch}", *(f"netns add {host.name}" for host in hosts)])
+    links = ["link add br0 type bridge", "link set br0 up"]
+    for host in hosts:
+        # Born in the switch with its peer in the host: it never passes through the root namespace.
+        links.append(f"link add {host._port} type veth peer name eth0 netns {host.name}")
+        links.append(f"link set {host._port} master br0 up")
+    _call(["ip", "-n", switch, "-batch", "-"], links)
+    for host in hosts:
+        _call(["ip", "-n", host.name, "-batch", "-"], _addressing(host.address))
+        if rate is not None:
+            _call(["tc", "-n", host.name, "-batch", "-"], [_shape("eth0", rate)])
+    if rate is not None:
+        _call(["tc", "-n", switch, "-batch", "-"], [_shape(host._port, rate) for host in hosts])
+
+
+def _addressing(address: str) -> list[str]:
+    """The `ip` lines that bring a host's interfaces up, with cubic as TCP's congestion control between hosts.
+
+    bbr, the default of some machines, costs several per cent of such a link. The choice sits on the route because the
+    sysctl of a namespace refuses what the root namespace does not list as allowed, and that list is not ours to change.
+    """
+    has_cubic = _CONGESTION_CONTROLS.exists() and "cubic" in _CONGESTION_CONTROLS.read_text().split()
+    congestion = " congctl cubic" if has_cubic else ""
+    return [
+        "link set lo up",
+        f"addr add {address}/24 dev eth0 noprefixroute",
+        "link set eth0 up",
+        f"route add 10.77.0.0/24 dev eth0 scope link src {address}{congestion}",
+    ]
+
+
+def _shape(interface: str, mbit: float | None) -> str:
+    """The `tc` line that limits what leaves ``interface``; a live limit is changed in place, its queue kept."""
+    if mbit is None:
+        return f"qdisc replace dev {interface} root noqueue"
+    if not 0.01 <= mbit <= 1e6:
+        raise ValueError(f"a link's rate is 0.01 to 1000000 Mbit/s, or None for unlimited, not {mbit}")
+    bytes_per_second = mbit * 1e6 / 8
+    burst = max(96 * 1024, int(0.0005 * bytes_per_second))  # holds a 64 KiB GSO packet, which tbf would else cut up
+    limit = max(512 * 1024, int(0.010 * bytes_per_second))
+    return f"qdisc replace dev {interface} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
+
+
+def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
+    """Run one `ip` or `tc` command, with ``lines`` as its batch; a failure is one sentence."""
+    batch = "".join(f"{line}\n" for line in lines)
+    command = " ".join(argv)
+    try:
+        subprocess.run(argv, input=batch, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True)
+    except FileNotFoundError as error:
+        raise NetlabUnavailable(f"netlab needs `{argv[0]}`, which is not on PATH: install iproute2") from error
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        said = " ".join(str(error.stderr or error).split())
+        needs = "a lab needs Linux, root or CAP_NET_ADMIN and CAP_SYS_ADMIN, and the kernel's veth, bridge and tbf"
+        raise NetlabUnavailable(f"`{command}` failed ({said}): {needs}") from error
+
+
+# Teardown -----------------------------------------------------------------------------------------------------------
+
+
+def _delete_namespaces(names: Sequence[str]) -> None:
+    """Delete those of ``names`` that exist; their interfaces, links and limits go with them."""
+    there = [name for name in names if (_NETNS_FOLDER / name).exists()]
+    if there:
+        _call(["ip", "-force", "-batch", "-"], [f"netns del {name}" for name in there])
+
+
+def _kill_all(hosts: Sequence[Host]) -> None:
+    """Kill and reap what the hosts started, then whatever those started in sessions of their own."""
+    processes = [process for host in hosts for process in host._processes]
+    for process in processes:
+        _kill_group(process)
+    for process in processes:
+        process.wait(_KILL_SECONDS)
+    names = [host.name for host in hosts]
+    while _kill_inhabitants(names):  # again: one may have forked between being seen and being killed
+        pass
+
+
+def _kill_group(process: subprocess.Popen[Any]) -> None:
+    """Kill a process with its group, if not reaped yet: until then its pid, which is the group's, is not reused."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _kill_inhabitants(names: Sequence[str]) -> int:
+    """Kill each process whose network is one of the namespaces ``names``, and wait for its end; how many there were."""
+    inside = {_identity(_NETNS_FOLDER / name) for name in names} - {None}
+    killed = 0
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
+        if pid != os.getpid() and _identity(Path(f"/proc/{pid}/ns/net")) in inside:
+            killed += _kill_inhabitant(pid, inside)
+    return killed
+
+
+def _kill_inhabitant(pid: int, inside: set[tuple[int, int] | None]) -> bool:
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return False
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        if _identity(Path(f"/proc/{pid}/ns/net")) not in inside:  # the pid was reused before we held it
+            return False
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        if not poller.poll(_KILL_SECONDS * 1000):
+            raise RallypointError(f"process {pid} of a lab did not die within {_KILL_SECONDS:g} s of its SIGKILL")
+    return True
+
+
+def _identity(namespace: Path) -> tuple[int, int] | None:
+    """What is the same for two paths to one namespace; None if it is gone (a zombie has none)."""
+    try:
+        status = namespace.stat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino

@@ -1,0 +1,134 @@
+"""The same job in one process with plain PyTorch: what every synchronous run must equal, byte for byte.
+
+R replicas one after another, summed in replica order, one torch optimizer over the model's own parameters. Only what
+the job's definition fixes is shared with the engine: sample order, seeds, the layout's shards (the clip norm is the
+norm of the shards' norms), the choice of optimizer groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rallypoint.config import SGD, Adam, AdamW, JobConfig, Optimizer, settings_of
+from rallypoint.core.clip import clip_scale, total_norm
+from rallypoint.core.order import derive_seed
+from rallypoint.core.schedule import rate_at
+from rallypoint.data.loader import MapDataset, MicroBatches, seed_everything
+from rallypoint.worker.tensors import ModelTensors
+
+LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+WeightFunction = Callable[[int, int], float]
+
+
+def train_reference(
+    model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, *,
+    weight_of: WeightFunction | None = None,
+) -> list[float]:  # fmt: skip
+    """Train `model` in place for `config.steps` updates; the mean loss of every step.
+
+    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``.
+    """
+    reference = _Reference(model, dataset, loss_fn, config, weight_of or (lambda step, replica: 1.0))
+    return [reference.step(step) for step in range(config.steps)]
+
+
+class _Reference:
+    def __init__(
+        self, model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig,
+        weight_of: WeightFunction,
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.config, self.weight_of = model, loss_fn, config, weight_of
+        self.tensors = ModelTensors(model, config)
+        self.batches = MicroBatches(dataset, config, self.tensors.device)
+        self.parameters = [p.tensor for p in self.tensors.parameters]
+        self.buffers = [p.tensor for p in self.tensors.buffers]
+        self.groups = sorted({p.entry.spec.group for p in self.tensors.parameters})
+        by_group = [
+            [torch.nn.Parameter(p.tensor.detach()) for p in self.tensors.parameters if p.entry.spec.group == group]
+            for group in self.groups
+        ]
+        settings = [settings_of(config, group) for group in self.groups]
+        param_groups = [
+            {"params": members, "weight_decay": s.weight_decay} for members, s in zip(by_group, settings, strict=True)
+        ]
+        self.optimizer = _plain_optimizer(config.optimizer, param_groups)
+        self.stepped = [p for members in by_group for p in members]  # in layout order, as self.parameters
+
+    def step(self, step: int) -> float:
+        start = [b.clone() for b in self.buffers]
+        sums: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        total, losses, finite = 0.0, [], True
+        for replica in range(self.config.replicas):
+            _copy(self.buffers, start)
+            loss, gradients = self.replica(step, replica)
+            weight = self.weight_of(step, replica)
+            if weight != 1.0:
+                gradients = [g * weight for g in gradients]
+            sums = gradients if replica == 0 else [a + g for a, g in zip(sums, gradients, strict=True)]
+            kept = [b.clone() for b in self.buffers] if replica == 0 else kept
+            total += weight
+            losses.append(loss * weight)
+            finite = finite and math.isfinite(loss)
+        _copy(self.buffers, kept)
+        self.update(step, [s * (1.0 / total) for s in sums] if total != 1.0 else sums, finite, start)
+        return math.fsum(losses) / total
+
+    def replica(self, step: int, replica: int) -> tuple[float, list[torch.Tensor]]:
+        losses = []
+        for p in self.parameters:
+            p.grad = None
+        for micro in range(self.config.accumulate):
+            batch = self.batches.load(step, replica, micro)
+            seed_everything(derive_seed(self.config.seed, "compute", step, replica, micro))
+            loss = self.loss_fn(self.model, batch)
+            (loss / self.config.accumulate).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
+        return math.fsum(losses) / len(losses), gradients
+
+    @torch.no_grad()
+    def update(self, step: int, gradients: list[torch.Tensor], finite: bool, start: list[torch.Tensor]) -> None:
+        if self.config.decides:
+            norm = self.norm(gradients)
+            if self.config.nonfinite == "skip" and not (finite and math.isfinite(norm)):
+                _copy(self.buffers, start)
+                return
+            scale = clip_scale(norm, self.config.clip)
+            gradients = [g * scale for g in gradients]
+        for group, settings in zip(self.optimizer.param_groups, map(self.settings, self.groups), strict=True):
+            group["lr"] = rate_at(self.config.schedule, step, self.config.steps) * settings
+        for p, g in zip(self.stepped, gradients, strict=True):
+            p.grad = g
+        self.optimizer.step()
+
+    def settings(self, group: int) -> float:
+        return settings_of(self.config, group).lr_scale
+
+    def norm(self, gradients: list[torch.Tensor]) -> float:
+        vector = torch.zeros(self.tensors.layout.words)
+        for placed, gradient in zip(self.tensors.parameters, gradients, strict=True):
+            placed.of(vector).copy_(gradient)
+        shards = [s for s in self.tensors.layout.shards if s.role == "parameters"]
+        return total_norm(float(torch.linalg.vector_norm(vector[s.start : s.stop])) for s in shards)
+
+
+def _plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """As a user would write it; torch picks its default implementation."""
+    match spec:
+        case AdamW():
+            return torch.optim.AdamW(param_groups, betas=spec.betas, eps=spec.eps, fused=spec.fused or None)
+        case Adam():
+            return torch.optim.Adam(param_groups, betas=spec.betas, eps=spec.eps, fused=spec.fused or None)
+        case SGD():
+            return torch.optim.SGD(param_groups, momentum=spec.momentum, nesterov=spec.nesterov)
+
+
+@torch.no_grad()
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)

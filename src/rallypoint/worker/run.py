@@ -1,0 +1,205 @@
+"""The loop over micro-batches: what the machine says to compute, data by position, versions installed in between."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from rallypoint.config import JobConfig
+from rallypoint.core.order import derive_seed
+from rallypoint.data.loader import MicroBatches, seed_everything
+from rallypoint.errors import NonFiniteLoss, UsageError
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import Metrics, Report, Say
+from rallypoint.observe.trace import Tracer
+from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.hooks import GradientHooks
+from rallypoint.worker.micro import Micro
+from rallypoint.worker.staging import Staging
+from rallypoint.worker.tensors import ModelTensors
+
+Evaluation = Callable[[int], dict[str, float] | None]
+_E = TypeVar("_E", bound=Evaluation)
+
+
+class Run:
+    """One training run on this worker: iterate over it to get this worker's micro-batches.
+
+    When the loop ends, the model holds the final weights on every worker.
+    """
+
+    def __init__(
+        self, *, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, batches: MicroBatches,
+        exchange: Exchange, staging: Staging, coordinator: CoordinatorLink, tracer: Tracer, finish: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._model, self._tensors, self._config, self._batches = model, tensors, config, batches
+        self._exchange, self._staging, self._coordinator, self._tracer = exchange, staging, coordinator, tracer
+        self._finish = finish
+        self._hooks = GradientHooks(tensors, exchange, staging)
+        self._trace_steps = coordinator.welcome.trace
+        self._evaluations: list[tuple[int, Evaluation]] = []
+        self._buffers_at_start: list[torch.Tensor] = []
+        self._prefetched: tuple[tuple[int, int, int], Any] | None = None
+        self._losses: list[float] = []
+        self._weight = 1.0
+        self._started = False
+
+    # ---- what the user sees ----
+
+    @property
+    def config(self) -> JobConfig:
+        """The resolved configuration of the job."""
+        return self._config
+
+    @property
+    def step(self) -> int:
+        """Updates that the model on this worker has had; -1 before the first parameters have come."""
+        return self._exchange.step
+
+    @property
+    def lead(self) -> bool:
+        """Does this worker compute replica 0? It evaluates and saves."""
+        return self._exchange.view.lead == self._exchange.me
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, where results go."""
+        folder = Path(self._coordinator.welcome.folder or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def say(self, text: str) -> None:
+        """A line for the console and the event log, whatever worker says it."""
+        self._coordinator.send(Say(text))
+
+    def every(self, steps: int) -> Callable[[_E], _E]:
+        """Decorate ``fn(step) -> {"val_loss": ...}``: called on the lead worker after every `steps` updates and after
+        the last, with the model in eval mode and without gradients; what it returns is shown and logged."""
+        if steps < 1:
+            raise UsageError(f"run.every({steps}): give a positive number of steps")
+
+        def register(evaluation: _E) -> _E:
+            self._evaluations.append((steps, evaluation))
+            return evaluation
+
+        return register
+
+    def __iter__(self) -> Iterator[Micro]:
+        if self._started:
+            raise UsageError("a run is iterated once")
+        self._started = True
+        self._install_next()
+        while self._exchange.step < self._config.steps:
+            with self._tracer.span("step", step=self._exchange.step):
+                while (replica := self._exchange.next_replica) is not None:
+                    yield from self._replica(self._exchange.step, replica)
+                self._prefetch()
+                self._install_next()
+            self._evaluate()
+        self._end()
+
+    # ---- one replica ----
+
+    def _replica(self, step: int, replica: int) -> Iterator[Micro]:
+        self._restore_buffers()
+        self._losses = []
+        for index in range(self._config.accumulate):
+            micro = Micro(self, step=step, replica=replica, index=index, batch=self._load(step, replica, index))
+            yield micro
+            if len(self._losses) <= index:
+                raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
+        self._hooks.end_replica()
+        items = self._config.batch * self._config.items_per_sample
+        loss = math.fsum(self._losses) / len(self._losses)
+        self._coordinator.send(Report(step, replica, loss, self._weight, items))
+
+    def enter_micro(self, micro: Micro) -> None:
+        """``with micro:`` begins (called by Micro)."""
+        seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
+
+    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
+        """Back-propagate one micro-batch (called by Micro)."""
+        if micro.index > 0 and weight != self._weight:
+            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {self._weight} and {weight}: pass one")
+        self._weight = weight
+        value = float(loss.detach())
+        self._losses.append(value)
+        if not math.isfinite(value):
+            self._not_finite(micro, value)
+        last = micro.index == self._config.accumulate - 1
+        self._hooks.begin_micro(last=last)
+        if last:
+            self._exchange.begin_replica(weight, all(math.isfinite(loss) for loss in self._losses))
+        with self._tracer.span("backward", step=micro.step, replica=micro.replica):
+            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+
+    def _not_finite(self, micro: Micro, value: float) -> None:
+        what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
+        if self._config.nonfinite == "stop":
+            raise NonFiniteLoss(
+                f"{what}: nothing of that step was applied; lower the learning rate, clip, or set nonfinite to 'skip' "
+                "or 'continue'"
+            )
+        if self._config.nonfinite == "continue":
+            self.say(f"{what}; continuing as told")
+
+    # ---- data ----
+
+    def _load(self, step: int, replica: int, index: int) -> Any:
+        place = (step, replica, index)
+        if self._prefetched is not None and self._prefetched[0] == place:
+            batch, self._prefetched = self._prefetched[1], None
+            return batch
+        with self._tracer.span("load", step=step, replica=replica):
+            return self._batches.load(step, replica, index)
+
+    def _prefetch(self) -> None:
+        """Load the next step's first micro-batch while versions come in; on this thread, so its randomness is safe."""
+        replicas = self._exchange.view.deal[self._exchange.me]
+        if replicas and self._exchange.step + 1 < self._config.steps:
+            place = (self._exchange.step + 1, replicas[0], 0)
+            self._prefetched = (place, self._load(*place))
+
+    # ---- versions ----
+
+    def _install_next(self) -> None:
+        with self._tracer.span("wait", version=self._exchange.step + 1):
+            self._exchange.wait_version()
+        with self._tracer.span("install", version=self._exchange.step + 1):
+            self._tensors.read_from(self._exchange.buffer)
+        self._exchange.installed()
+        self._buffers_at_start = [placed.tensor.clone() for placed in self._tensors.buffers]
+        self._tracer.on = self._trace_steps[0] <= self._exchange.step < self._trace_steps[1]
+
+    @torch.no_grad()
+    def _restore_buffers(self) -> None:
+        """Every replica starts from the version's buffers, whatever the one before it on this worker left."""
+        for placed, start in zip(self._tensors.buffers, self._buffers_at_start, strict=True):
+            placed.tensor.copy_(start)
+
+    def _evaluate(self) -> None:
+        step = self._exchange.step
+        due = [fn for every, fn in self._evaluations if step % every == 0 or step == self._config.steps]
+        if not due or not self.lead:
+            return
+        training = self._model.training
+        self._model.eval()
+        with torch.no_grad(), self._tracer.span("evaluate", step=step):
+            for evaluation in due:
+                values = evaluation(step)
+                if values:
+                    self._coordinator.send(Metrics(step, {name: float(value) for name, value in values.items()}))
+        self._model.train(training)
+
+    def release_model(self) -> None:
+        """Take the hooks off the model: it is the user's alone again."""
+        self._hooks.remove()
+
+    def _end(self) -> None:
+        self.release_model()
+        self._restore_buffers()
+        self._finish()

@@ -1,0 +1,90 @@
+"""A model's tensors and the layout: what is trained, what is shared, where each lies in the flat vector."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from rallypoint.config import JobConfig, group_of
+from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A tensor of the model and its place in the flat vector."""
+
+    tensor: torch.Tensor
+    entry: Entry
+
+    def of(self, vector: torch.Tensor) -> torch.Tensor:
+        """This tensor's part of a flat fp32 vector, in the tensor's shape (and, for a buffer, its dtype)."""
+        words = vector[self.entry.start : self.entry.stop]
+        if self.entry.spec.group >= 0:
+            return words.view(self.entry.spec.shape)
+        raw = words.view(torch.uint8)[: self.tensor.numel() * self.tensor.element_size()]
+        return raw.view(self.tensor.dtype).view(self.entry.spec.shape)
+
+
+class ModelTensors:
+    """The trainable parameters (tied ones once), the shared buffers and the frozen parameters of a model.
+
+    Persistent buffers (BatchNorm statistics and the like) are shared; others are the model's own affair.
+    """
+
+    def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        kept = model.state_dict(keep_vars=True)
+        shared = {name: b for name, b in model.named_buffers() if name in kept}
+        specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
+        specs += [_spec(name, b, -1) for name, b in shared.items()]
+        self.layout: Layout = build_layout(specs, config.shard_bytes)
+        by_name = {**trained, **shared}
+        placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]
+        self.parameters = [p for p in placed if p.entry.spec.group >= 0]
+        self.buffers = [p for p in placed if p.entry.spec.group < 0]
+        first = next(iter(trained.values()))
+        self.device = first.device
+
+    def frozen_hashes(self) -> dict[str, str]:
+        """A hash of every frozen parameter's bytes: frozen parameters are not sent, so all must have the same."""
+        return {name: _hash(p) for name, p in self.frozen.items()}
+
+    @torch.no_grad()
+    def write_to(self, vector: torch.Tensor) -> None:
+        """Copy parameters and buffers into a flat fp32 CPU vector; gaps between groups become zero."""
+        vector.zero_()
+        for placed in (*self.parameters, *self.buffers):
+            placed.of(vector).copy_(placed.tensor)
+
+    @torch.no_grad()
+    def read_from(self, vector: torch.Tensor) -> None:
+        """Copy parameters and buffers from a flat fp32 CPU vector."""
+        for placed in (*self.parameters, *self.buffers):
+            placed.tensor.copy_(placed.of(vector), non_blocking=True)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the vector will be written again
+
+
+def weights_hash(model: torch.nn.Module) -> str:
+    """sha256 over names, dtypes, shapes and bytes of everything in the model's state_dict."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(_raw(tensor))
+    return digest.hexdigest()
+
+
+def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:
+    return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), group)
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    return hashlib.blake2b(_raw(tensor), digest_size=16).hexdigest()
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,120 @@
+"""Leak police: a test that leaves a thread, a child process, a socket or an environment variable behind fails."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+GRACE_S = 2.0  # for what is on its way out when a test ends
+_OURS_TO_KEEP = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")  # one per session, by design
+_MAY_CHANGE = {
+    "PYTEST_CURRENT_TEST",  # pytest's own
+    "TORCHINDUCTOR_CACHE_DIR",  # set by torch's first optimizer
+    "KMP_DUPLICATE_LIB_OK",  # these two by importing scikit-learn
+    "KMP_INIT_AT_FORK",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # An exception that ends a thread unseen is a failure of the test that ran it.
+    config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_for_torch() -> None:
+    """The same bytes on every machine, and no fight over two cores."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _leak_police() -> Iterator[None]:
+    threads, sockets, children, environment = set(threading.enumerate()), _sockets(), _children(), dict(os.environ)
+    yield
+    left = [
+        *_threads_left(threads),
+        *_children_left(children),
+        *_sockets_left(sockets),
+        *_environment_left(environment),
+    ]
+    if left:
+        pytest.fail("this test left behind: " + "; ".join(left), pytrace=False)
+
+
+def _threads_left(before: set[threading.Thread]) -> list[str]:
+    deadline = time.monotonic() + GRACE_S
+    new = [thread for thread in threading.enumerate() if thread not in before]
+    for thread in new:
+        if thread.ident is not None:
+            thread.join(max(0.0, deadline - time.monotonic()))
+    return [f"thread '{thread.name}'" for thread in new if thread.is_alive()]
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _children_left(before: set[psutil.Process]) -> list[str]:
+    new = [child for child in _children() - before if not _kept(child)]
+    if not new:
+        return []
+    _, alive = psutil.wait_procs(new, timeout=GRACE_S)
+    left = []
+    for child in alive:
+        left.append(f"process {child.pid} ({_command(child)})")
+        child.kill()  # it was this test's own; the next test shall not meet it
+        child.wait(GRACE_S)
+    return left
+
+
+def _kept(child: psutil.Process) -> bool:
+    return any(name in _command(child) for name in _OURS_TO_KEEP)
+
+
+def _command(child: psutil.Process) -> str:
+    try:
+        return " ".join(child.cmdline()) or "a zombie"
+    except psutil.Error:
+        return "a zombie"
+
+
+def _sockets() -> set[str]:
+    """This process's open sockets, each under a name that is never used twice at a time."""
+    links = Path("/proc/self/fd")
+    if not links.is_dir():
+        return {str(connection) for connection in psutil.Process().net_connections(kind="all")}
+    found = set()
+    for link in links.iterdir():
+        try:
+            target = os.readlink(link)
+        except OSError:
+            continue  # the descriptor with which we read the folder
+        if target.startswith("socket:"):
+            found.add(target)
+    return found
+
+
+def _sockets_left(before: set[str]) -> list[str]:
+    new = _sockets() - before
+    if new:
+        gc.collect()  # an exception's traceback may hold one until then: not a leak of the code under test
+        new = _sockets() - before
+    return [f"{len(new)} open sockets"] if new else []
+
+
+def _environment_left(before: dict[str, str]) -> list[str]:
+    names = {*before, *os.environ} - _MAY_CHANGE
+    changed = sorted(name for name in names if before.get(name) != os.environ.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return [f"environment variable {name}" for name in changed]

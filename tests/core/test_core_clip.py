@@ -1,0 +1,153 @@
+"""One decision per step, the same on every server, and torch's own clip factor."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.clip import ClipMachine, Measure, Tell, Verdict, clip_scale, total_norm
+
+PURE = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+class _Servers:
+    """Clip machines that tell each other in any order, with repeats, step after step."""
+
+    def __init__(self, homes: list[int], count: int, clip: float | None, skip: bool, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.homes = homes
+        shards = list(range(len(homes)))
+        self.machines = [
+            ClipMachine(shards, frozenset(s for s in shards if homes[s] == server), clip, skip)
+            for server in range(count)
+        ]
+        self.under_way: list[tuple[int, Tell]] = []
+        self.delivered: list[tuple[int, Tell]] = []
+        self.verdicts: dict[int, list[tuple[int, Verdict]]] = defaultdict(list)
+
+    def step(self, step: int, norms: list[float], bad: dict[int, tuple[int, ...]]) -> None:
+        waiting = list(range(len(norms)))
+        self.random.shuffle(waiting)
+        while waiting or self.under_way:
+            if waiting and (not self.under_way or self.random.random() < 0.4):
+                shard = waiting.pop()
+                measure = Measure(shard, norms[shard], bad.get(shard, ()))
+                self._run(self.homes[shard], self.machines[self.homes[shard]].measured(step, measure))
+            else:
+                self._deliver(self.under_way.pop(self.random.randrange(len(self.under_way))))
+            if self.delivered and self.random.random() < 0.3:  # a repeat, of this step or of any before
+                self._deliver(self.random.choice(self.delivered))
+
+    def _deliver(self, mail: tuple[int, Tell]) -> None:
+        server, tell = mail
+        self.delivered.append(mail)
+        self._run(server, self.machines[server].told(tell.step, tell.measures))
+
+    def _run(self, server: int, effects: list[Tell | Verdict]) -> None:
+        for effect in effects:
+            if isinstance(effect, Tell):
+                self.under_way += [(other, effect) for other in range(len(self.machines)) if other != server]
+            else:
+                self.verdicts[effect.step].append((server, effect))
+
+
+_NORMS = st.lists(st.floats(0.0, 1e6), min_size=1, max_size=8)
+
+
+@PURE
+@given(st.data(), st.lists(_NORMS, min_size=1, max_size=3), st.integers(1, 4), st.booleans(), st.integers(0, 999))
+def test_all_servers_reach_the_same_verdict_exactly_once_per_step(
+    data: st.DataObject, steps: list[list[float]], count: int, skip: bool, seed: int
+) -> None:
+    shards = min(len(norms) for norms in steps)
+    homes = data.draw(st.lists(st.integers(0, count - 1), min_size=shards, max_size=shards))
+    servers = _Servers(homes, count, 2.5, skip, seed)
+    for step, norms in enumerate(steps):
+        bad_shard = data.draw(st.none() | st.integers(0, shards - 1))
+        bad = {} if bad_shard is None else {bad_shard: (1, 3)}
+        servers.step(step, norms[:shards], bad)
+        verdicts = servers.verdicts[step]
+        assert sorted(server for server, _ in verdicts) == list(range(count))
+        norm = math.sqrt(math.fsum(n * n for n in norms[:shards]))
+        scale = None if skip and bad else min(1.0, 2.5 / (norm + 1e-6))
+        expected = Verdict(step, norm, scale, (1, 3) if bad else ())
+        assert {verdict for _, verdict in verdicts} == {expected}
+    assert sorted(servers.verdicts) == list(range(len(steps)))
+    assert all(len(verdicts) == count for verdicts in servers.verdicts.values())
+
+
+def test_the_others_are_told_once_all_own_shards_are_measured() -> None:
+    machine = ClipMachine([0, 1, 2], frozenset({0, 2}), 1.0, False)
+    assert machine.measured(0, Measure(2, 2.0)) == []
+    assert machine.measured(0, Measure(0, 1.0)) == [Tell(0, (Measure(0, 1.0), Measure(2, 2.0)))]
+    assert machine.told(0, [Measure(1, 2.0)]) == [Verdict(0, 3.0, 1.0 / (3.0 + 1e-6))]
+
+
+def test_a_server_alone_decides_alone() -> None:
+    machine = ClipMachine([4], frozenset({4}), None, False)
+    assert machine.measured(3, Measure(4, 7.0)) == [Tell(3, (Measure(4, 7.0),)), Verdict(3, 7.0, 1.0)]
+    assert machine.measured(3, Measure(4, 7.0)) == []
+
+
+def test_the_first_measure_of_a_shard_counts_and_a_repeat_changes_nothing() -> None:
+    machine = ClipMachine([0, 1], frozenset({0}), None, False)
+    machine.told(0, [Measure(1, 3.0)])
+    machine.told(0, [Measure(1, 99.0)])
+    assert machine.measured(0, Measure(0, 4.0))[-1] == Verdict(0, 5.0, 1.0)
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_step_with_an_infinite_or_nan_norm_is_skipped_only_where_asked_for(norm: float) -> None:
+    skipping = ClipMachine([0], frozenset({0}), None, True).measured(0, Measure(0, norm))[-1]
+    assert isinstance(skipping, Verdict)
+    assert skipping.scale is None
+    continuing = ClipMachine([0], frozenset({0}), None, False).measured(0, Measure(0, norm))[-1]
+    assert isinstance(continuing, Verdict)
+    assert continuing.scale == 1.0
+
+
+def test_a_step_with_a_bad_replica_is_skipped_only_where_asked_for_and_the_replica_is_named() -> None:
+    for skip, scale in ((True, None), (False, 1.0)):
+        verdict = ClipMachine([0, 1], frozenset({0, 1}), None, skip)
+        verdict.measured(0, Measure(1, 1.0, (5, 2)))
+        assert verdict.measured(0, Measure(0, 0.0, (2,)))[-1] == Verdict(0, 1.0, scale, (2, 5))
+
+
+@PURE
+@given(_NORMS)
+def test_the_total_norm_is_the_norm_of_the_whole(norms: list[float]) -> None:
+    assert total_norm(norms) == pytest.approx(math.hypot(*norms), rel=1e-12)
+
+
+@PURE
+@given(st.integers(0, 2**31), st.floats(1e-3, 1e3), st.sampled_from([0.01, 0.5, 1.0, 5.0, 100.0]))
+def test_the_clip_factor_is_that_of_torch(seed: int, size: float, clip: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    gradient = torch.randn(48, generator=generator) * size
+    parameter = torch.nn.Parameter(torch.zeros(48))
+    parameter.grad = gradient.clone()
+    their_norm = torch.nn.utils.clip_grad_norm_([parameter], clip)
+    norm = total_norm(float(piece.double().norm()) for piece in gradient.split([1, 20, 20, 7]))
+    assert norm == pytest.approx(float(their_norm), rel=1e-5)
+    torch.testing.assert_close(gradient * clip_scale(norm, clip), parameter.grad, rtol=1e-5, atol=0.0)
+
+
+def test_without_clip_nothing_is_scaled_and_a_zero_gradient_is_left_alone() -> None:
+    assert clip_scale(1e9, None) == 1.0
+    assert clip_scale(0.0, 1.0) == 1.0
+    assert clip_scale(math.inf, 1.0) == 0.0  # as torch: infinities become NaN, the rest zero
+
+
+def test_a_nan_norm_scales_by_nan_as_torch_does() -> None:
+    assert math.isnan(clip_scale(math.nan, 1.0))
+
+
+def test_a_measure_of_a_shard_that_does_not_exist_decides_nothing() -> None:
+    machine = ClipMachine([0, 1], frozenset({0}), 1.0, False)
+    assert machine.told(0, [Measure(0, 1.0), Measure(77, 1.0)]) == []

@@ -1,0 +1,225 @@
+"""The configuration: one precedence, unknown keys refused, and every refusal names its key."""
+
+from __future__ import annotations
+
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.config import (
+    SGD,
+    Adam,
+    AdamW,
+    Group,
+    GroupSettings,
+    JobConfig,
+    Settings,
+    group_of,
+    overrides_from,
+    resolve,
+    settings_of,
+)
+from rallypoint.core.schedule import Constant, Cosine, cosine, linear, step_decay
+from rallypoint.errors import ConfigError
+
+PURE = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def test_the_keywords_of_train_are_the_fields_of_the_configuration() -> None:
+    fields = {field.name for field in msgspec.structs.fields(JobConfig)}
+    assert typing.get_type_hints(Settings).keys() == fields
+    ours, theirs = typing.get_type_hints(JobConfig), typing.get_type_hints(Settings)
+    assert {name for name in fields if ours[name] != theirs[name]} <= {"groups"}  # any sequence will do there
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    assert resolve({}) == JobConfig()
+
+
+_LRS = st.one_of(
+    st.floats(1e-6, 1.0),
+    st.builds(lambda peak: cosine(peak, warmup=3), st.floats(1e-6, 1.0)),
+    st.builds(linear, st.floats(1e-6, 1.0)),
+    st.builds(lambda peak: step_decay(peak, every=5), st.floats(1e-6, 1.0)),
+)
+_OPTIMIZERS = st.one_of(
+    st.builds(AdamW, lr=_LRS, weight_decay=st.floats(0, 1)),
+    st.builds(Adam, lr=_LRS, eps=st.floats(1e-10, 1e-3)),
+    st.builds(SGD, lr=_LRS, momentum=st.floats(0.1, 0.99), nesterov=st.booleans()),
+)
+_CONFIGS = st.builds(
+    JobConfig,
+    replicas=st.integers(1, 64),
+    batch=st.integers(1, 8).map(lambda n: n * 6),
+    accumulate=st.sampled_from([1, 2, 3, 6]),
+    optimizer=_OPTIMIZERS,
+    clip=st.none() | st.floats(0.01, 100.0),
+    seed=st.integers(0, 2**40),
+    nonfinite=st.sampled_from(["stop", "skip", "continue"]),
+    groups=st.lists(
+        st.builds(Group, match=st.tuples(st.sampled_from(["*", "head.*"])), weight_decay=st.none() | st.floats(0, 1)),
+        max_size=2,
+    ).map(tuple),
+    item=st.sampled_from(["samples", "tokens"]),
+)
+
+
+@PURE
+@given(_CONFIGS)
+def test_a_configuration_survives_the_job_record(config: JobConfig) -> None:
+    tree = msgspec.to_builtins(config)
+    assert msgspec.convert(tree, JobConfig) == config
+    assert msgspec.convert(msgspec.msgpack.decode(msgspec.msgpack.encode(tree)), JobConfig) == config
+    given = {field: getattr(config, field) for field in config.__struct_fields__}
+    assert resolve(given) == config
+
+
+@pytest.mark.parametrize(
+    ("tree", "named"),
+    [
+        ({"lerning_rate": 1.0}, "lerning_rate"),
+        ({"optimizer": {"type": "adamw", "momentum": 0.9}}, "momentum"),
+        ({"optimizer": {"type": "sgd", "lr": {"type": "cosine", "peak": 1.0, "warmpu": 3}}}, "warmpu"),
+        ({"groups": [{"match": ["*"], "lr": 1.0}]}, "lr"),
+        ({"sync": {"type": "sync", "staleness": 1}}, "staleness"),
+    ],
+)
+def test_an_unknown_key_is_refused_by_name_wherever_it_is(tree: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown field `{named}`"):
+        resolve({}, tree)
+    with pytest.raises(ConfigError, match=f"unknown field `{named}`"):
+        resolve(tree)
+
+
+@pytest.mark.parametrize(
+    ("tree", "where"),
+    [
+        ({"replicas": "four"}, r"\$\.replicas"),
+        ({"replicas": 1.5}, r"\$\.replicas"),
+        ({"replicas": True}, r"\$\.replicas"),
+        ({"clip": "1.0"}, r"\$\.clip"),
+        ({"nonfinite": "ignore"}, r"\$\.nonfinite"),
+        ({"optimizer": {"type": "lion"}}, r"\$\.optimizer"),
+        ({"optimizer": {"type": "adamw", "betas": [0.9]}}, r"\$\.optimizer\.betas"),
+        ({"groups": {"match": ["*"]}}, r"\$\.groups"),
+        ({"groups": [{"match": "*.bias"}]}, r"\$\.groups\[0\]\.match"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=where):
+        resolve(tree)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        *[({key: 0}, f"{key} is 0: it must be at least 1")
+          for key in ("replicas", "batch", "steps", "accumulate", "window", "items_per_sample")],
+        ({"steps": -3}, "steps is -3"),
+        ({"batch": 32, "accumulate": 5}, "a batch of 32 cannot be cut into accumulate=5"),
+        ({"clip": 0.0}, "clip is 0.0"),
+        ({"clip": -1.0}, "clip is -1.0"),
+        ({"clip": float("inf")}, "clip is inf"),
+        ({"shard_bytes": 100}, "shard_bytes is 100"),
+        ({"shard_bytes": 0}, "shard_bytes is 0"),
+        ({"shard_bytes": 1 << 27}, "shard_bytes is 134217728"),
+        ({"optimizer": SGD(nesterov=True)}, "nesterov=True needs a momentum"),
+    ],
+)  # fmt: skip
+def test_an_impossible_combination_is_refused_with_a_sentence(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve(given)
+
+
+def test_the_last_of_defaults_script_file_and_overrides_wins(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("steps = 30\nbatch = 3\n[optimizer]\ntype = 'adamw'\nweight_decay = 0.3\n")
+    script = {"steps": 20, "batch": 2, "replicas": 2, "optimizer": AdamW(lr=0.2, weight_decay=0.2)}
+    config = resolve(script, overrides_from(file, ["steps=40", "optimizer.eps=1e-4"]))
+    assert (config.seed, config.replicas, config.batch, config.steps) == (0, 2, 3, 40)
+    assert config.optimizer == AdamW(lr=0.2, weight_decay=0.3, eps=1e-4)
+
+
+def test_a_dotted_override_reaches_into_a_schedule_and_a_later_one_wins() -> None:
+    script = {"optimizer": AdamW(lr=cosine(1e-3, warmup=10))}
+    config = resolve(script, overrides_from(None, ["optimizer.lr.peak=5e-4", "optimizer.lr.peak=2e-3"]))
+    assert config.optimizer == AdamW(lr=Cosine(2e-3, warmup=10))
+    flat = resolve(script, overrides_from(None, ["optimizer.lr=0.5"]))
+    assert flat.schedule == Constant(0.5)
+
+
+def test_override_values_are_toml_and_a_bare_word_is_a_string() -> None:
+    texts = ["a=1", "b=1e-3", "c=true", "d=tokens", 'e="x=y"', "f=[1, 2]", "g.h = two words ", "i={j=1}"]
+    assert overrides_from(None, texts) == {
+        "a": 1, "b": 1e-3, "c": True, "d": "tokens", "e": "x=y", "f": [1, 2], "g": {"h": "two words"}, "i": {"j": 1},
+    }  # fmt: skip
+
+
+def test_overrides_of_one_branch_are_merged() -> None:
+    assert overrides_from(None, ["a.b=1", "a.c.d=2", "a.c.e=3"]) == {"a": {"b": 1, "c": {"d": 2, "e": 3}}}
+
+
+def test_an_override_without_a_value_says_how_to_write_one() -> None:
+    with pytest.raises(ConfigError, match=r"--set steps: write it as key=value"):
+        overrides_from(None, ["steps"])
+
+
+def test_a_configuration_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.toml"):
+        overrides_from(tmp_path / "nowhere.toml", [])
+    broken = tmp_path / "broken.toml"
+    broken.write_text("steps = = 3")
+    with pytest.raises(ConfigError, match=r"broken\.toml"):
+        overrides_from(broken, [])
+
+
+def test_resolving_changes_neither_the_script_s_settings_nor_the_overrides() -> None:
+    script, over = {"optimizer": {"type": "sgd", "lr": 1.0}}, {"optimizer": {"lr": 2.0}}
+    resolve(script, over)
+    assert (script, over) == ({"optimizer": {"type": "sgd", "lr": 1.0}}, {"optimizer": {"lr": 2.0}})
+
+
+def test_a_plain_learning_rate_is_a_constant_schedule() -> None:
+    assert JobConfig(optimizer=SGD(lr=0.5)).schedule == Constant(0.5)
+    assert JobConfig(optimizer=SGD(lr=cosine(1.0))).schedule == Cosine(1.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "decides"),
+    [({}, False), ({"clip": 1.0}, True), ({"nonfinite": "skip"}, True), ({"nonfinite": "continue"}, False)],
+)
+def test_servers_decide_together_only_to_clip_or_to_skip(given: dict[str, Any], decides: bool) -> None:
+    assert resolve(given).decides is decides
+
+
+def test_norms_and_biases_are_not_decayed_unless_asked_for_and_the_first_matching_group_wins() -> None:
+    groups = (Group(match=("head.*",), lr_scale=2.0), Group(match=("*.bias", "head.*"), weight_decay=0.5))
+    config = JobConfig(optimizer=AdamW(weight_decay=0.1), groups=groups)
+    assert group_of(config, "body.weight", 2) == 0
+    assert group_of(config, "norm.weight", 1) == 1
+    assert group_of(config, "head.bias", 1) == 2
+    assert group_of(config, "body.bias", 1) == 3
+    assert group_of(JobConfig(decay_1d=True), "norm.weight", 1) == 0
+    assert [settings_of(config, group) for group in range(4)] == [
+        GroupSettings(0.1, 1.0), GroupSettings(0.0, 1.0), GroupSettings(0.1, 2.0), GroupSettings(0.5, 1.0),
+    ]  # fmt: skip
+
+
+def test_an_override_reaches_into_a_default_that_the_script_did_not_set() -> None:
+    config = resolve({}, overrides_from(None, ["optimizer.lr=1e-2"]))
+    assert config.optimizer == AdamW(lr=1e-2)
+
+
+def test_an_object_that_cannot_be_a_setting_is_refused_as_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="optimizer"):
+        resolve({"optimizer": object()})
+
+
+def test_a_step_decay_after_every_0_steps_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        resolve({"optimizer": SGD(lr=step_decay(1.0, every=0))})

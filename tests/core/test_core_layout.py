@@ -1,0 +1,212 @@
+"""The layout: every element has exactly one place, and equal models have equal layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.layout import Layout, TensorSpec, build_layout, first_difference, words_of
+from rallypoint.errors import ModelError
+
+PURE = settings(derandomize=True, deadline=None, max_examples=50)
+
+_SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+_BUFFER_DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
+
+
+@st.composite
+def _models(draw: st.DrawFn) -> list[TensorSpec]:
+    specs = []
+    for index in range(draw(st.integers(0, 9))):
+        group = draw(st.integers(-1, 3))
+        dtype = draw(st.sampled_from(_BUFFER_DTYPES if group < 0 else ["float32", "float16", "bfloat16"]))
+        specs.append(TensorSpec(f"tensor{index}", draw(_SHAPES), dtype, group))
+    trained = TensorSpec("trained", (draw(st.integers(1, 40)),), "float32", draw(st.integers(0, 3)))
+    specs.insert(draw(st.integers(0, len(specs))), trained)
+    return specs
+
+
+_CUTS = st.integers(1, 64).map(lambda words: 4 * words)
+
+
+@PURE
+@given(_models(), _CUTS)
+def test_entries_never_overlap_and_every_tensor_has_one(specs: list[TensorSpec], shard_bytes: int) -> None:
+    layout = build_layout(specs, shard_bytes)
+    assert sorted(entry.spec.name for entry in layout.entries) == sorted(spec.name for spec in specs)
+    reached = 0
+    for entry in layout.entries:
+        assert entry.start >= reached
+        assert entry.stop - entry.start == words_of(entry.spec)
+        reached = entry.stop
+    assert reached == layout.words
+
+
+@PURE
+@given(_models(), _CUTS)
+def test_shards_cover_exactly_the_range_of_each_group_and_none_is_shared(
+    specs: list[TensorSpec], shard_bytes: int
+) -> None:
+    layout = build_layout(specs, shard_bytes)
+    for group in {spec.group for spec in specs}:
+        entries = [entry for entry in layout.entries if entry.spec.group == group]
+        shards = [shard for shard in layout.shards if shard.group == group]
+        covered = [word for shard in shards for word in range(shard.start, shard.stop)]
+        assert covered == list(range(entries[0].start, entries[-1].stop))
+    assert {shard.group for shard in layout.shards} <= {spec.group for spec in specs}
+
+
+@PURE
+@given(_models(), _CUTS)
+def test_shards_are_numbered_in_memory_order_and_never_larger_than_asked(
+    specs: list[TensorSpec], shard_bytes: int
+) -> None:
+    layout = build_layout(specs, shard_bytes)
+    assert [shard.index for shard in layout.shards] == list(range(len(layout.shards)))
+    assert all(0 < shard.nbytes <= shard_bytes for shard in layout.shards)
+    assert all(a.stop <= b.start for a, b in pairwise(layout.shards))
+    assert layout.largest_shard == max(shard.words for shard in layout.shards)
+    trained = sum(spec.numel for spec in specs if spec.group >= 0)
+    assert layout.parameter_bytes == 4 * trained
+
+
+@PURE
+@given(_models(), _CUTS, st.data())
+def test_shards_touching_names_exactly_the_shards_that_share_a_word(
+    specs: list[TensorSpec], shard_bytes: int, data: st.DataObject
+) -> None:
+    layout = build_layout(specs, shard_bytes)
+    start = data.draw(st.integers(0, layout.words - 1))
+    stop = data.draw(st.integers(start + 1, layout.words))
+    expected = [s.index for s in layout.shards if set(range(s.start, s.stop)) & set(range(start, stop))]
+    assert layout.shards_touching(start, stop) == expected
+
+
+@PURE
+@given(_models(), _CUTS)
+def test_a_group_lies_in_backward_order_and_buffers_come_last(specs: list[TensorSpec], shard_bytes: int) -> None:
+    layout = build_layout(specs, shard_bytes)
+    groups = [entry.spec.group for entry in layout.entries]
+    assert groups == sorted(groups, key=lambda group: (group < 0, group))
+    for group in set(groups):
+        registered = [spec.name for spec in specs if spec.group == group]
+        assert [entry.spec.name for entry in layout.entries if entry.spec.group == group] == registered[::-1]
+
+
+@PURE
+@given(_models(), _CUTS)
+def test_every_buffer_begins_where_an_int64_may_and_has_room_for_its_bytes(
+    specs: list[TensorSpec], shard_bytes: int
+) -> None:
+    sizes = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2}
+    for entry in build_layout(specs, shard_bytes).entries:
+        if entry.spec.group < 0:
+            nbytes = entry.spec.numel * sizes.get(entry.spec.dtype, 1)
+            assert entry.start % 2 == 0
+            assert nbytes <= 4 * (entry.stop - entry.start) < nbytes + 8
+
+
+@PURE
+@given(_models(), _CUTS, _models(), _CUTS)
+def test_the_fingerprint_is_equal_exactly_when_entries_and_shards_are(
+    ours: list[TensorSpec], our_cut: int, theirs: list[TensorSpec], their_cut: int
+) -> None:
+    a, b = build_layout(ours, our_cut), build_layout(theirs, their_cut)
+    same = (a.entries, a.shards) == (b.entries, b.shards)
+    assert (a.fingerprint == b.fingerprint) == same
+    assert (first_difference(a, b) is None) == same
+    assert build_layout(list(ours), our_cut) == a
+
+
+@dataclass(frozen=True)
+class _Change:
+    field: str
+    value: object
+
+
+@PURE
+@given(
+    _models(),
+    st.data(),
+    st.sampled_from([_Change("name", "renamed"), _Change("shape", (7, 1)), _Change("dtype", "other")]),
+)
+def test_any_change_of_one_tensor_changes_the_fingerprint_and_is_named(
+    specs: list[TensorSpec], data: st.DataObject, change: _Change
+) -> None:
+    index = data.draw(st.integers(0, len(specs) - 1))
+    value = change.value
+    if change.field == "dtype":
+        value = "float16" if specs[index].dtype != "float16" else "bfloat16"
+    changed = list(specs)
+    changed[index] = msgspec.structs.replace(specs[index], **{change.field: value})
+    if not any(spec.group >= 0 and spec.numel for spec in changed):
+        return
+    ours, theirs = build_layout(specs), build_layout(changed)
+    assert ours.fingerprint != theirs.fingerprint
+    difference = first_difference(ours, theirs)
+    assert difference is not None
+    here, there = difference.split(" here, ")
+    assert specs[index].name in here
+    assert changed[index].name in there
+    assert there.endswith(" there")
+
+
+def _specs(*names: str) -> list[TensorSpec]:
+    return [TensorSpec(name, (4,), "float32", 0) for name in names]
+
+
+def test_first_difference_names_the_first_tensor_in_memory_order_that_differs() -> None:
+    ours = [*_specs("a", "b", "c"), TensorSpec("mean", (3,), "float32", -1)]
+    theirs = [TensorSpec("a", (5,), "float32", 0), TensorSpec("b", (6,), "float32", 0), *ours[2:]]
+    difference = first_difference(build_layout(ours), build_layout(theirs))
+    assert difference == "parameter b [4] float32 (group 0) here, parameter b [6] float32 (group 0) there"
+
+
+def test_first_difference_names_a_tensor_that_only_one_side_has() -> None:
+    short, buffer = _specs("a"), TensorSpec("mean", (3,), "float32", -1)
+    ours, theirs = build_layout([*short, buffer]), build_layout(short)
+    assert first_difference(ours, theirs) == "buffer mean [3] float32 (group -1) exists only here"
+    assert first_difference(theirs, ours) == "buffer mean [3] float32 (group -1) exists only there"
+
+
+def test_first_difference_says_when_only_the_cuts_differ() -> None:
+    ours, theirs = build_layout(_specs("a", "b"), 16), build_layout(_specs("a", "b"), 32)
+    assert first_difference(ours, theirs) == "the shards are cut differently"
+
+
+def test_a_layout_survives_the_wire() -> None:
+    layout = build_layout([*_specs("a", "b"), TensorSpec("count", (), "int64", -1)], 16)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
+
+
+def test_a_model_with_nothing_to_train_is_refused() -> None:
+    for specs in ([], [TensorSpec("mean", (3,), "float32", -1)], [TensorSpec("empty", (0, 3), "float32", 0)]):
+        with pytest.raises(ModelError, match="no trainable parameter"):
+            build_layout(specs)
+
+
+def test_a_float64_parameter_is_refused_by_name_but_a_float64_buffer_is_carried() -> None:
+    with pytest.raises(ModelError, match="parameter head is float64"):
+        build_layout([TensorSpec("head", (2,), "float64", 0)])
+    assert build_layout([*_specs("a"), TensorSpec("scale", (2,), "float64", -1)]).words == 16 + 4
+
+
+def test_a_buffer_of_a_dtype_that_cannot_be_shared_is_refused_by_name() -> None:
+    with pytest.raises(ModelError, match="buffer phase is complex64"):
+        build_layout([*_specs("a"), TensorSpec("phase", (2,), "complex64", -1)])
+
+
+def test_a_repeated_name_is_refused() -> None:
+    with pytest.raises(ModelError, match="both named a"):
+        build_layout(_specs("a", "b", "a"))
+
+
+@pytest.mark.parametrize("shard_bytes", [0, -4, 2, 6])
+def test_an_impossible_shard_size_is_refused(shard_bytes: int) -> None:
+    with pytest.raises(ModelError, match="impossible"):
+        build_layout(_specs("a"), shard_bytes)

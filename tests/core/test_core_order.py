@@ -1,0 +1,110 @@
+"""Position is a number (I6): the sample order is a function of (seed, step, replica) and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.order import Permutation, SampleOrder, derive_seed
+from rallypoint.core.view import deal_replicas
+
+PURE = settings(derandomize=True, deadline=None, max_examples=50)
+_KEYS = st.integers(0, 2**63 - 1)
+
+
+@PURE
+@given(st.integers(1, 1500), _KEYS)
+def test_a_permutation_is_a_bijection(n: int, key: int) -> None:
+    permutation = Permutation(n, key)
+    assert sorted(permutation(i) for i in range(n)) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 255, 256, 257, 4096, 4097])
+def test_a_permutation_is_a_bijection_around_powers_of_four(n: int) -> None:
+    permutation = Permutation(n, 7)
+    assert sorted(permutation(i) for i in range(n)) == list(range(n))
+
+
+@PURE
+@given(st.integers(2**20, 2**50), _KEYS, st.data())
+def test_a_huge_permutation_needs_no_table_and_does_not_collide(n: int, key: int, data: st.DataObject) -> None:
+    permutation = Permutation(n, key)
+    indices = data.draw(st.lists(st.integers(0, n - 1), unique=True, max_size=20))
+    values = [permutation(i) for i in indices]
+    assert len(set(values)) == len(indices)
+    assert all(0 <= value < n for value in values)
+
+
+@PURE
+@given(st.integers(1, 1000), st.integers(0, 1000))
+def test_an_index_outside_is_an_error(n: int, beyond: int) -> None:
+    for index in (-1 - beyond, n + beyond):
+        with pytest.raises(IndexError):
+            Permutation(n, 0)(index)
+
+
+def test_a_permutation_of_nothing_is_impossible() -> None:
+    with pytest.raises(ValueError, match="impossible"):
+        Permutation(0, 0)
+
+
+def test_a_permutation_shuffles() -> None:
+    permutation = Permutation(1000, 3)
+    values = [permutation(i) for i in range(1000)]
+    assert sum(value == i for i, value in enumerate(values)) < 10  # one fixed point is expected
+    assert 400 < sum(b > a for a, b in pairwise(values)) < 600
+    assert values != [Permutation(1000, 4)(i) for i in range(1000)]
+
+
+@PURE
+@given(
+    st.integers(1, 60), st.integers(1, 5), st.integers(1, 7), st.integers(0, 2**32), st.integers(1, 3)
+)
+def test_every_epoch_uses_every_sample_exactly_once_across_steps_and_replicas(
+    samples: int, replicas: int, batch: int, seed: int, epochs: int
+) -> None:
+    order = SampleOrder(seed=seed, samples=samples, replicas=replicas, batch=batch)
+    steps = -(-epochs * samples // (replicas * batch))
+    stream = [s for step in range(steps) for replica in range(replicas) for s in order.samples(step, replica)]
+    assert len(stream) == steps * replicas * batch
+    for epoch in range(epochs):
+        assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+
+
+@PURE
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5), st.integers(1, 8), st.randoms(use_true_random=False))
+def test_the_samples_of_a_replica_do_not_depend_on_who_asks_nor_on_what_was_asked_before(
+    samples: int, replicas: int, batch: int, workers: int, random: object
+) -> None:
+    def fresh() -> SampleOrder:
+        return SampleOrder(seed=5, samples=samples, replicas=replicas, batch=batch)
+
+    expected = {(t, r): fresh().samples(t, r) for t in range(6) for r in range(replicas)}
+    seen = {}
+    for replicas_of_worker in deal_replicas(replicas, [f"w{i}" for i in range(workers)]).values():
+        own = fresh()
+        places = [(t, r) for t in range(6) for r in replicas_of_worker]
+        random.shuffle(places)  # type: ignore[attr-defined]
+        seen |= {(t, r): own.samples(t, r) for t, r in places}
+    assert seen == expected
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    def epoch(seed: int, number: int) -> tuple[int, ...]:
+        order = SampleOrder(seed=seed, samples=50, replicas=5, batch=10)
+        return tuple(s for replica in range(5) for s in order.samples(number, replica))
+
+    assert len({epoch(seed, number) for seed in range(4) for number in range(4)}) == 16
+
+
+def test_derived_seeds_are_distinct_stable_and_fit_in_63_bits() -> None:
+    places = [("compute", t, r, m) for t in range(20) for r in range(20) for m in range(5)]
+    seeds = [derive_seed(seed, *place) for seed in (0, 1, 2**40) for place in places]
+    assert max(Counter(seeds).values()) == 1
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed(0, "compute", 1, 23) != derive_seed(0, "compute", 12, 3)
+    assert derive_seed(3, "epoch", 4) == derive_seed(3, "epoch", 4)

@@ -1,0 +1,136 @@
+"""Placement: every shard has a home, the load is even, and only what must move moves."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.layout import Shard
+from rallypoint.core.placement import place, ranking
+
+PURE = settings(derandomize=True, deadline=None, max_examples=70)
+
+
+def _shards(words: Sequence[int]) -> list[Shard]:
+    shards, start = [], 0
+    for index, size in enumerate(words):
+        shards.append(Shard(index, 0, start, start + size))
+        start += size
+    return shards
+
+
+def _servers(count: int) -> list[str]:
+    return [f"server{i}" for i in range(count)]
+
+
+def _loads(shards: Sequence[Shard], placed: dict[int, str]) -> Counter[str]:
+    loads: Counter[str] = Counter()
+    for shard in shards:
+        loads[placed[shard.index]] += shard.nbytes
+    return loads
+
+
+def _moved(before: dict[int, str], after: dict[int, str]) -> set[int]:
+    return {shard for shard in before if before[shard] != after[shard]}
+
+
+_SIZES = st.lists(st.integers(1, 64), max_size=60)
+_EQUAL = st.integers(0, 80).map(lambda count: [16] * count)
+
+
+@PURE
+@given(_SIZES, st.integers(1, 8), st.randoms(use_true_random=False))
+def test_every_shard_is_placed_on_a_server_that_is_here_whatever_order_servers_are_listed_in(
+    sizes: list[int], count: int, random: object
+) -> None:
+    shards, servers = _shards(sizes), _servers(count)
+    placed = place(shards, servers)
+    assert list(placed) == [shard.index for shard in shards]
+    assert set(placed.values()) <= set(servers)
+    random.shuffle(servers)  # type: ignore[attr-defined]
+    assert place(shards, servers) == placed
+
+
+@PURE
+@given(_EQUAL, st.integers(1, 8))
+def test_equal_shards_are_dealt_within_the_even_share_rounded_up(sizes: list[int], count: int) -> None:
+    shards = _shards(sizes)
+    loads = _loads(shards, place(shards, _servers(count)))
+    assert max(loads.values(), default=0) <= -(-len(sizes) // count) * 64
+
+
+@PURE
+@given(_SIZES, st.integers(1, 8))
+def test_no_server_has_more_than_the_even_share_and_one_largest_shard(sizes: list[int], count: int) -> None:
+    shards = _shards(sizes)
+    loads = _loads(shards, place(shards, _servers(count)))
+    largest = max((shard.nbytes for shard in shards), default=0)
+    share = -(-sum(shard.nbytes for shard in shards) // count)
+    assert max(loads.values(), default=0) <= share + largest
+
+
+@PURE
+@given(_SIZES, st.integers(1, 8))
+def test_nothing_moves_while_the_servers_stay(sizes: list[int], count: int) -> None:
+    shards, servers = _shards(sizes), _servers(count)
+    placed = place(shards, servers)
+    assert place(shards, servers[::-1], placed) == placed
+
+
+@PURE
+@given(_EQUAL, st.integers(2, 8), st.data())
+def test_when_a_server_leaves_only_its_shards_move(sizes: list[int], count: int, data: st.DataObject) -> None:
+    shards, servers = _shards(sizes), _servers(count)
+    before = place(shards, servers)
+    gone = data.draw(st.sampled_from(servers))
+    after = place(shards, [server for server in servers if server != gone], before)
+    assert _moved(before, after) == {shard for shard, home in before.items() if home == gone}
+    assert max(_loads(shards, after).values(), default=0) <= -(-len(sizes) // (count - 1)) * 64
+
+
+@PURE
+@given(_EQUAL, st.integers(1, 8))
+def test_when_a_server_joins_exactly_the_shards_above_the_new_share_move(sizes: list[int], count: int) -> None:
+    shards, servers = _shards(sizes), _servers(count)
+    before = place(shards, servers)
+    after = place(shards, [*servers, "newcomer"], before)
+    room = -(-len(sizes) // (count + 1))
+    surplus = sum(max(0, load // 64 - room) for load in _loads(shards, before).values())
+    assert len(_moved(before, after)) == surplus  # the least that any placement within the share can move
+    assert max(_loads(shards, after).values(), default=0) <= room * 64
+
+
+@PURE
+@given(_SIZES, st.integers(1, 6), st.integers(1, 6), st.integers(0, 3))
+def test_a_shard_of_any_size_moves_only_if_its_server_is_gone_or_full(
+    sizes: list[int], before_count: int, after_count: int, first: int
+) -> None:
+    shards = _shards(sizes)
+    before = place(shards, _servers(before_count))
+    servers = [f"server{i}" for i in range(first, first + after_count)]
+    after = place(shards, servers, before)
+    share = sum(shard.nbytes for shard in shards) / after_count
+    kept = _loads([s for s in shards if after[s.index] == before[s.index]], after)
+    for index in _moved(before, after):
+        home = before[index]
+        assert home not in servers or kept[home] + shards[index].nbytes > share
+
+
+def test_placement_is_the_same_in_every_process() -> None:
+    assert place(_shards([16] * 6), ["a", "b", "c"]) == {0: "a", 1: "c", 2: "c", 3: "b", 4: "a", 5: "b"}
+
+
+def test_ranking_names_every_server_once_and_spreads_favourites() -> None:
+    servers = _servers(4)
+    assert all(sorted(ranking(shard, servers)) == servers for shard in range(50))
+    favourites = Counter(ranking(shard, servers)[0] for shard in range(400))
+    assert all(60 < favourites[server] < 140 for server in servers)
+
+
+def test_without_a_server_there_is_no_placement() -> None:
+    with pytest.raises(ValueError, match="no server"):
+        place(_shards([1]), [])

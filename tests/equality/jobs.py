@@ -1,0 +1,152 @@
+"""Jobs whose bytes are compared: built alike in the reference's process and in every worker's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import rallypoint as rp
+from rallypoint.config import JobConfig, resolve
+from rallypoint.testing.reference import train_reference
+from rallypoint.worker.tensors import weights_hash
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something to train: how to build it, its loss, its settings."""
+
+    build: Callable[[], tuple[torch.nn.Module, Any]]
+    loss: Callable[[torch.nn.Module, Any], torch.Tensor]
+    settings: dict[str, Any]
+    weight_of: Callable[[int, int], float] | None = None
+
+    @property
+    def config(self) -> JobConfig:
+        return resolve(self.settings)
+
+
+def _gpt() -> tuple[torch.nn.Module, Any]:
+    from rallypoint.recipes.gpt_model import GPT, GPTConfig
+
+    torch.manual_seed(7)
+    model = GPT(GPTConfig(layers=2, heads=2, width=32, block=16, dropout=0.1))
+    text = torch.randint(0, 256, (400,), generator=torch.Generator().manual_seed(3))
+    windows = text.unfold(0, 17, 5)
+    return model, torch.utils.data.TensorDataset(windows[:, :-1], windows[:, 1:])
+
+
+def _gpt_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+
+
+def _resnet() -> tuple[torch.nn.Module, Any]:
+    from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
+
+    torch.manual_seed(11)
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randn(200, 1, 8, 8, generator=generator)
+    labels = torch.randint(0, 10, (200,), generator=generator)
+    return ResNet(ResNetConfig(width=8)), torch.utils.data.TensorDataset(images, labels)
+
+
+def _classify(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+class SometimesUnused(torch.nn.Module):
+    """A branch that some batches leave out, a parameter nobody uses, a frozen one, and one larger than a shard."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(8, 96)
+        self.branch = torch.nn.Linear(96, 96)
+        self.never = torch.nn.Parameter(torch.randn(5))
+        self.frozen = torch.nn.Parameter(torch.randn(96), requires_grad=False)
+        self.last = torch.nn.Linear(96, 3)
+
+    def forward(self, x: torch.Tensor, use_branch: bool) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x)) + self.frozen
+        if use_branch:
+            hidden = hidden + self.branch(hidden)
+        return self.last(hidden)
+
+
+def _sometimes() -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(13)
+    generator = torch.Generator().manual_seed(9)
+    return SometimesUnused(), torch.utils.data.TensorDataset(
+        torch.randn(64, 8, generator=generator), torch.randint(0, 3, (64,), generator=generator), torch.arange(64)
+    )
+
+
+def _sometimes_loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    x, y, index = batch
+    return F.cross_entropy(model(x, use_branch=bool(index[0] % 2)), y)
+
+
+def _weight(step: int, replica: int) -> float:
+    return 1.0 + 0.37 * replica + 0.01 * step
+
+
+_GPT_SETTINGS = {
+    "replicas": 4, "batch": 4, "steps": 50, "seed": 5, "shard_bytes": 16 << 10, "clip": 0.5,
+    "optimizer": rp.AdamW(lr=rp.cosine(3e-3, warmup=5), weight_decay=0.1),
+}  # fmt: skip
+_RESNET_SETTINGS = {
+    "replicas": 4, "batch": 8, "steps": 50, "seed": 6, "shard_bytes": 64 << 10,
+    "optimizer": rp.SGD(lr=rp.step_decay(0.1, every=20), momentum=0.9, weight_decay=1e-4),
+}  # fmt: skip
+_PLAIN = {"replicas": 3, "batch": 6, "steps": 24, "seed": 8, "shard_bytes": 4 << 10}
+
+CASES = {
+    "gpt": Case(_gpt, _gpt_loss, _GPT_SETTINGS),
+    "resnet": Case(_resnet, _classify, _RESNET_SETTINGS),
+    "accumulation of 3": Case(_sometimes, _sometimes_loss, {**_PLAIN, "accumulate": 3, "clip": 1.0}),
+    "weighted": Case(_sometimes, _sometimes_loss, {**_PLAIN, "optimizer": rp.Adam(lr=1e-2)}, _weight),
+    "nesterov": Case(
+        _sometimes, _sometimes_loss, {**_PLAIN, "optimizer": rp.SGD(lr=0.05, momentum=0.9, nesterov=True)}
+    ),
+    "groups": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "groups": (rp.Group(match=("last.*",), lr_scale=0.1, weight_decay=0.0),), "clip": 0.3},
+    ),
+    "no credit out of turn": Case(
+        _sometimes, _sometimes_loss, {**_PLAIN, "replicas": 5, "hold_bytes": 0, "window": 1}
+    ),
+    "gpt weighted and accumulated": Case(
+        _gpt, _gpt_loss, {**_GPT_SETTINGS, "accumulate": 2, "steps": 20}, _weight
+    ),
+    "resnet accumulated and clipped": Case(
+        _resnet, _classify, {**_RESNET_SETTINGS, "accumulate": 2, "steps": 12, "clip": 1.0}
+    ),
+}  # fmt: skip
+
+
+def reference_hash(name: str) -> str:
+    """The weights' hash of plain PyTorch in this process."""
+    case = CASES[name]
+    model, dataset = case.build()
+    train_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of)
+    return weights_hash(model)
+
+
+def train_on_worker(job: rp.Job, name: str) -> str:
+    """The weights' hash on one worker of a real cluster."""
+    case = CASES[name]
+    model, dataset = case.build()
+    if job.id != "worker0":  # only the lead's first weights count: the servers give them to everybody
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.normal_()
+    for micro in job.train(model, dataset, **case.settings):
+        with micro:
+            weight = case.weight_of(micro.step, micro.replica) if case.weight_of else 1.0
+            micro.backward(case.loss(model, micro.batch), weight=weight)
+    return weights_hash(model)

@@ -1,0 +1,353 @@
+"""Ten thousand bad frames thrown at a running job change not one byte of what it learns (I9)."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+import torch
+
+from rallypoint.config import AdamW
+from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core.view import ViewNumber
+from rallypoint.errors import AccessDenied, LinkError
+from rallypoint.net import messages
+from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
+from rallypoint.net.handshake import introduce
+from rallypoint.net.messages import encode
+from rallypoint.net.tcp import TcpConnection, TcpTransport
+from rallypoint.server.service import ServerService
+from rallypoint.worker.session import Job
+from rallypoint.worker.tensors import weights_hash
+
+TOKEN = "a token that nobody guesses"
+FRAMES = 10_000
+STEPS = 25
+REPLICAS = 2
+FIRST_STEPS = 3  # the fuzz begins after these, so there are old steps to repeat
+SERVERS = ("server0", "server1")
+PATIENCE_S = 20.0
+
+
+
+@dataclass
+class Cluster:
+    """A job of one worker, on threads and TCP, whose worker takes a step each time it may."""
+
+    may_step: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(FIRST_STEPS))
+    stepped: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    weights: str = ""
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.coordinator = CoordinatorService(workers=1, servers=len(SERVERS), token=TOKEN)
+        self.coordinator.start()
+        self.servers = [ServerService(id=id, coordinator=self.coordinator.address, token=TOKEN) for id in SERVERS]
+        for server in self.servers:
+            server.start()
+        self.worker = threading.Thread(target=self._work, name="the worker")
+        self.worker.start()
+        for _ in range(FIRST_STEPS + 1):  # it stands before the step that it may not take
+            assert self.stepped.acquire(timeout=PATIENCE_S)
+
+    @property
+    def ports(self) -> dict[str, str]:
+        """Who listens where."""
+        return {
+            "coordinator": self.coordinator.address,
+            **{server.id: server._gate.address for server in self.servers},
+        }
+
+    def close(self) -> None:
+        """End the job, finished or not."""
+        self.coordinator.abort("the test is over")
+        self.may_step.release(STEPS)
+        self.worker.join(PATIENCE_S)
+        for server in self.servers:
+            server.close()
+        self.coordinator.close()
+
+    def finish(self) -> str:
+        """Let the worker run to its end: the weights' hash."""
+        self.may_step.release(STEPS)
+        self.worker.join(PATIENCE_S)
+        assert not self.worker.is_alive(), "the job hangs"
+        if self.error is not None:
+            raise self.error
+        return self.weights
+
+    def _work(self) -> None:
+        try:
+            with Job(id="worker0", coordinator=self.coordinator.address, token=TOKEN) as job:
+                torch.manual_seed(1)
+                model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4))
+                data = [(torch.randn(16), torch.randn(4)) for _ in range(40)]
+                run = job.train(
+                    model, data, replicas=REPLICAS, batch=4, steps=STEPS, optimizer=AdamW(lr=1e-2), clip=0.5,
+                    shard_bytes=512,
+                )  # fmt: skip
+                for micro in run:
+                    if micro.replica == 0:
+                        self.stepped.release()
+                        assert self.may_step.acquire(timeout=10 * PATIENCE_S)
+                    with micro:
+                        x, y = micro.batch
+                        micro.backward(torch.nn.functional.mse_loss(model(x), y))
+            self.weights = weights_hash(model)
+        except BaseException as error:
+            self.error = error
+
+
+@contextlib.contextmanager
+def running() -> Iterator[Cluster]:
+    cluster = Cluster()
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+class Fuzzer:
+    """Throws frames at a running job's ports; every connection ends with a frame for which it must be closed."""
+
+    def __init__(self, cluster: Cluster, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.ports = cluster.ports
+        self.transport = TcpTransport()
+        assert cluster.servers[0]._job is not None
+        record, _, self.view = cluster.servers[0]._job
+        self.layout = record.layout
+        self.record = record
+        self.thrown = 0
+        self.connections = 0
+
+    def connection(self) -> None:
+        """One more connection, with all its frames."""
+        self.connections += 1
+        who = self.rng.choice([*self.ports])
+        connection = self.transport.connect(self.ports[who], PATIENCE_S)
+        try:
+            connection.set_timeout(PATIENCE_S)
+            if self.rng.random() < 0.35:
+                self._before_the_handshake(connection)
+            elif who == "coordinator":
+                self._at_the_coordinator(connection)
+            elif self.rng.random() < 0.5:
+                self._at_a_server_as_a_server(connection, who)
+            else:
+                self._at_a_server_as_a_worker(connection, who)
+            self._must_be_closed(connection)
+        finally:
+            connection.close()
+
+    # ---- roles ----
+
+    def _before_the_handshake(self, connection: TcpConnection) -> None:
+        frames: list[Callable[[], bytes]] = [
+            self._noise, self._truncated, self._oversized, self._impossible, self._refused_greeting,
+            lambda: self._frame(self._kind(without={Kind.HELLO})),
+            lambda: self._frame(Kind.HELLO, self.rng.randbytes(self.rng.randrange(200))),
+        ]  # fmt: skip
+        self._throw(connection, self.rng.choice(frames)(), last=True)
+
+    def _at_the_coordinator(self, connection: TcpConnection) -> None:
+        role = self.rng.choice(["worker", "server", "observer", "king"])
+        if not self._enter(connection, role, self.rng.choice(["worker0", "server0", f"stranger{self.connections}"])):
+            return
+        if role == "observer":
+            self._throw(connection, self._frame(self._kind()), last=True)
+            return
+        for _ in range(self.rng.randrange(4)):
+            self._throw(connection, self._frame(Kind.CONTROL, encode(self._message())))
+        self._throw(connection, self._bad_control(), last=True)
+
+    def _at_a_server_as_a_worker(self, connection: TcpConnection, who: str) -> None:
+        id = self.rng.choice(["worker0", f"stranger{self.connections}"])
+        if not self._enter(connection, "worker", id):
+            return
+        for _ in range(self.rng.randrange(40)):
+            self._throw(connection, self._harmless(who))
+        bad: list[Callable[[], bytes]] = [
+            self._noise, self._truncated, self._oversized, self._impossible,
+            lambda: self._frame(self._kind(without={Kind.PUSH, Kind.INITIAL, Kind.FOLLOW, Kind.FETCH})),
+            lambda: self._bad_contribution(who, stranger=id != "worker0"),
+        ]  # fmt: skip
+        self._throw(connection, self.rng.choice(bad)(), last=True)
+
+    def _at_a_server_as_a_server(self, connection: TcpConnection, who: str) -> None:
+        peer = next(server for server in SERVERS if server != who)
+        if not self._enter(connection, "server", self.rng.choice([peer, f"stranger{self.connections}"])):
+            return
+        for _ in range(self.rng.randrange(20)):
+            self._throw(connection, self._old_measures(peer))
+            self._throw(connection, self._unknown_measures())
+        bad: list[Callable[[], bytes]] = [
+            self._noise, self._truncated, self._oversized, self._impossible,
+            lambda: self._frame(self._kind(without={Kind.MEASURES})),
+            lambda: self._frame(Kind.MEASURES, b"\xc1" + self.rng.randbytes(self.rng.randrange(60))),
+        ]  # fmt: skip
+        self._throw(connection, self.rng.choice(bad)(), last=True)
+
+    # ---- frames that a role may send, and that change nothing ----
+
+    def _harmless(self, who: str) -> bytes:
+        kind = self.rng.choice([Kind.FETCH, Kind.FOLLOW, Kind.PUSH, Kind.INITIAL])
+        if kind in (Kind.FETCH, Kind.FOLLOW):
+            return self._header(kind, shard=self.rng.randrange(2 * len(self.layout.shards)), step=self.rng.randrange(9))
+        shard = self.layout.shards[self.rng.choice(self.view.shards_of(who))]
+        header = Header(
+            kind, self.view.number, shard=shard.index, replica=self.rng.randrange(REPLICAS if shard.group >= 0 else 1),
+            step=self.rng.randrange(FIRST_STEPS), weight=self.rng.random() + 0.01, length=shard.nbytes,
+        )  # fmt: skip
+        return pack(header) + self.rng.randbytes(shard.nbytes)
+
+    def _old_measures(self, peer: str) -> bytes:
+        shards = self.rng.sample(self.view.shards_of(peer), k=min(2, len(self.view.shards_of(peer))))
+        return self._measures([(shard, self.rng.random(), (0,)) for shard in shards], self.rng.randrange(FIRST_STEPS))
+
+    def _unknown_measures(self) -> bytes:
+        unknown = [(len(self.layout.shards) + self.rng.randrange(99), self.rng.random(), (1,)) for _ in range(3)]
+        return self._measures(unknown, self.rng.randrange(STEPS))
+
+    def _measures(self, measures: list[tuple[int, float, tuple[int, ...]]], step: int) -> bytes:
+        data = msgspec.msgpack.encode(measures)
+        return pack(Header(Kind.MEASURES, self.view.number, step=step, length=len(data))) + data
+
+    # ---- frames for which a connection must be closed ----
+
+    def _noise(self) -> bytes:
+        return b"\0" + self.rng.randbytes(HEADER_BYTES - 1 + self.rng.randrange(100))
+
+    def _truncated(self) -> bytes:
+        whole = self._frame(Kind.PUSH, self.rng.randbytes(64))
+        return whole[: self.rng.randrange(1, HEADER_BYTES)]
+
+    def _oversized(self) -> bytes:
+        kind = self._kind()
+        return self._header(kind, length=self.rng.randrange((64 << 20) + 1, 2**32))
+
+    def _impossible(self) -> bytes:
+        data = bytearray(self._frame(self._kind()))
+        match self.rng.randrange(5):
+            case 0:
+                data[4] = self.rng.choice([0, 2, 255])  # protocol
+            case 1:
+                data[5] = self.rng.choice([0, 7, 15, 99, 255])  # kind
+            case 2:
+                data[6] |= 1 << self.rng.randrange(1, 8)  # flags
+            case 3:
+                data[7] = self.rng.randrange(1, 256)  # codec
+            case _:
+                data[32:40] = struct.pack("<d", self.rng.choice([float("nan"), float("inf"), float("-inf")]))
+        return bytes(data)
+
+    def _refused_greeting(self) -> bytes:
+        proof = self.rng.randbytes(32)
+        return self._frame(Kind.HELLO, encode(messages.Hello("worker", "worker0", "here", proof)))
+
+    def _bad_control(self) -> bytes:
+        if self.rng.random() < 0.5:
+            return self._frame(self._kind(without={Kind.CONTROL}))
+        return self._frame(Kind.CONTROL, b"\xc1" + self.rng.randbytes(self.rng.randrange(100)))
+
+    def _bad_contribution(self, who: str, *, stranger: bool) -> bytes:
+        own = self.view.shards_of(who)
+        other = [shard.index for shard in self.layout.shards if shard.index not in own]
+        shard, length = self.rng.choice(own), 0
+        step, replica, weight = STEPS + 10, 0, 1.0  # a step that nobody has begun
+        match self.rng.randrange(6 if stranger else 5):
+            case 0:
+                shard = self.rng.choice([*other, len(self.layout.shards), 2**32 - 1])
+            case 1:
+                length = self.rng.choice([-4, 1, 4, 1000])
+            case 2:
+                weight = -self.rng.random()
+            case 3:
+                replica, step = self.rng.randrange(REPLICAS, 2**32), 0
+            case 4:
+                step = self.rng.randrange(STEPS + 1, 2**64)
+            case _:
+                step, weight = self.rng.randrange(FIRST_STEPS, STEPS), 1e6
+        nbytes = self.layout.shards[shard].nbytes + length if shard < len(self.layout.shards) else 64
+        header = Header(
+            Kind.PUSH, self.view.number, shard=shard, replica=replica, step=step, weight=weight, length=nbytes
+        )
+        return pack(header) + self.rng.randbytes(nbytes)
+
+    def _message(self) -> messages.Message:
+        return self.rng.choice(
+            [
+                messages.Done(), messages.Prepared(), messages.GiveUp("fuzz"), messages.Finished(),
+                messages.Report(self.rng.randrange(2**40), self.rng.randrange(3), 0.0, 0.0, 1),
+                messages.Propose(self.record), messages.Aborted("fuzz"), messages.Skipped(1, (0,)),
+            ]
+        )  # fmt: skip
+
+    # ---- bytes ----
+
+    def _kind(self, without: set[Kind] | None = None) -> Kind:
+        return self.rng.choice(sorted(set(Kind) - (without or set())))
+
+    def _frame(self, kind: Kind, payload: bytes = b"") -> bytes:
+        return self._header(kind, length=len(payload)) + payload
+
+    def _header(self, kind: Kind, **fields: int) -> bytes:
+        random_fields = {"shard": self.rng.randrange(2**32), "replica": self.rng.randrange(2**32)}
+        view = ViewNumber(self.rng.randrange(2**32), self.rng.randrange(2**32))
+        return pack(Header(kind, view, weight=self.rng.uniform(-9, 9), **{**random_fields, **fields}))
+
+    def _enter(self, connection: TcpConnection, role: str, id: str) -> bool:
+        try:
+            introduce(connection, TOKEN, role=role, id=id, host="nowhere")
+        except (AccessDenied, LinkError):  # a member may be refused here: taken id, unknown role, the job is full
+            self.thrown += 1
+            return False
+        connection.set_timeout(PATIENCE_S)
+        return True
+
+    def _throw(self, connection: TcpConnection, data: bytes, *, last: bool = False) -> None:
+        self.thrown += 1
+        with contextlib.suppress(LinkError):  # closed already, for the frame before
+            connection.send(data)
+            if last and len(data) < HEADER_BYTES:
+                with contextlib.suppress(OSError):
+                    connection._socket.shutdown(socket.SHUT_WR)  # so that a truncated frame is seen as one
+
+    def _must_be_closed(self, connection: TcpConnection) -> None:
+        """Read until the other side has closed; whatever it says before is made of frames."""
+        raw, stream = connection._socket, bytearray()
+        try:
+            while chunk := raw.recv(1 << 16):
+                stream += chunk
+        except TimeoutError:
+            pytest.fail("a connection with a bad frame was not closed")
+        except ConnectionError:
+            return  # closed, with our bytes unread
+        while len(stream) >= HEADER_BYTES:
+            header = unpack(stream[:HEADER_BYTES])
+            assert header.kind in (Kind.CHALLENGE, Kind.REFUSE, Kind.CREDIT, Kind.VERSION, Kind.CONTROL, Kind.WELCOME)
+            del stream[: HEADER_BYTES + header.length]
+
+
+def test_ten_thousand_bad_frames_change_no_byte(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="rallypoint")  # a line for each, otherwise
+    with running() as cluster:
+        undisturbed = cluster.finish()
+    with running() as cluster:
+        fuzzer = Fuzzer(cluster, seed=20260131)
+        steps_left = STEPS - FIRST_STEPS - 1
+        while fuzzer.thrown < FRAMES:
+            fuzzer.connection()
+            if (STEPS - FIRST_STEPS - 1) - fuzzer.thrown * (STEPS - FIRST_STEPS) // FRAMES < steps_left:
+                steps_left -= 1
+                cluster.may_step.release()  # the job goes on in the middle of it
+        assert cluster.finish() == undisturbed
+        assert cluster.coordinator.wait() is None

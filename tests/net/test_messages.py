@@ -1,0 +1,88 @@
+"""Control messages survive the wire; garbage is a ProtocolError and nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.errors import ProtocolError
+from rallypoint.net import messages as m
+
+LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
+RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, {"frozen": "00ff"})
+MEMBERS = (Member("w0", "here"),), (Member("s0", "there", "127.0.0.1:1"),)
+VIEW = View(ViewNumber(3, 4), *MEMBERS, deal={"w0": (0, 1)}, primary={0: "s0", 1: "s0"})
+EXAMPLES: list[m.Message] = [
+    m.Challenge(b"\0" * 32), m.Hello("worker", "w0", "here", b"proof", ""), m.Welcome({"steps": 3}, "runs/x", (5, 7)),
+    m.Refused("because"), m.Propose(RECORD), m.Prepared(), m.Report(1, 2, 0.5, 1.0, 32),
+    m.Metrics(3, {"val_loss": 0.25}), m.Say("words"), m.Skipped(4, (0, 1)), m.Done(), m.GiveUp("tired"),
+    m.Prepare(RECORD, VIEW), m.Start(VIEW), m.Finished(), m.Aborted("why"),
+    m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64), m.Waiting("for you"),
+]  # fmt: skip
+JSONISH = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_wire(message: m.Message) -> None:
+    assert m.decode(m.encode(message)) == message
+    assert m.expect(m.encode(message), type(message)) == message
+
+
+def test_every_message_has_an_example_here() -> None:
+    assert {type(example) for example in EXAMPLES} == set(m.Message.__args__)  # type: ignore[attr-defined]
+
+
+@given(st.text(), st.text(), st.text(), st.binary(), st.text())
+def test_any_greeting_survives_the_wire(role: str, id: str, host: str, proof: bytes, address: str) -> None:
+    hello = m.Hello(role, id, host, proof, address)
+    assert m.expect(m.encode(hello), m.Hello) == hello
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="a control message that cannot be read"):
+        m.decode(data)
+
+
+@given(st.sampled_from(EXAMPLES), st.data())
+def test_a_damaged_message_is_a_message_or_refused(message: m.Message, draw: st.DataObject) -> None:
+    data = bytearray(m.encode(message))
+    for _ in range(draw.draw(st.integers(1, 4))):
+        data[draw.draw(st.integers(0, len(data) - 1))] = draw.draw(st.integers(0, 255))
+    data = data[: draw.draw(st.integers(0, len(data)))]
+    with contextlib.suppress(ProtocolError):
+        m.decode(data)
+
+
+@given(st.sampled_from([kind.__name__ for kind in m.Message.__args__]), st.dictionaries(st.text(max_size=8), JSONISH))  # type: ignore[attr-defined]
+def test_any_fields_make_a_message_or_are_refused(tag: str, fields: dict[str, object]) -> None:
+    with contextlib.suppress(ProtocolError):
+        m.decode(msgspec.msgpack.encode({**fields, "type": tag}))
+
+
+@pytest.mark.parametrize("size", [1_000, 1_000_000])
+def test_deep_nesting_is_refused(size: int) -> None:
+    data = b"\x82\xa4type\xa7Welcome\xa9overrides\x81\xa1a" + b"\x91" * size
+    with pytest.raises(ProtocolError):
+        m.decode(data)
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="unknown field"):
+        m.decode(msgspec.msgpack.encode({"type": "Done", "extra": 1}))
+
+
+def test_another_message_than_expected_is_refused_by_name() -> None:
+    with pytest.raises(ProtocolError, match="a Done message where Hello was expected"):
+        m.expect(m.encode(m.Done()), m.Hello)

@@ -1,0 +1,82 @@
+"""Every transport passes the same contract; what only TCP has is tested beside it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.errors import LinkError, UsageError
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.tcp import TcpTransport, split_address
+from rallypoint.net.transport import Transport
+from rallypoint.testing.contracts import TransportContract
+
+
+class TestTcp(TransportContract):
+    @pytest.fixture
+    def transport(self) -> Transport:
+        return TcpTransport()
+
+    @pytest.fixture
+    def address(self) -> str:
+        return "127.0.0.1:0"
+
+
+class TestTcpOverIPv6(TestTcp):
+    @pytest.fixture
+    def address(self) -> str:
+        try:
+            TcpTransport().listen("[::1]:0").close()
+        except LinkError as error:
+            pytest.skip(f"no IPv6 loopback here: {error}")
+        return "[::1]:0"
+
+
+class TestInproc(TransportContract):
+    @pytest.fixture
+    def transport(self) -> Transport:
+        return InprocTransport()
+
+    @pytest.fixture
+    def address(self) -> str:
+        return "name:0"
+
+
+def test_two_inproc_networks_do_not_see_each_other() -> None:
+    listener = InprocTransport().listen("name")
+    with pytest.raises(LinkError, match="nobody answers at name"):
+        InprocTransport().connect("name", 1.0)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "pair"),
+    [
+        ("127.0.0.1:4700", ("127.0.0.1", 4700)),
+        ("[::1]:0", ("::1", 0)),
+        ("node-3.cluster:65535", ("node-3.cluster", 65535)),
+    ],
+)
+def test_an_address_is_host_and_port(text: str, pair: tuple[str, int]) -> None:
+    assert split_address(text) == pair
+
+
+@pytest.mark.parametrize("text", ["", "4700", "host", "host:", ":4700", "host:port", "host:-1", "host:65536"])
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError, match="write host:port"):
+        split_address(text)
+
+
+@pytest.mark.parametrize(
+    ("address", "private"),
+    [
+        ("127.0.0.1:1", True), ("127.8.8.8:1", True), ("localhost:1", True), ("[::1]:1", True),
+        ("0.0.0.0:1", False), ("10.0.0.7:1", False), ("[::]:1", False), ("example.org:1", False),
+    ],
+)  # fmt: skip
+def test_only_loopback_is_private(address: str, private: bool) -> None:
+    assert TcpTransport().private(address) is private
+
+
+def test_listening_where_we_are_not_is_one_sentence() -> None:
+    with pytest.raises(LinkError, match=r"^cannot listen at 203\.0\.113\.1:0: "):
+        TcpTransport().listen("203.0.113.1:0")

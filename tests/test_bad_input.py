@@ -1,0 +1,296 @@
+"""Whatever a user gets wrong is one sentence that says what to do, and at most their own traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
+
+SCRIPT = '''
+import math, os, sys
+import torch
+import rallypoint as rp
+
+what, me = sys.argv[1], os.environ["RALLYPOINT_ID"]
+second = me == "worker1"
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3 if what == "models" and second else 2))
+if what == "frozen":
+    model.requires_grad_(False)
+data = [] if what == "empty" else [torch.ones(4) * i for i in range(20)]
+with rp.join() as job:
+    run = job.train(model, data, replicas=2, batch=2, steps=4, optimizer=rp.SGD(lr=0.001),
+                    seed=7 if what == "settings" and second else 0)
+    for micro in run:
+        with micro:
+            if what == "no backward":
+                continue
+            if what == "bug" and second and micro.step == 1:
+                raise ValueError("the user's own mistake")
+            if what == "markup":
+                raise ValueError("the [bold]user's[/bold] own [/mistake]")
+            loss = model(micro.batch).square().mean()
+            if what == "nan" and micro.step == 2 and micro.replica == 1:
+                loss = loss * math.nan
+            micro.backward(loss)
+    print("the last line of", me)
+'''
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended and what it said."""
+
+    status: int
+    text: str
+
+    @property
+    def tracebacks(self) -> int:
+        return self.text.count("Traceback (most recent call last)")
+
+
+def rallypoint(*arguments: str, cwd: Path, **environment: str) -> Outcome:
+    """``rallypoint ARGUMENTS`` as a user runs it."""
+    argv = [sys.executable, "-m", "rallypoint.cli", *arguments]
+    ended = subprocess.run(
+        argv, cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200", **environment}
+    )
+    return Outcome(ended.returncode, ended.stdout + ended.stderr)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., Outcome]:
+    """``rallypoint run`` of the script above: run("what", *options)."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+
+    def run(what: str, *options: str, workers: int = 1) -> Outcome:
+        folder = str(tmp_path / "run")
+        base = ("run", "--workers", str(workers), "--servers", "1", "--folder", folder)
+        return rallypoint(*base, *options, str(script), what, cwd=tmp_path)
+
+    return run
+
+
+def events(tmp_path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+
+
+# ---- before anything is started --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("run", "nowhere.py"), "error: there is no script nowhere.py"),
+        (("train", "bert"), "error: there is no recipe bert: choose one of gpt, resnet"),
+        (("run", "--set", "steps", "here.py"), "error: --set steps: write it as key=value, such as steps=200"),
+        (("run", "--config", "no.toml", "here.py"), "error: the configuration file no.toml cannot be read"),
+        (("run", "--trace-steps", "5", "here.py"), "error: '5' is not a range of steps: write it as 5:7"),
+        (("run", "--bind", "4700", "here.py"), "'4700' is not an address: write host:port"),
+        (("run", "--bind", "203.0.113.1:0", "here.py"), "cannot listen at 203.0.113.1:0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_command_is_one_sentence(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "here.py").touch()
+    outcome = rallypoint(*arguments, cwd=tmp_path)
+    assert outcome.status == 1
+    assert sentence in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_a_port_in_use_is_one_sentence(run: Callable[..., Outcome]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        outcome = run("train", "--bind", f"127.0.0.1:{port}")
+    assert outcome.status == 1
+    assert f"port {port} on 127.0.0.1 is in use by another process: choose another" in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_a_wrong_token_is_one_sentence(tmp_path: Path) -> None:
+    coordinator = CoordinatorService(workers=1, servers=1, token="the right token of this job")
+    coordinator.start()
+    try:
+        outcome = rallypoint(
+            "server", "--coordinator", coordinator.address, "--id", "s0", cwd=tmp_path, RALLYPOINT_TOKEN="another token"
+        )
+    finally:
+        coordinator.close()
+    assert outcome.status == 1
+    assert f"error: {coordinator.address} refused server s0: the job token is wrong" in outcome.text
+    assert outcome.tracebacks == 0
+    assert "the right token of this job" not in outcome.text
+
+
+# ---- what the script brings ------------------------------------------------------------------------------------
+
+
+def test_two_models_in_one_job_are_told_apart_by_their_first_difference(run: Callable[..., Outcome]) -> None:
+    outcome = run("models", workers=2)
+    assert outcome.status == 1
+    assert "brought a different model: parameter 1." in outcome.text
+    assert "[3, 5]" in outcome.text or "1.bias [3]" in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_two_settings_in_one_job_are_named(run: Callable[..., Outcome]) -> None:
+    outcome = run("settings", workers=2)
+    assert outcome.status == 1
+    assert "brought different settings: seed is " in outcome.text
+    assert outcome.tracebacks == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("stepz=3", "error: the job's configuration is wrong: Object contains unknown field `stepz`"),
+        ("batch=lots", "error: the job's configuration is wrong: Expected `int`, got `str` - at `$.batch`"),
+    ],
+)
+def test_a_wrong_setting_is_named(run: Callable[..., Outcome], setting: str, sentence: str) -> None:
+    outcome = run("train", "--set", setting)
+    assert outcome.status == 1
+    assert sentence in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_no_text_for_the_gpt_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    outcome = rallypoint("train", "--workers", "1", "--servers", "1", "gpt", "--data", "empty", cwd=tmp_path)
+    assert outcome.status == 1, outcome.text
+    assert "empty holds no text" in outcome.text
+    assert "give --data a folder with text in it" in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_a_users_own_mistake_is_one_traceback(run: Callable[..., Outcome]) -> None:
+    outcome = run("bug", workers=2)
+    assert outcome.status == 1
+    assert "worker1 | ValueError: the user's own mistake" in outcome.text
+    assert "failed: worker1: ValueError: the user's own mistake" in outcome.text
+    assert "the last line of" not in outcome.text
+    assert outcome.tracebacks == 1
+
+
+def test_a_users_words_are_not_markup(run: Callable[..., Outcome]) -> None:
+    outcome = run("markup")
+    assert "failed: worker0: ValueError: the [bold]user's[/bold] own [/mistake]" in outcome.text
+    assert outcome.tracebacks == 1
+
+
+# ---- losses that are not finite --------------------------------------------------------------------------------
+
+
+def test_a_nan_stops_the_job_and_names_the_replica_and_the_step(run: Callable[..., Outcome]) -> None:
+    outcome = run("nan")
+    assert outcome.status == 1
+    assert "the loss of replica 1 at step 2 is nan: nothing of that step was applied" in outcome.text
+    assert "set nonfinite to 'skip' or 'continue'" in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_a_nan_skips_its_step_and_the_job_goes_on(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = run("nan", "--set", "nonfinite=skip")
+    assert outcome.status == 0, outcome.text
+    assert "step 2 skipped: the loss of replica 1 is not finite" in outcome.text
+    assert [event["replicas"] for event in events(tmp_path) if event["type"] == "Skipped"] == [[1]]
+    assert events(tmp_path)[-1]["type"] == "Finished"
+    assert outcome.tracebacks == 0
+
+
+def test_a_nan_may_be_ignored_and_is_told(run: Callable[..., Outcome], tmp_path: Path) -> None:
+    outcome = run("nan", "--set", "nonfinite=continue", "--set", "clip=1.0")
+    assert outcome.status == 0, outcome.text
+    assert "the loss of replica 1 at step 2 is nan; continuing as told" in outcome.text
+    assert events(tmp_path)[-1]["type"] == "Finished"
+    assert outcome.tracebacks == 0
+
+
+# ---- alone, in one process -------------------------------------------------------------------------------------
+
+DATA = [torch.ones(4) * i for i in range(8)]
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    return torch.nn.Linear(4, 2)
+
+
+def test_a_model_without_a_trainable_parameter_is_refused(model: torch.nn.Module) -> None:
+    with pytest.raises(ModelError, match="no trainable parameter: set requires_grad=True on what should learn"):
+        train(model.requires_grad_(False))
+
+
+def test_an_empty_dataset_is_refused(model: torch.nn.Module) -> None:
+    with pytest.raises(DataError, match="the dataset is empty: there is nothing to train on"):
+        train(model, data=[])
+
+
+def test_a_loop_without_backward_is_named(model: torch.nn.Module) -> None:
+    with pytest.raises(UsageError, match=r"step 0, replica 0: the micro-batch ended without micro\.backward\(loss\)"):
+        train(model, lambda micro: None)
+
+
+def test_a_loop_that_never_enters_its_micro_batch_is_named(model: torch.nn.Module) -> None:
+    with (
+        pytest.raises(UsageError, match=r"step 0, replica 0: the loop went on without micro\.backward\(loss\)"),
+        rp.join() as job,
+    ):
+        for _ in job.train(model, DATA, steps=2, batch=2):
+            pass
+
+
+def test_a_loss_that_is_no_scalar_is_refused(model: torch.nn.Module) -> None:
+    with pytest.raises(UsageError, match=r"needs a scalar loss, not one of shape \[2, 2\]: take its mean"):
+        train(model, lambda micro: micro.backward(model(micro.batch)))
+
+
+def test_backward_twice_is_refused(model: torch.nn.Module) -> None:
+    def twice(micro: rp.Micro) -> None:
+        for _ in range(2):
+            micro.backward(model(micro.batch).mean())
+
+    with pytest.raises(UsageError, match=r"micro\.backward .* twice.* add the losses"):
+        train(model, twice)
+
+
+def test_two_runs_of_one_job_are_refused(model: torch.nn.Module) -> None:
+    with rp.join() as job:
+        for micro in job.train(model, DATA, steps=1, batch=2):
+            with micro:
+                micro.backward(model(micro.batch).mean())
+        with pytest.raises(UsageError, match=r"one job\.train for one rp\.join"):
+            job.train(model, DATA)
+
+
+def test_a_model_can_be_trained_again_after_a_run_that_failed(model: torch.nn.Module) -> None:
+    with pytest.raises(NonFiniteLoss):
+        train(model, lambda micro: micro.backward(model(micro.batch).mean() * float("nan")))
+    train(model)
+
+
+Body = Callable[[rp.Micro], None]
+
+
+def train(model: torch.nn.Module, body: Body | None = None, data: list[torch.Tensor] = DATA) -> None:
+    with rp.join() as job:
+        for micro in job.train(model, data, steps=2, batch=2):
+            with micro:
+                if body is None:
+                    micro.backward(model(micro.batch).mean())
+                else:
+                    body(micro)

@@ -1,0 +1,53 @@
+"""The benchmarks run, end, and write what they promise; how fast they were is nobody's business here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+def run(script: str, *arguments: str, into: Path) -> list[dict[str, Any]]:
+    """The results that the benchmark wrote."""
+    path = into / "figures.json"
+    argv = [sys.executable, str(FOLDER / script), *arguments, "--rounds", "1", "--json", str(path)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads(path.read_text())
+    assert document["machine"]["cores"] >= 1
+    results: list[dict[str, Any]] = document["results"]
+    return results
+
+
+@pytest.mark.slow
+def test_reduce_measures_both_designs(tmp_path: Path) -> None:
+    found = run(
+        "reduce.py", "--loopback", "--workers", "2", "--servers", "2", "--megabytes", "1.5", "--steps", "2",
+        into=tmp_path,
+    )  # fmt: skip
+    assert [figures["design"] for figures in found] == ["rallypoint", "gloo"]
+    assert all(len(figures["all_seconds"]) == 2 for figures in found)
+
+
+@pytest.mark.slow
+def test_train_follows_the_same_loss_curve_as_ddp(tmp_path: Path) -> None:
+    found = run(
+        "train.py", "--loopback", "--workers", "2", "--servers", "1", "--layers", "1", "--width", "32", "--block", "32",
+        "--steps", "3", "--warm-up", "1", into=tmp_path,
+    )  # fmt: skip
+    ours, theirs, alone = found
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert len(ours["losses"]) == 5
+    assert alone["losses"] == []
+
+
+def test_a_failing_member_is_one_sentence_and_its_own_words() -> None:
+    argv = [sys.executable, str(FOLDER / "reduce.py"), "--loopback", "--workers", "1", "--servers", "1"]
+    done = subprocess.run([*argv, "--shard-kib", "100000"], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: worker0 ended with status 1")
+    assert "shard_bytes is 102400000" in done.stderr

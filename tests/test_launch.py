@@ -1,0 +1,132 @@
+"""The launcher on real processes: what a person starts, sees, and ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent
+LONG_RUN = """
+import torch, rallypoint as rp
+model = torch.nn.Linear(4, 4)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+with rp.join() as job:
+    for micro in job.train(model, data, replicas=2, batch=4, steps=10**9):
+        with micro:
+            micro.backward(model(micro.batch[0]).square().mean())
+"""
+WIDE_RUN = """
+import torch, rallypoint as rp
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(768, 768) for _ in range(8)])
+data = torch.utils.data.TensorDataset(torch.randn(512, 768))
+with rp.join() as job:
+    for micro in job.train(model, data, replicas=2, batch=128, steps=8, optimizer=rp.SGD(lr=0.0)):
+        with micro:
+            micro.backward(model(micro.batch[0]).square().mean())
+"""
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "rallypoint.cli", *arguments]
+
+
+@contextmanager
+def running(tmp_path: Path, script: str) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A long run that has begun to train, and all of its children."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    argv = command("run", "--workers", "2", "--servers", "2", "--folder", str(tmp_path / "run"), str(path))
+    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    children: list[psutil.Process] = []
+    try:
+        assert launcher.stdout is not None
+        for line in launcher.stdout:
+            if line.startswith("step "):
+                break
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        yield launcher, children
+    finally:
+        launcher.kill()
+        launcher.communicate()
+        for child in children:
+            if child.is_running():
+                child.kill()
+
+
+def listening_ports(processes: list[psutil.Process]) -> set[int]:
+    return {c.laddr.port for p in processes for c in p.net_connections() if c.status == psutil.CONN_LISTEN}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, number: int) -> None:
+    with running(tmp_path, LONG_RUN) as (launcher, children):
+        ports = listening_ports(children)
+        assert len(children) == 5
+        assert len(ports) == 3  # the coordinator and two servers
+        launcher.send_signal(number)
+        launcher.wait(timeout=20)
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert alive == []
+        assert launcher.returncode == (130 if number != signal.SIGKILL else -signal.SIGKILL)
+        assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_a_worker_that_is_killed_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
+    with running(tmp_path, LONG_RUN) as (launcher, children):
+        victim = next(p for p in children if "script.py" in " ".join(p.cmdline()))
+        victim.kill()
+        output, _ = launcher.communicate(timeout=30)
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert alive == []
+        assert launcher.returncode == 1
+        assert "failed: worker" in output
+        assert "Traceback" not in output
+
+
+def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:
+    script = str(ROOT / "examples" / "digits.py")
+    folder = tmp_path / "run"
+    done = subprocess.run(
+        command("run", "--workers", "2", "--servers", "2", "--set", "steps=60", "--folder", str(folder), script),
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done: 60 steps" in done.stdout
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [e["step"] for e in events if e["type"] == "StepDone"] == list(range(60))
+    assert [e["step"] for e in events if e["type"] == "Metrics"] == [50, 60]
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    assert "done: 200 steps" in alone.stdout
+
+
+def test_the_trace_of_a_step_shows_pushes_that_leave_during_backward(tmp_path: Path) -> None:
+    script, trace = tmp_path / "script.py", tmp_path / "trace.json"
+    script.write_text(WIDE_RUN)
+    subprocess.run(
+        command("run", "--folder", str(tmp_path / "run"), "--trace", str(trace), "--trace-steps", "3:6", str(script)),
+        check=True, capture_output=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    events = json.loads(trace.read_text())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert set(processes.values()) == {"worker0", "worker1", "server0", "server1"}
+    spans = [e for e in events if e["ph"] == "X"]
+    assert {"backward", "send", "receive", "reduce", "apply", "pull", "install", "wait"} <= {s["name"] for s in spans}
+    for backward in (s for s in spans if s["name"] == "backward"):
+        start, end = backward["ts"], backward["ts"] + backward["dur"]
+        pushes = [
+            s for s in spans
+            if s["pid"] == backward["pid"] and s["name"] == "send" and s["args"]["kind"] == "PUSH"
+            and start <= s["ts"] < end
+        ]  # fmt: skip
+        assert pushes, "no gradient left before the backward pass was over"

@@ -1,0 +1,249 @@
+"""Labs do what they say about rates, and leave nothing behind, however they end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from rallypoint.testing import netlab
+from rallypoint.testing.netlab import Host, Netlab, NetlabUnavailable
+
+pytestmark = pytest.mark.netns
+
+MEGABYTE = 10**6
+FOREVER = "import signal; print('up', flush=True); signal.pause()"
+DETACHED = """
+import os, signal
+if os.fork() == 0:
+    os.setsid()
+    print(os.getpid(), flush=True)
+signal.pause()
+"""
+RECEIVE = """
+import socket, sys, time
+listener = socket.create_server((sys.argv[1], 0))
+print(listener.getsockname()[1], flush=True)
+connection, _ = listener.accept()
+got = len(connection.recv(1 << 20))
+start, rest = time.perf_counter(), 0
+while chunk := connection.recv(1 << 20):
+    rest += len(chunk)
+print(rest, time.perf_counter() - start)
+"""
+SEND = """
+import socket, sys
+with socket.create_connection((sys.argv[1], int(sys.argv[2]))) as connection:
+    connection.sendall(bytes(int(sys.argv[3])))
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _lab_possible() -> None:
+    try:
+        netlab.require()
+    except NetlabUnavailable as unavailable:
+        pytest.skip(str(unavailable))
+
+
+@pytest.fixture
+def labs_suffix(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every lab of this test carries a suffix we know, so that others on this machine do not disturb it."""
+    suffix = netlab.secrets.token_hex(4)
+    monkeypatch.setattr(netlab.secrets, "token_hex", lambda size: suffix)
+    return suffix
+
+
+def _namespaces() -> set[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    return {line.split()[0] for line in listed.splitlines()}
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return str(process.stdout.readline())
+
+
+def _python(host: Host, script: str, *args: str) -> subprocess.Popen[str]:
+    return host.popen([sys.executable, "-c", script, *args], stdout=subprocess.PIPE, text=True)
+
+
+def _mbit(sender: Host, receiver: Host, size: int) -> float:
+    """Payload Mbit/s from one host to another over TCP, seen by the receiver after its first bytes."""
+    with _python(receiver, RECEIVE, receiver.address) as receiving:
+        port = _first_line(receiving).strip()
+        sent = sender.run([sys.executable, "-c", SEND, receiver.address, port, str(size)], timeout=60)
+        assert sent.returncode == 0, sent.stderr
+        count, seconds = _first_line(receiving).split()
+    return int(count) * 8 / 1e6 / float(seconds)
+
+
+def test_a_link_carries_its_rate_both_ways() -> None:
+    with Netlab(hosts=2, rate_mbit=200.0) as lab:
+        one, two = lab.hosts
+        for sender, receiver in ((one, two), (two, one)):
+            assert 0.80 <= _mbit(sender, receiver, 20 * MEGABYTE) / 200 <= 1.02
+
+
+def test_set_rate_changes_both_directions_of_one_host_and_none_lifts_them() -> None:
+    with Netlab(hosts=3) as lab:
+        slow, one, two = lab.hosts
+        slow.set_rate(100.0)
+        assert 0.80 <= _mbit(slow, one, 10 * MEGABYTE) / 100 <= 1.02
+        slow.set_rate(50.0)
+        assert 0.80 <= _mbit(slow, one, 5 * MEGABYTE) / 50 <= 1.02
+        assert 0.80 <= _mbit(one, slow, 5 * MEGABYTE) / 50 <= 1.02
+        assert _mbit(one, two, 20 * MEGABYTE) > 100
+        slow.set_rate(None)
+        assert _mbit(one, slow, 20 * MEGABYTE) > 100
+
+
+def test_two_labs_at_once_share_addresses_and_nothing_else() -> None:
+    with Netlab(hosts=2) as here, Netlab(hosts=2) as there:
+        assert [host.address for host in here.hosts] == [host.address for host in there.hosts]
+        everybody = [*here.hosts, *there.hosts]
+        assert len({host.name for host in everybody}) == 4
+        assert len({host.folder for host in everybody}) == 4
+        with _python(here.hosts[1], RECEIVE, here.hosts[1].address) as receiving:
+            port = _first_line(receiving).strip()
+            send = [sys.executable, "-c", SEND, here.hosts[1].address, port, "2000000"]
+            refused = there.hosts[0].run(send, timeout=20)
+            assert "ConnectionRefusedError" in refused.stderr
+            assert here.hosts[0].run(send, timeout=20).returncode == 0
+
+
+def test_a_lab_changes_no_interface_of_the_root_namespace() -> None:
+    before = sorted(os.listdir("/sys/class/net"))
+    with Netlab(hosts=2, rate_mbit=100.0):
+        assert sorted(os.listdir("/sys/class/net")) == before
+
+
+def test_a_host_has_its_loopback_and_its_folder() -> None:
+    with Netlab(hosts=1) as lab:
+        (host,) = lab.hosts
+        (host.folder / "note").write_text("mine")
+        bind = "import socket; s = socket.create_server(('127.0.0.1', 0)); socket.create_connection(s.getsockname(), 5)"
+        assert host.run([sys.executable, "-c", bind], timeout=20).returncode == 0
+    assert not host.folder.exists()
+
+
+def test_the_pid_is_the_commands() -> None:
+    with Netlab(hosts=1) as lab, _python(lab.hosts[0], "import os; print(os.getpid())") as process:
+        assert int(_first_line(process)) == process.pid
+
+
+def test_a_run_that_takes_too_long_is_killed() -> None:
+    with Netlab(hosts=1) as lab:
+        with pytest.raises(subprocess.TimeoutExpired):
+            lab.hosts[0].run([sys.executable, "-c", FOREVER], timeout=0.2)
+        assert all(process.poll() is not None for process in lab.hosts[0]._processes)
+
+
+def test_nothing_is_left_after_a_normal_end(labs_suffix: str) -> None:
+    with Netlab(hosts=2, rate_mbit=100.0) as lab:
+        names = {host.name for host in lab.hosts}
+        assert names < _namespaces()
+        process = _python(lab.hosts[0], FOREVER)
+        assert _first_line(process) == "up\n"
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.returncode == -9
+    assert not any(labs_suffix in name for name in _namespaces())
+
+
+def test_a_process_that_left_its_session_is_killed_too() -> None:
+    with Netlab(hosts=1) as lab:
+        process = _python(lab.hosts[0], DETACHED)
+        detached = int(_first_line(process))
+        assert os.getsid(detached) == detached
+        assert _running(detached)
+    assert process.stdout is not None
+    process.stdout.close()
+    assert not _running(process.pid)
+    assert not _running(detached)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_left_after_an_exception_within(labs_suffix: str, error: type[BaseException]) -> None:
+    started = []
+
+    def fail() -> None:
+        with Netlab(hosts=2, rate_mbit=100.0) as lab:
+            started.append(_python(lab.hosts[1], FOREVER))
+            _first_line(started[0])
+            raise error("on purpose")
+
+    with pytest.raises(error, match="on purpose"):
+        fail()
+    assert started[0].stdout is not None
+    started[0].stdout.close()
+    assert started[0].returncode == -9
+    assert not any(labs_suffix in name for name in _namespaces())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_nothing_is_left_after_an_interrupt_at_any_command_of_the_set_up(
+    labs_suffix: str, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    call, calls_left, setting_up = netlab._call, 0, True
+
+    def interrupted(argv: Sequence[str], lines: Sequence[str] = ()) -> None:
+        nonlocal calls_left
+        calls_left -= 1
+        if calls_left == 0 and when == "before":
+            raise KeyboardInterrupt
+        call(argv, lines)
+        if calls_left == 0 and when == "after":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(netlab, "_call", interrupted)
+    interrupts = 0
+    while setting_up:
+        calls_left = interrupts + 1
+        try:
+            with Netlab(hosts=2, rate_mbit=100.0):
+                setting_up, calls_left = False, 0  # the set-up is over: the teardown is not to be interrupted
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert not any(labs_suffix in name for name in _namespaces())
+    assert interrupts >= 5
+
+
+def test_nothing_is_left_after_a_set_up_that_fails_half_way(
+    labs_suffix: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "ip").symlink_to(str(shutil.which("ip")))
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        with pytest.raises(NetlabUnavailable, match="needs `tc`, which is not on PATH"):
+            netlab.require()
+    assert not any(labs_suffix in name for name in _namespaces())
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    for hosts in (0, 255):
+        with pytest.raises(ValueError, match="hosts"):
+            Netlab(hosts=hosts)
+    for rate in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="rate"):
+            Netlab(hosts=1, rate_mbit=rate)
+
+
+def test_sixteen_hosts_are_up_in_seconds() -> None:
+    start = time.perf_counter()
+    with Netlab(hosts=16, rate_mbit=1000.0) as lab:
+        assert len({host.address for host in lab.hosts}) == 16
+        assert time.perf_counter() - start < 10  # 0.2 s alone: generous, machines are shared

@@ -1,0 +1,190 @@
+"""The user's side: what a loop may do, and the sentence it gets when it does something else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import rallypoint as rp
+from rallypoint.errors import ModelError, UsageError
+from rallypoint.launch.embedded import EmbeddedJob
+
+Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
+
+
+def square(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch[0]).float().square().mean()
+
+
+def train(model: torch.nn.Module, loss: Loss = square, **settings: Any) -> rp.Run:
+    with EmbeddedJob(servers=2) as job:
+        run = job.train(model, DATA, **{"replicas": 2, "batch": 4, "steps": 3, **settings})
+        for micro in run:
+            with micro:
+                micro.backward(loss(model, micro.batch))
+    return run
+
+
+def test_a_gradient_leaves_nothing_behind_in_the_model() -> None:
+    model = torch.nn.Linear(3, 2)
+    train(model, accumulate=2)
+    assert model.weight.grad is None
+    square(model, DATA[:2]).backward()  # no hook of ours is left on it
+    assert model.weight.grad is not None
+
+
+def test_a_failed_run_gives_the_model_back() -> None:
+    model = torch.nn.Linear(3, 2)
+
+    def fails(m: torch.nn.Module, batch: Any) -> torch.Tensor:
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        train(model, fails)
+    square(model, DATA[:2]).backward()
+    assert model.weight.grad is not None
+    train(model)
+
+
+def test_half_precision_parameters_are_trained_from_fp32_masters() -> None:
+    model = torch.nn.Linear(3, 2).to(torch.bfloat16)
+    before = square(model, [DATA[:][0].bfloat16()]).item()
+    train(model, lambda m, b: square(m, [b[0].bfloat16()]), steps=40, optimizer=rp.AdamW(lr=1e-3))
+    assert model.weight.dtype is torch.bfloat16
+    # Updates of 1e-3 are below half a bf16 step of weights near 0.5: only an fp32 master adds them up.
+    assert square(model, [DATA[:][0].bfloat16()]).item() < before
+
+
+def test_evaluations_come_when_due_on_a_model_in_eval_mode() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    seen: list[tuple[int, bool, bool]] = []
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, replicas=1, batch=4, steps=5)
+
+        @run.every(2)
+        def look(step: int) -> None:
+            seen.append((step, model.training, torch.is_grad_enabled()))
+
+        for micro in run:
+            with micro:
+                assert model.training
+                micro.backward(square(model, micro.batch))
+    assert seen == [(2, False, False), (4, False, False), (5, False, False)]
+    assert run.lead
+    assert run.step == 5
+
+
+def test_every_replica_starts_from_the_versions_buffers_and_replica_0s_are_kept() -> None:
+    model = torch.nn.BatchNorm1d(3)
+    counts: list[int] = []
+
+    def loss(m: torch.nn.Module, batch: Any) -> torch.Tensor:
+        counts.append(int(m.num_batches_tracked))
+        return square(m, batch)
+
+    train(model, loss, replicas=3, steps=2)
+    assert counts == [0, 0, 0, 1, 1, 1]
+    assert int(model.num_batches_tracked) == 2
+
+
+class Twice(torch.nn.Module):
+    """A reentrant checkpoint around a shared layer: autograd accumulates its gradient twice in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "sentence"),
+    [
+        (torch.nn.EmbeddingBag(9, 2, sparse=True), lambda m, b: m(b[0].abs().long()).mean(), "sparse gradient"),
+        (Twice(), square, "got a gradient twice"),
+    ],
+    ids=["sparse", "twice"],
+)
+def test_a_gradient_that_cannot_be_carried_is_refused_by_name(
+    model: torch.nn.Module, loss: Loss, sentence: str
+) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        train(model, loss)
+
+
+def test_one_job_has_one_run_which_is_iterated_once() -> None:
+    model = torch.nn.Linear(3, 2)
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, batch=4, steps=1)
+        for micro in run:
+            with micro:
+                micro.backward(square(model, micro.batch))
+        with pytest.raises(UsageError, match="once"):
+            next(iter(run))
+        with pytest.raises(UsageError, match=r"one job\.train"):
+            job.train(model, DATA)
+
+
+def loop(body: Callable[[rp.Micro, torch.nn.Module], None], *, enter: bool) -> None:
+    model = torch.nn.Linear(3, 2)
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, replicas=1, batch=4, steps=2, accumulate=2):
+            with micro if enter else nullcontext():
+                body(micro, model)
+
+
+def backward_twice(micro: rp.Micro, model: torch.nn.Module) -> None:
+    micro.backward(square(model, micro.batch))
+    micro.backward(square(model, micro.batch))
+
+
+def backward_of_a_vector(micro: rp.Micro, model: torch.nn.Module) -> None:
+    micro.backward(model(micro.batch[0]).sum(1))
+
+
+def backward_with_a_weight_of_zero(micro: rp.Micro, model: torch.nn.Module) -> None:
+    micro.backward(square(model, micro.batch), weight=0.0)
+
+
+def backward_with_two_weights(micro: rp.Micro, model: torch.nn.Module) -> None:
+    micro.backward(square(model, micro.batch), weight=1.0 + micro.index)
+
+
+def no_backward(micro: rp.Micro, model: torch.nn.Module) -> None:
+    square(model, micro.batch)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (backward_twice, "add the losses"),
+        (backward_of_a_vector, "scalar loss"),
+        (backward_with_a_weight_of_zero, "weights are positive"),
+        (backward_with_two_weights, "pass one"),
+        (no_backward, r"without micro\.backward"),
+    ],
+)
+def test_a_loop_that_cannot_work_is_told_so(body: Callable[[rp.Micro, torch.nn.Module], None], sentence: str) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        loop(body, enter=True)
+
+
+def test_a_loop_that_goes_on_without_entering_the_micro_batch_is_told_so() -> None:
+    with pytest.raises(UsageError, match=r"without micro\.backward"):
+        loop(no_backward, enter=False)
+
+
+def test_a_loop_may_be_left_early() -> None:
+    with EmbeddedJob() as job:
+        for _ in job.train(torch.nn.Linear(3, 2), DATA, batch=4, steps=10):
+            break
