@@ -10,6 +10,9 @@
     ├── AccessDenied       a wrong or missing job token
     ├── LinkError          a connection could not be made, or ended
     │   └── AddressInUse   somebody listens there already
+    ├── SnapshotError      no snapshot where one was expected, or one that cannot be used
+    │   ├── DamagedSnapshot  bytes of a snapshot are missing, or not those that were written
+    │   └── SnapshotFailed   a snapshot could not be written
     ├── NonFiniteLoss      a loss or gradient of NaN or infinity
     └── JobAborted         the job ended early; the reason says who and why
 """
@@ -55,6 +58,18 @@ class LinkError(RallypointError):
 
 class AddressInUse(LinkError):
     """Another process listens on the address already."""
+
+
+class SnapshotError(RallypointError):
+    """There is no snapshot where one was expected, or it cannot be used."""
+
+
+class DamagedSnapshot(SnapshotError):
+    """A file of a snapshot is missing, cut short, or holds other bytes than those that were written."""
+
+
+class SnapshotFailed(SnapshotError):
+    """A snapshot, or an export of one, could not be written; what was committed before is untouched."""
 
 
 class NonFiniteLoss(RallypointError):

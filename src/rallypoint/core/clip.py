@@ -54,16 +54,23 @@ def total_norm(norms: Iterable[float]) -> float:
     return math.sqrt(math.fsum(norm * norm for norm in norms))
 
 
+_REMEMBERED = 2  # steps whose decision is kept: a server promoted in the middle of one takes it again
+
+
 @dataclass(slots=True)
 class ClipMachine:
-    """Measures in; Tell and Verdict out. `shards` are all parameter shards of the layout, `own` those held here."""
+    """Measures in; Tell and Verdict out. `shards` are all parameter shards of the layout; `own`, those whose primary
+    is here, changes with the view.
+
+    What is known is told again (`retell`) whenever servers have changed: a server that died may have told only some.
+    """
 
     shards: Sequence[int]
     own: frozenset[int]
     clip: float | None
     skip_not_finite: bool
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
-    _decided: int = -1
+    _verdicts: dict[int, Verdict] = field(default_factory=dict)
     _expected: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -71,19 +78,32 @@ class ClipMachine:
 
     def measured(self, step: int, measure: Measure) -> list[Tell | Verdict]:
         """One of our own shards has finished its sum; the others are told once all of ours have."""
+        if step in self._verdicts:
+            return [self._verdicts[step]]  # a shard promoted here after the decision
         known = self._learn(step, [measure])
-        if known is None or not self.own <= known.keys():
+        if not self.own <= known.keys():
             return []
         return [Tell(step, tuple(known[shard] for shard in sorted(self.own))), *self._decide(step, known)]
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
         """Another server told its measures."""
-        known = self._learn(step, measures)
-        return [] if known is None else self._decide(step, known)
+        if step in self._verdicts or step < max(self._verdicts, default=0) - _REMEMBERED:
+            return []
+        return self._decide(step, self._learn(step, measures))
 
-    def _learn(self, step: int, measures: Iterable[Measure]) -> dict[int, Measure] | None:
-        if step <= self._decided:
-            return None
+    def verdict(self, step: int) -> Verdict | None:
+        """What was decided for `step`, if it was, and not long ago."""
+        return self._verdicts.get(step)
+
+    def retell(self) -> list[Tell]:
+        """All that is known here, of our own shards and others', for servers that may have missed it."""
+        return [
+            Tell(step, tuple(known[shard] for shard in sorted(known)))
+            for step, known in sorted(self._known.items())
+            if known
+        ]
+
+    def _learn(self, step: int, measures: Iterable[Measure]) -> dict[int, Measure]:
         known = self._known.setdefault(step, {})
         for measure in measures:
             if measure.shard in self._expected:
@@ -93,9 +113,12 @@ class ClipMachine:
     def _decide(self, step: int, known: dict[int, Measure]) -> list[Tell | Verdict]:
         if len(known) < len(self.shards):
             return []
-        del self._known[step]
-        self._decided = step
         norm = total_norm(known[shard].norm for shard in self.shards)
         bad = tuple(sorted({replica for measure in known.values() for replica in measure.not_finite}))
         skip = self.skip_not_finite and (bool(bad) or not math.isfinite(norm))
-        return [Verdict(step, norm, None if skip else clip_scale(norm, self.clip), bad)]
+        verdict = Verdict(step, norm, None if skip else clip_scale(norm, self.clip), bad)
+        self._verdicts[step] = verdict
+        for old in [s for s in self._known.keys() | self._verdicts.keys() if s <= step - _REMEMBERED]:
+            self._known.pop(old, None)
+            self._verdicts.pop(old, None)
+        return [verdict]

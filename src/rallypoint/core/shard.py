@@ -1,5 +1,10 @@
 """The server's machine, one per shard: events in, effects out. It decides; `server/reducer.py` does.
 
+A shard has one primary, which sums and publishes, and perhaps one backup, which applies the same updates and
+acknowledges them. The backup first gets the whole state (Fill), then every update (Apply with `replicate`). From its
+first acknowledgement on, the primary publishes nothing that the backup does not hold (I4); once that is so for all that
+has been published, the backup is in step, and may be promoted.
+
 A payload is named here by a `Ticket`, an opaque number that the shell maps to a buffer. Every ticket that comes in goes
 out again in exactly one of Take, Add or Drop, so no buffer can be forgotten.
 """
@@ -42,7 +47,53 @@ class Decide:
     scale: float | None
 
 
-Event = Initialise | Contribute | Decide
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """The whole state at `version` is in place: from a snapshot (a primary), or from the primary (a backup)."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """The primary's update of `step` came: the finished gradient, scaled; or nothing is to change (`skip`)."""
+
+    step: int
+    skip: bool
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Acked:
+    """The backup holds `version`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assigned:
+    """A new view: who we are to this shard. `fresh` says that the backup, if there is one, holds nothing yet."""
+
+    primary: bool
+    backup: bool
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FillBackup:
+    """The backup's turn to get the whole state has come."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureAt:
+    """A snapshot is wanted of version `version`."""
+
+    version: int
+
+
+Event = (
+    Initialise | Contribute | Decide | Loaded | Replicated | Acked | Assigned | FillBackup | CaptureAt
+)  # fmt: skip
 
 
 # ---- effects ---------------------------------------------------------------------------------------------------
@@ -57,7 +108,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """The ticket's payload, times `weight`, becomes the sum."""
+    """The ticket's payload, times `weight`, becomes the sum (a backup's: the finished gradient)."""
 
     ticket: Ticket
     weight: float
@@ -87,6 +138,11 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Abandon:
+    """Forget the sum in progress, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """The sum of `step` is complete: divide by `total_weight`. Measure it if a decision is awaited."""
 
@@ -98,10 +154,14 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply the finished mean gradient of `step`, scaled; with None leave the parameters as they are."""
+    """Apply the finished mean gradient of `step`, scaled; with None leave the parameters as they are.
+
+    With `replicate` the scaled gradient goes to the backup too.
+    """
 
     step: int
     scale: float | None
+    replicate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +171,36 @@ class Publish:
     version: int
 
 
-Effect = Install | Take | Add | Hold | Drop | Finish | Apply | Publish
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Send the whole state, at `version`, to the backup."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Tell the primary that `version` is held here."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class InStep:
+    """The backup holds all that has been published, and will before anything else is: it may be promoted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """Keep the state as it is now, at `version`, for the snapshot; or, with `missed`, it is too late: `version` now."""
+
+    version: int
+    missed: bool = False
+
+
+Effect = (
+    Install | Take | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Fill | Acknowledge | InStep | Capture
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -131,9 +220,17 @@ class ShardMachine:
     policy: Policy
     expected: int
     decides: bool = False
-    version: int = -1
+    primary: bool = True
+    version: int = -1  # updates applied here
+    published: int = -1  # what followers may see; behind `version` while the backup has not acknowledged
     added: int = 0
     awaiting: bool = False
+    unfilled: bool = False  # there is a backup that has not been sent the state
+    in_step: bool = False
+    _fed: bool = False  # the backup gets every update
+    _strict: bool = False  # nothing is published that the backup does not hold
+    _acked: int = -1
+    _capture_at: int = -1
     _decision: Decide | None = None  # one that came before the sum was finished (buffers are not measured)
     _held: dict[int, _Held] = field(default_factory=dict)
     _total: float = 0.0
@@ -156,14 +253,30 @@ class ShardMachine:
                 return self._contribute(event)
             case Decide():
                 return self._decide(event)
+            case Loaded(version=version):
+                return self._loaded(version)
+            case Replicated():
+                return self._replicated(event)
+            case Acked(version=version):
+                return self._acknowledged(version)
+            case Assigned():
+                return self._assigned(event)
+            case FillBackup():
+                return self._fill()
+            case CaptureAt(version=version):
+                return self._capture(version)
+
+    # ---- the primary ----
 
     def _initialise(self, ticket: Ticket) -> list[Effect]:
-        if self.version >= 0:
+        if self.version >= 0 or not self.primary:
             return [Drop(ticket)]
         self.version = 0
-        return [Install(ticket), Publish(0)]
+        return [Install(ticket), *self._captured(), *self._publish()]
 
     def _contribute(self, event: Contribute) -> list[Effect]:
+        if not self.primary or self.version < 0:
+            return [Drop(event.ticket)]  # it was sent under an older view; its worker will send it again
         match self.policy.admit(self, event.step, event.replica):
             case Verdict.REJECT:
                 return [Drop(event.ticket, self._fault(event))]
@@ -210,7 +323,7 @@ class ShardMachine:
         return [finish]
 
     def _decide(self, event: Decide) -> list[Effect]:
-        if event.step != self.version:
+        if event.step != self.version or not self.primary:
             return []
         if self.awaiting:
             return self._advance(event.scale)
@@ -218,8 +331,96 @@ class ShardMachine:
         return []
 
     def _advance(self, scale: float | None) -> list[Effect]:
-        applied = Apply(self.version, scale)
+        applied = Apply(self.version, scale, replicate=self._fed)
         self.version += 1
         self.added, self._total, self.awaiting = 0, 0.0, False
         self._not_finite.clear()
-        return [applied, Publish(self.version)]
+        return [applied, *self._captured(), *self._publish()]
+
+    def _publish(self) -> list[Effect]:
+        """Publish what may be, if there is anything new."""
+        if self.version == self.published or (self._strict and self._acked < self.version):
+            return []
+        self.published = self.version
+        return [Publish(self.version)]
+
+    def _fill(self) -> list[Effect]:
+        if not (self.primary and self.unfilled and self.version >= 0):
+            return []
+        self.unfilled, self._fed = False, True
+        return [Fill(self.version)]
+
+    def _acknowledged(self, version: int) -> list[Effect]:
+        if not (self.primary and self._fed):
+            return []
+        self._acked = max(self._acked, version)
+        self._strict = True
+        effects = self._publish()
+        if not self.in_step and self._acked >= self.published:
+            self.in_step = True
+            effects.append(InStep())
+        return effects
+
+    # ---- the backup ----
+
+    def _replicated(self, event: Replicated) -> list[Effect]:
+        if self.primary or self.version < event.step:
+            return [Drop(event.ticket)]  # from a primary that has been replaced, or from before our state came
+        if self.version > event.step:
+            return [Drop(event.ticket), Acknowledge(self.version)]
+        applied = Apply(self.version, None if event.skip else 1.0)
+        self.version += 1
+        return [Take(event.ticket, 1.0), applied, Acknowledge(self.version)]
+
+    # ---- either ----
+
+    def _loaded(self, version: int) -> list[Effect]:
+        self.version = version
+        if not self.primary:
+            return [Acknowledge(version)]
+        self.published = -1
+        return [*self._captured(), *self._publish()]
+
+    def _assigned(self, event: Assigned) -> list[Effect]:
+        promoted, demoted = event.primary and not self.primary, self.primary and not event.primary
+        self.primary = event.primary
+        effects: list[Effect] = self._forget_step() if promoted or demoted else []
+        if demoted:
+            self.version = self.published = -1  # whoever is primary now will send its state
+        if event.fresh or not event.backup or promoted:
+            self.unfilled = event.primary and event.backup
+            self._fed = self.in_step = False
+            # A backup that lost its link still counts as one that may be promoted: nothing passes it by.
+            self._strict = self._strict and event.backup and not promoted and not event.fresh
+            self._acked = -1
+        if promoted:
+            self.published = -1
+        if event.primary and self.version >= 0:
+            effects += self._publish()
+        return effects
+
+    def relinked(self) -> None:
+        """The link to the backup was lost, with what was under way: it must be sent the whole state again."""
+        if self._fed:
+            self.unfilled, self._fed = True, False
+            self._acked = -1
+
+    def _forget_step(self) -> list[Effect]:
+        effects: list[Effect] = [Drop(held.ticket) for _, held in sorted(self._held.items())]
+        self._held.clear()
+        self.added, self._total, self.awaiting, self._decision = 0, 0.0, False, None
+        self._not_finite.clear()
+        self._capture_at = -1
+        return [*effects, Abandon()]
+
+    def _capture(self, version: int) -> list[Effect]:
+        if not self.primary or self.version > version:
+            return [Capture(max(self.version, version + 1), missed=True)]
+        self._capture_at = version
+        return self._captured()
+
+    def _captured(self) -> list[Effect]:
+        if self._capture_at < 0 or self.version != self._capture_at:
+            return []
+        self._capture_at = -1
+        return [Capture(self.version)]

@@ -8,7 +8,7 @@ import msgspec
 
 
 class ViewNumber(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The coordinator's epoch, then its count of views in that epoch."""
+    """The coordinator's epoch (it rises with each start of a coordinator), then its count of views."""
 
     epoch: int = 0
     count: int = 0
@@ -18,29 +18,67 @@ class ViewNumber(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A live process: its id in this job, the host it is on, and (servers) where it listens."""
+    """A live process: its id in this job, the host it is on, and (servers) where it listens.
+
+    `birth` is a number that the coordinator gives at every joining: a process that was given up, or replaced by
+    another of the same id, has a new one, and nothing that the old one held counts any more.
+    """
 
     id: str
     host: str
     address: str = ""
+    birth: int = 0
+
+
+class Deal(msgspec.Struct, frozen=True):
+    """Which replicas each worker computes, from step `start` on."""
+
+    start: int
+    hands: dict[str, tuple[int, ...]]
 
 
 class View(msgspec.Struct, frozen=True):
     """Who is here, which replicas each worker computes, and which shards each server holds.
 
-    `deal` maps worker id to its replicas, ascending; `primary` maps shard index to server id.
+    Attributes:
+        number: the higher wins.
+        since: the first view after the last roll-back; whatever carries an older number is from a past that is void.
+        origin: the snapshot that the servers start from in view `since`; "" for the lead worker's first weights.
+        workers, servers: all members, standby workers included.
+        deals: by ascending start; the last one whose start is not above a step counts for it.
+        primary, backup: shard index to server id. A backup may still be on its way to hold what it needs.
+        first: the worker that brings the first weights, if `origin` is "".
+        ending: a worker holds the last version: whoever does not is to fetch it.
     """
 
     number: ViewNumber
+    since: ViewNumber
     workers: tuple[Member, ...]
     servers: tuple[Member, ...]
-    deal: dict[str, tuple[int, ...]]
+    deals: tuple[Deal, ...]
     primary: dict[int, str]
+    backup: dict[int, str] = {}
+    origin: str = ""
+    first: str = ""
+    ending: bool = False
 
-    @property
-    def lead(self) -> str:
-        """The worker that computes replica 0: it brings the first parameters, validates and saves."""
-        return next(worker for worker, replicas in self.deal.items() if 0 in replicas)
+    def hands(self, step: int) -> Mapping[str, tuple[int, ...]]:
+        """Every worker's replicas at `step`; empty while the job waits for workers."""
+        counting = [deal for deal in self.deals if deal.start <= max(0, step)]
+        return counting[-1].hands if counting else {}
+
+    def hand(self, worker: str, step: int) -> tuple[int, ...]:
+        """The replicas that `worker` computes at `step`, ascending."""
+        return self.hands(step).get(worker, ())
+
+    def takes_part(self, worker: str, step: int) -> bool:
+        """Does `worker` compute anything at `step` or later?"""
+        later = (deal.hands.get(worker) for deal in self.deals if deal.start > step)
+        return bool(self.hand(worker, step)) or any(later)
+
+    def lead(self, step: int) -> str:
+        """The worker that computes replica 0 at `step`: it evaluates and saves. "" while there is none."""
+        return next((worker for worker, replicas in self.hands(step).items() if 0 in replicas), "")
 
     def shards_of(self, server: str) -> list[int]:
         """The shards whose primary is `server`, ascending."""
@@ -73,3 +111,25 @@ def deal_replicas(
         hands[worker].append(replica)
         busy[worker] += cost[worker]
     return {worker: tuple(hand) for worker, hand in hands.items()}
+
+
+def patch_hands(
+    hands: Mapping[str, tuple[int, ...]], workers: Sequence[str], speeds: Mapping[str, float] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """What `workers` compute when some of those in `hands` are gone, with as few changes as possible.
+
+    A worker without replicas takes a gone one's whole hand; without one, each orphan goes to whoever would finish it
+    first. Survivors keep theirs: they may have computed them already. Raises ValueError when there is no worker.
+    """
+    if not workers:
+        raise ValueError("there is no worker to deal replicas to")
+    patched = {worker: tuple(hands.get(worker, ())) for worker in workers}
+    orphaned = [hand for worker, hand in sorted(hands.items()) if worker not in patched and hand]
+    idle = [worker for worker in workers if not patched[worker]]
+    for worker, hand in zip(idle, orphaned, strict=False):
+        patched[worker] = hand
+    cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
+    for replica in sorted(replica for hand in orphaned[len(idle) :] for replica in hand):
+        worker = min(workers, key=lambda w: (len(patched[w]) + 1) * cost[w])
+        patched[worker] = tuple(sorted((*patched[worker], replica)))
+    return patched

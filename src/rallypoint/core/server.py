@@ -1,0 +1,239 @@
+"""A server's machine: its shards under the view in force, and the decisions that servers take together.
+
+Events for one shard go through `handle`, measures through `told`, views through `adopt`; what comes out is to be done
+in order, each with the shard it is meant for. `server/reducer.py` does it to tensors, `testing/simulation.py` to names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.core import shard as shards
+from rallypoint.core.clip import ClipMachine, Measure, Tell, Verdict
+from rallypoint.core.policy import Policy
+from rallypoint.core.shard import ShardMachine
+from rallypoint.core.view import View
+
+FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share of the links and of the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of the job's record the machine needs: `expected` contributions of every shard, `measured` those that count
+    in the global norm, `decides` those that wait for a decision."""
+
+    policy: Policy
+    expected: Sequence[int]
+    measured: frozenset[int]
+    decides: frozenset[int]
+    clip: float | None = None
+    skip_not_finite: bool = False
+
+
+# ---- effects beside those of a shard ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Make room for a shard."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disown:
+    """Let go of a shard and all that is held of it."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Read these shards from the snapshot `origin`; each is then Loaded."""
+
+    shards: tuple[int, ...]
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class On:
+    """An effect on one shard."""
+
+    shard: int
+    effect: shards.Effect
+
+
+Effect = Own | Disown | Restore | On | Tell | Verdict
+
+
+@dataclass(slots=True)
+class ServerMachine:
+    """All shards that server `me` holds, as primary or backup."""
+
+    me: str
+    plan: Plan
+    view: View | None = None
+    birth: int = -1
+    _machines: dict[int, ShardMachine] = field(default_factory=dict)
+    _backups: dict[int, tuple[str, int]] = field(default_factory=dict)  # id and birth
+    _clip: ClipMachine | None = None
+    _filling: set[int] = field(default_factory=set)
+    _linked: set[str] = field(default_factory=set)
+
+    def machine(self, index: int) -> ShardMachine | None:
+        """The shard's machine, if it is held here."""
+        return self._machines.get(index)
+
+    @property
+    def held(self) -> list[int]:
+        """The shards held here, ascending."""
+        return sorted(self._machines)
+
+    @property
+    def in_step(self) -> dict[int, int]:
+        """The shards whose backup may be promoted, and the birth number of that backup."""
+        return {i: self._backups[i][1] for i, machine in sorted(self._machines.items()) if machine.in_step}
+
+    def is_primary(self, index: int) -> bool:
+        """Is this server the shard's primary?"""
+        machine = self._machines.get(index)
+        return machine is not None and machine.primary
+
+    def takes_from(self, index: int, sender: str) -> bool:
+        """Is `sender` the primary whose updates of this shard count here? (I10)"""
+        return (
+            self.view is not None and self.view.primary.get(index) == sender
+            and self.view.backup.get(index) == self.me and index in self._machines
+        )  # fmt: skip
+
+    # ---- events ----
+
+    def handle(self, index: int, event: shards.Event) -> list[Effect]:
+        """An event for one shard that is held here."""
+        machine = self._machines[index]
+        effects: list[Effect] = [On(index, effect) for effect in machine.handle(event)]
+        if isinstance(event, (shards.Acked, shards.Initialise, shards.Loaded)):
+            self._filling.discard(index)
+            effects += self._fill_some()
+        return effects
+
+    def measured(self, step: int, measure: Measure) -> list[Effect]:
+        """A shard of ours has finished its sum."""
+        return [] if self._clip is None else list(self._clip.measured(step, measure))
+
+    def told(self, step: int, measures: Iterable[Measure]) -> list[Effect]:
+        """Another server told what it knows."""
+        return [] if self._clip is None else list(self._clip.told(step, measures))
+
+    def decided(self, verdict: Verdict) -> list[Effect]:
+        """Every server takes this verdict. To be called when the effects that brought it are done."""
+        effects: list[Effect] = []
+        for index, machine in sorted(self._machines.items()):
+            if machine.decides:
+                effects += self.handle(index, shards.Decide(verdict.step, verdict.scale))
+        return effects
+
+    def peer_linked(self, server: str) -> list[Effect]:
+        """The link to another server of the view stands (again): it may have missed what was told."""
+        self._linked.add(server)
+        known = [] if self._clip is None else list(self._clip.retell())
+        return [*known, *self._fill_some()]
+
+    def peer_lost(self, server: str) -> None:
+        """The link to another server was lost, with whatever was under way to it."""
+        self._linked.discard(server)
+        for index, (backup, _) in self._backups.items():
+            if backup == server:
+                self._machines[index].relinked()
+                self._filling.discard(index)
+
+    def adopt(self, view: View) -> list[Effect]:
+        """Take a new view, or the first."""
+        if self.view is not None and view.number <= self.view.number:
+            return []
+        before, self.view = self.view, view
+        stayed = {(member.id, member.birth) for member in before.servers} if before is not None else set()
+        self._linked &= {member.id for member in view.servers if (member.id, member.birth) in stayed}
+        birth = next((member.birth for member in view.servers if member.id == self.me), -1)
+        reborn, self.birth = birth != self.birth, birth
+        rolled_back = before is None or before.since != view.since
+        if reborn or rolled_back:
+            return self._start_over(view, restore=rolled_back)
+        held = {s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))}
+        effects: list[Effect] = [self._disown(index) for index in sorted(self._machines.keys() - held)]
+        births = {member.id: member.birth for member in view.servers}
+        for index in sorted(held):
+            effects += self._assign(index, view, births)
+        return [*effects, *self._share(view), *self._fill_some()]
+
+    # ---- views ----
+
+    def _start_over(self, view: View, *, restore: bool) -> list[Effect]:
+        """Whatever was held is void: after a roll-back, or because we had been given up."""
+        effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
+        self._filling.clear()
+        self._clip = self._new_clip()
+        births = {member.id: member.birth for member in view.servers}
+        for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
+            effects += self._assign(index, view, births)
+        effects += self._share(view)
+        if restore and view.origin:
+            effects.append(Restore(tuple(view.shards_of(self.me)), view.origin))
+        return effects
+
+    def _assign(self, index: int, view: View, births: dict[str, int]) -> list[Effect]:
+        primary = view.primary[index] == self.me
+        effects: list[Effect] = []
+        if index not in self._machines:
+            self._machines[index] = ShardMachine(
+                self.plan.policy, self.plan.expected[index], index in self.plan.decides, primary=primary
+            )
+            effects.append(Own(index))
+        server = view.backup.get(index) if primary else None
+        backup = None if server is None else (server, births[server])
+        fresh = backup is not None and self._backups.get(index) != backup
+        if backup is None or fresh:
+            self._backups.pop(index, None)
+            self._filling.discard(index)
+        if backup is not None:
+            self._backups[index] = backup
+        machine = self._machines[index]
+        done = machine.handle(shards.Assigned(primary, backup is not None, fresh))
+        verdict = self._clip.verdict(machine.version) if self._clip is not None else None
+        if verdict is not None and machine.decides:
+            done += machine.handle(shards.Decide(verdict.step, verdict.scale))  # taken before the shard was ours
+        return effects + [On(index, effect) for effect in done]
+
+    def _disown(self, index: int) -> Disown:
+        del self._machines[index]
+        self._backups.pop(index, None)
+        self._filling.discard(index)
+        return Disown(index)
+
+    def _share(self, view: View) -> list[Effect]:
+        """The norms of shards that are primary here now are ours to measure; all servers hear again what we know."""
+        if self._clip is None:
+            return []
+        self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.measured
+        return list(self._clip.retell())
+
+    def _new_clip(self) -> ClipMachine | None:
+        if not self.plan.decides:
+            return None
+        return ClipMachine(
+            sorted(self.plan.measured), frozenset(), self.plan.clip, skip_not_finite=self.plan.skip_not_finite
+        )
+
+    def _fill_some(self) -> list[Effect]:
+        """Let some more backups have their first state, in the background of what else is under way."""
+        effects: list[Effect] = []
+        for index, machine in sorted(self._machines.items()):
+            if len(self._filling) >= FILLS_AT_ONCE:
+                break
+            if not machine.unfilled or self._backups[index][0] not in self._linked:
+                continue
+            if filled := machine.handle(shards.FillBackup()):
+                self._filling.add(index)
+                effects += [On(index, effect) for effect in filled]
+        return effects

@@ -1,0 +1,88 @@
+"""How fast each worker computes replicas, from its reports: for dealing replicas, and for naming stragglers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+_REMEMBERED = 32  # replicas of each worker
+_ENOUGH = 4  # replicas before a worker's speed is believed
+_SETTLING_S = 2.0  # between two deals for the speeds' sake
+_LATE = 2.0  # times the usual time of a replica after which an idle worker is asked for it too
+
+
+@dataclass(slots=True)
+class Speeds:
+    """The last replicas' seconds of every worker, and who is busy with what in the step in progress."""
+
+    _seconds: dict[str, deque[float]] = field(default_factory=dict)
+    _reported: dict[int, set[int]] = field(default_factory=dict)  # step -> replicas
+    _last: dict[str, float] = field(default_factory=dict)  # when each worker last reported
+    _assisted: set[tuple[int, int]] = field(default_factory=set)
+    _dealt_at: float = 0.0
+
+    def computed(self, worker: str, step: int, replica: int, seconds: float, now: float) -> None:
+        """A report has come."""
+        self._seconds.setdefault(worker, deque(maxlen=_REMEMBERED)).append(max(seconds, 1e-6))
+        self._reported.setdefault(step, set()).add(replica)
+        self._last[worker] = now
+        for old in [s for s in self._reported if s < step - 2]:
+            del self._reported[old]
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone."""
+        self._seconds.pop(worker, None)
+        self._last.pop(worker, None)
+
+    def restart(self) -> None:
+        """Steps will be computed again."""
+        self._reported.clear()
+        self._assisted.clear()
+
+    def rates(self, workers: Sequence[str]) -> dict[str, float]:
+        """Replicas per second; who is not known well is taken for the median of the others."""
+        known = {w: 1.0 / _median(self._seconds[w]) for w in workers if len(self._seconds.get(w, ())) >= _ENOUGH}
+        usual = _median(list(known.values())) if known else 1.0
+        return {worker: known.get(worker, usual) for worker in workers}
+
+    def makespan(self, hands: Mapping[str, Sequence[int]], rates: Mapping[str, float]) -> float:
+        """Seconds until the last worker is through with its hand."""
+        return max((len(hand) / rates.get(worker, 1.0) for worker, hand in hands.items()), default=0.0)
+
+    def settled(self, workers: Sequence[str], now: float) -> bool:
+        """Is enough known of everybody, and the last change long enough ago, to deal by speed again?"""
+        return now - self._dealt_at >= _SETTLING_S and all(len(self._seconds.get(w, ())) >= _ENOUGH for w in workers)
+
+    def unsettle(self, now: float) -> None:
+        """A new deal was made."""
+        self._dealt_at = now
+
+    def percentiles(self) -> dict[str, tuple[float, float]]:
+        """Every worker's median and 99th percentile of seconds per replica."""
+        return {w: (_median(s), sorted(s)[min(len(s) - 1, int(0.99 * len(s)))]) for w, s in self._seconds.items() if s}
+
+    def straggler(
+        self, hands: Mapping[str, Sequence[int]], step: int, workers: Sequence[str], now: float
+    ) -> tuple[str, int, int] | None:
+        """(idle worker, step, replica) when somebody is late with the furthest step and somebody has nothing to do."""
+        done = self._reported.get(step, set())
+        late = [
+            (worker, replica) for worker, hand in hands.items() for replica in hand
+            if replica not in done and (step, replica) not in self._assisted
+            and now - self._last.get(worker, now) > _LATE * self._usual(workers)
+        ]  # fmt: skip
+        idle = [w for w in workers if set(hands.get(w, ())) <= done and not any(w == slow for slow, _ in late)]
+        if not late or not idle:
+            return None
+        _, replica = late[-1]
+        self._assisted.add((step, replica))
+        return idle[0], step, replica
+
+    def _usual(self, workers: Sequence[str]) -> float:
+        return _median([1.0 / rate for rate in self.rates(workers).values()])
+
+
+def _median(values: Sequence[float] | deque[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -1,0 +1,176 @@
+"""A snapshot as ordinary PyTorch: tensors by parameter name, in a safetensors file or a torch.save one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import Entry, Shard
+from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
+from rallypoint.store.manifest import Manifest, age
+from rallypoint.store.record import ShardRecord
+from rallypoint.store.snapshots import SnapshotStore
+
+MASTER = "master"
+_NAMED = 3  # frozen parameters named in the summary
+
+OptimizerState = dict[str, dict[str, torch.Tensor | float]]
+
+
+def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, in their own dtype and shape, each in memory of its own.
+
+    Frozen parameters are not in a snapshot; of tied parameters only the first name is. Raises DamagedSnapshot when a
+    shard cannot be read or does not fit the layout.
+    """
+    return _Flat(store, manifest, lambda name: name == MASTER).model()
+
+
+def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
+    """Each trained parameter's optimizer state: tensors of the parameter's shape (as stored: fp32), and numbers.
+
+    Raises DamagedSnapshot when a shard cannot be read, or two shards of one parameter do not agree.
+    """
+    return _Flat(store, manifest, lambda name: name != MASTER).optimizer()
+
+
+def export_snapshot(location: str, to: Path) -> str:
+    """Write the model of a snapshot to `to`, and say in one line what was written.
+
+    `location` is a snapshot's folder or URL, or a store or a run's folder with `snapshots/` in it: then its latest
+    usable snapshot. A name ending in `.safetensors` gets the model, with its version and fingerprint as metadata; `.pt`
+    gets {"model", "optimizer", "step"}, which torch.load reads with weights_only=True.
+
+    Raises ConfigError for another ending, SnapshotError when no usable snapshot is there, SnapshotFailed when `to`
+    cannot be written.
+    """
+    if to.suffix not in (".safetensors", ".pt"):
+        raise ConfigError(f"{to} has no known ending: .safetensors holds the model, .pt its optimizer's state too")
+    store, manifest, said = _find(location)
+    job = manifest.job
+    flat = _Flat(store, manifest, lambda name: name == MASTER or to.suffix == ".pt")
+    model = flat.model()
+    if to.suffix == ".pt":
+        content = {"model": model, "optimizer": flat.optimizer(), "step": manifest.version}
+        _write(to, lambda path: torch.save(content, path))
+    else:
+        about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}
+        _write(to, lambda path: save_file(model, path, metadata=about))
+    return "; ".join([f"wrote {_counted(model)} of {manifest.id} to {to}", *_frozen(job), *said])
+
+
+class _Flat:
+    """Vectors as long as the layout, one for each kind of state, filled shard by shard and cut by tensor."""
+
+    def __init__(self, store: SnapshotStore, manifest: Manifest, takes: Callable[[str], bool]) -> None:
+        """Reads the snapshot, and of its arrays those whose name `takes` accepts."""
+        self._name = manifest.id
+        self._layout = manifest.job.layout
+        self._vectors: dict[str, torch.Tensor] = {}
+        self._present: dict[int, set[str]] = {}  # shard -> vectors that it has a part of
+        self._scalars: dict[int, dict[str, float]] = {}
+
+        shards = self._layout.shards
+        for shard, record in zip(shards, store.read(manifest, [s.index for s in shards]), strict=True):
+            self._take(shard, record, takes)
+
+    def _take(self, shard: Shard, record: ShardRecord, takes: Callable[[str], bool]) -> None:
+        master = record.arrays.get(MASTER)
+        if master is None or master.dtype.name != "float32" or master.size != shard.words:
+            raise self._damaged(f"shard {shard.index} has no master weights of {shard.words} words")
+        # An array of another length is not one value per element: nothing that could be cut.
+        names = [name for name, array in record.arrays.items() if takes(name) and array.size == shard.words]
+        self._present[shard.index] = set(names)
+        self._scalars[shard.index] = record.scalars
+        for name in names:
+            part = torch.from_numpy(record.arrays[name])
+            if name not in self._vectors:
+                self._vectors[name] = torch.zeros(self._layout.words, dtype=part.dtype)
+            vector = self._vectors[name]
+            if vector.dtype != part.dtype:
+                raise self._damaged(f"{name} is {part.dtype} in shard {shard.index} and {vector.dtype} in others")
+            # As bytes: what lies in a shard of buffers is no number, and must not pass through one.
+            vector[shard.start : shard.stop].view(torch.uint8).copy_(part.view(torch.uint8))
+
+    def model(self) -> dict[str, torch.Tensor]:
+        return {entry.spec.name: self._tensor(entry) for entry in self._layout.entries}
+
+    def optimizer(self) -> OptimizerState:
+        return {entry.spec.name: self._state(entry) for entry in self._layout.entries if entry.spec.group >= 0}
+
+    def _tensor(self, entry: Entry) -> torch.Tensor:
+        dtype = getattr(torch, entry.spec.dtype)
+        words = self._vectors[MASTER][entry.start : entry.stop]
+        if entry.spec.group >= 0:
+            return words.to(dtype, copy=True).view(entry.spec.shape)
+        raw = words.view(torch.uint8)[: entry.spec.numel * dtype.itemsize]
+        return raw.clone().view(dtype).view(entry.spec.shape)
+
+    def _state(self, entry: Entry) -> dict[str, torch.Tensor | float]:
+        touched = self._layout.shards_touching(entry.start, entry.stop)
+        if not touched:
+            return {}
+        first = touched[0]
+        for other in touched[1:]:
+            if self._present[other] != self._present[first] or self._scalars[other] != self._scalars[first]:
+                raise self._damaged(f"shards {first} and {other} disagree on the optimizer state of {entry.spec.name}")
+        state: dict[str, torch.Tensor | float] = dict(self._scalars[first])
+        for name in sorted(self._present[first] - {MASTER}):
+            state[name] = self._vectors[name][entry.start : entry.stop].clone().view(entry.spec.shape)
+        return state
+
+    def _damaged(self, what: str) -> DamagedSnapshot:
+        return DamagedSnapshot(f"snapshot {self._name} is damaged: {what}")
+
+
+def _find(location: str) -> tuple[SnapshotStore, Manifest, list[str]]:
+    """The snapshot that `location` means, and sentences on those that were passed over."""
+    place = location.rstrip("/")
+    root, slash, name = place.rpartition("/")
+    if age(name) is not None:
+        store = SnapshotStore(root or slash or ".")
+        return store, store.load(name), []
+    said: list[str] = []
+    for url in (place or "/", f"{place}/snapshots"):
+        store = SnapshotStore(url)
+        manifest = store.latest_usable(said.append)
+        if manifest is not None:
+            return store, manifest, said
+    why = "".join(f"; {sentence}" for sentence in said)
+    raise SnapshotError(f"{location} holds no usable snapshot: give a snapshot's folder or that of a run{why}")
+
+
+def _write(to: Path, write: Callable[[Path], None]) -> None:
+    """`to` as a whole file: written under another name, then renamed."""
+    partial = to.with_name(f".{to.name}.{uuid.uuid4().hex}.partial")
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        os.replace(partial, to)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch reports a full disk as RuntimeError
+        raise SnapshotFailed(f"{to} cannot be written: {error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def _counted(model: dict[str, torch.Tensor]) -> str:
+    megabytes = sum(tensor.nbytes for tensor in model.values()) / 1e6
+    return f"{len(model)} {'tensor' if len(model) == 1 else 'tensors'} ({megabytes:.1f} MB)"
+
+
+def _frozen(job: JobRecord) -> list[str]:
+    """The summary's word on frozen parameters, if there are any."""
+    if not job.frozen:
+        return []
+    names = sorted(job.frozen)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return [f"frozen parameters are not part of a snapshot ({', '.join(names[:_NAMED])}{more})"]

@@ -1,0 +1,125 @@
+"""Whole files on any fsspec filesystem: a file is there in full or not at all, and on disk it outlives a power cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+import fsspec.core  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+from rallypoint.errors import ConfigError
+
+_PARTIAL = ".partial"
+
+
+class Files:
+    """The files below one URL or local path. Paths are relative to it, parts joined by `/`.
+
+    On a local filesystem a file is written under another name, flushed to the disk and then renamed. On a remote one
+    it is one put, which object stores make atomic. Methods raise OSError as the filesystem does.
+    """
+
+    def __init__(self, url: str) -> None:
+        try:
+            self._fs, root = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(f"{url} is no place for snapshots: {error}") from None
+        self._root: str = root.rstrip("/")
+        self._local = isinstance(self._fs, LocalFileSystem)
+
+    def where(self, path: str = "") -> str:
+        """The full name, for messages: a plain path for a local filesystem, a URL for others."""
+        full = self._full(path)
+        return full if self._local else str(self._fs.unstrip_protocol(full))
+
+    def put(self, path: str, chunks: Sequence[bytes]) -> None:
+        """Write a file whole, in place of any that has its name. What a failure leaves half written is removed."""
+        folder, _, name = path.rpartition("/")
+        self._make_folder(self._full(folder))
+        if not self._local:
+            self._fs.pipe_file(self._full(path), b"".join(chunks))
+            return
+        # A name of its own for every writer: one that was paused and replaced must not write into our file.
+        partial = self._full(f"{folder}/.{name}.{uuid.uuid4().hex}{_PARTIAL}".lstrip("/"))
+        try:
+            self._write(partial, chunks)
+            os.replace(partial, self._full(path))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(partial)
+            raise
+        _sync_folder(self._full(folder))
+
+    def get(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
+        """Bytes `start..stop` of a file, or all of it; fewer where the file ends earlier."""
+        return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
+
+    def size(self, path: str) -> int:
+        """Bytes of a file."""
+        return int(self._fs.info(self._full(path))["size"])
+
+    def exists(self, path: str) -> bool:
+        return bool(self._fs.exists(self._full(path)))
+
+    def names(self, folder: str = "") -> list[str]:
+        """Names of the files and folders directly in `folder`; none when it is not there."""
+        full = self._full(folder)
+        self._fs.invalidate_cache()  # others write here too
+        try:
+            found = self._fs.ls(full, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name for name in (path.rstrip("/").rpartition("/")[2] for path in found) if name)
+
+    def remove(self, path: str) -> None:
+        """Remove a file, for good also across a power cut; nothing happens when there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._full(path))
+            if self._local:
+                _sync_folder(self._full(path).rpartition("/")[0])
+
+    def remove_folder(self, folder: str) -> None:
+        """Remove a folder with all that is in it; nothing happens when there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._fs.rm(self._full(folder), recursive=True)
+
+    def sweep(self, name: str) -> None:
+        """Remove what killed writers of the file `name`, directly below the root, left half written."""
+        for found in self.names():
+            if found.startswith(f".{name}.") and found.endswith(_PARTIAL):
+                self.remove(found)
+
+    def _full(self, path: str) -> str:
+        return f"{self._root}/{path}" if path else self._root
+
+    def _write(self, full: str, chunks: Sequence[bytes]) -> None:
+        with self._fs.open(full, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _make_folder(self, full: str) -> None:
+        if not self._local:
+            self._fs.makedirs(full, exist_ok=True)
+            return
+        folder = Path(full)
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in new:
+            _sync_folder(str(path.parent))
+
+
+def _sync_folder(full: str) -> None:
+    """A file's name is in its folder, which has to reach the disk too."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return  # Windows: folders cannot be opened, and its renames need no help
+    descriptor = os.open(full, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,155 @@
+"""What a snapshot is made of, as one small self-checking file: written last, it is what makes a snapshot exist."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import msgspec
+
+from rallypoint.core.job import JobRecord
+from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
+
+Compression = Literal["none", "zstd", "zstd-planes"]
+
+FORMAT = 1
+_ID = re.compile(r"step-(\d{8,18})-(\d{1,9})")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.shards")  # a plain name: never a path out of the snapshot's folder
+
+
+class ShardEntry(msgspec.Struct, frozen=True):
+    """Where one encoded shard lies: bytes `offset` to `offset + length` of `file`; `checksum` is `checksum_of` them."""
+
+    file: str
+    offset: int
+    length: int
+    checksum: str
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """One committed snapshot: a consistent cut of all shards at one version.
+
+    Attributes:
+        id: the snapshot's folder, `snapshot_id(version, attempt)`.
+        version: updates that every shard has had.
+        record: the JobRecord as msgspec builtins; see `job`.
+        created: unix time, seconds.
+        metrics: what was known of the model's quality then, such as {"loss": 2.1}.
+        compression: how the records were encoded.
+        shards: shard index -> where its record lies.
+        files: file name -> size in bytes. The shards of a file cover it without gap.
+        format: of this file and the records.
+    """
+
+    id: str
+    version: int
+    record: dict[str, Any]
+    created: float
+    metrics: dict[str, float]
+    compression: str
+    shards: dict[int, ShardEntry]
+    files: dict[str, int]
+    format: int = FORMAT
+
+    @property
+    def job(self) -> JobRecord:
+        """The job that the snapshot is of. DamagedSnapshot when the record is none."""
+        try:
+            return msgspec.convert(self.record, JobRecord)
+        except msgspec.ValidationError as error:
+            raise DamagedSnapshot(f"snapshot {self.id} is damaged: its job record is wrong: {error}") from None
+
+    def missing(self) -> list[int]:
+        """Shards of the job's layout that the snapshot lacks."""
+        return [shard.index for shard in self.job.layout.shards if shard.index not in self.shards]
+
+
+class _Format(msgspec.Struct):
+    format: int
+
+
+def snapshot_id(version: int, attempt: int) -> str:
+    """The name of a snapshot: `step-00000042-1`. An attempt is one try at writing a version, counted from 1."""
+    if version < 0 or attempt < 0:
+        raise UsageError(f"a snapshot of version {version}, attempt {attempt} is impossible: both count upward from 0")
+    return f"step-{version:08d}-{attempt}"
+
+
+def age(identifier: str) -> tuple[int, int] | None:
+    """(version, attempt) of a snapshot's name, which sort from old to new; None when it is no such name."""
+    match = _ID.fullmatch(identifier)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def checksum_of(data: bytes | memoryview) -> str:
+    """BLAKE2b of 16 bytes, in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as bytes: the checksum of the rest on the first line, then JSON.
+
+    Metrics that are not finite are left out: JSON has no word for them, and none of them could be the best.
+    UsageError when anything else cannot be written exactly.
+    """
+    finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
+    plain = msgspec.to_builtins(msgspec.structs.replace(manifest, metrics=finite), str_keys=True)
+    try:
+        body = json.dumps(plain, allow_nan=False).encode()  # msgspec would write a NaN as null, in silence
+    except ValueError:
+        raise UsageError(f"snapshot {manifest.id}: the job's configuration has a NaN or infinite setting") from None
+    return checksum_of(body).encode() + b"\n" + body
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest in `data`.
+
+    Raises DamagedSnapshot when it is not exactly what was written, SnapshotError when its format is not ours.
+    """
+    written, _, body = data.partition(b"\n")
+    if written != checksum_of(body).encode():
+        raise DamagedSnapshot("the manifest is not what was written (its checksum differs)")
+    try:
+        found = msgspec.json.decode(body, type=_Format).format
+        if found == FORMAT:
+            return _sound(msgspec.json.decode(body, type=Manifest))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedSnapshot(f"the manifest cannot be read: {error}") from None
+    raise SnapshotError(
+        f"the snapshot is of format {found}, and this version of Rallypoint reads format {FORMAT}: "
+        "use the version that wrote it"
+    )
+
+
+def _sound(manifest: Manifest) -> Manifest:
+    parsed = age(manifest.id)
+    if parsed is None or parsed[0] != manifest.version:
+        raise DamagedSnapshot(f"the manifest's name {manifest.id!r} is not that of version {manifest.version}")
+    shards = shards_by_file(manifest)
+    for file in sorted(manifest.files.keys() | shards.keys()):
+        if not _FILE.fullmatch(file):
+            raise DamagedSnapshot(f"the manifest names {file!r}, which no file of a snapshot is called")
+        if not _covers(shards.get(file, []), manifest.files.get(file)):
+            raise DamagedSnapshot(f"the manifest's shards do not cover file {file} exactly")
+    return manifest
+
+
+def shards_by_file(manifest: Manifest) -> dict[str, list[tuple[int, ShardEntry]]]:
+    """The shards that each file holds, in the file's order."""
+    inside: dict[str, list[tuple[int, ShardEntry]]] = {}
+    for shard, entry in sorted(manifest.shards.items(), key=lambda item: item[1].offset):
+        inside.setdefault(entry.file, []).append((shard, entry))
+    return inside
+
+
+def _covers(shards: Iterable[tuple[int, ShardEntry]], size: int | None) -> bool:
+    position = 0
+    for _, entry in shards:
+        if entry.offset != position or entry.length < 1:
+            return False
+        position += entry.length
+    return position == size

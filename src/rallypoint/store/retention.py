@@ -1,0 +1,62 @@
+"""Which snapshots are newest, and which stay: decisions only, made on names and manifests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from rallypoint.errors import ConfigError
+from rallypoint.store.manifest import Manifest, age
+
+
+class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which snapshots stay. A snapshot stays if any of these wants it; the newest usable one always does.
+
+    Attributes:
+        keep_last: this many of the newest.
+        keep_every: those whose version is a multiple of it; 0 for none.
+        keep_best: the one with the best value of this metric; "" for none.
+        best_is: whether the smallest or the largest value is the best.
+    """
+
+    keep_last: int = 3
+    keep_every: int = 0
+    keep_best: str = ""
+    best_is: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        if self.keep_last < 0 or self.keep_every < 0:
+            raise ConfigError(
+                f"keep_last={self.keep_last}, keep_every={self.keep_every}: neither can be negative; 0 keeps none"
+            )
+
+
+def newest_first(identifiers: Iterable[str], latest: str | None) -> list[str]:
+    """Snapshots' names: the one that `latest` names, those before it, then those after it.
+
+    There are some after it when a job went on from an older snapshot: they belong to the course that was given up.
+    """
+    bound = order(latest) if latest is not None else None
+    return sorted(identifiers, key=lambda name: (bound is None or order(name) <= bound, order(name)), reverse=True)
+
+
+def wanted(newest: Sequence[Manifest], retention: Retention) -> set[str]:
+    """Names of those snapshots (newest first) that the retention asks for."""
+    names = {manifest.id for manifest in newest[: retention.keep_last]}
+    if retention.keep_every:
+        names |= {manifest.id for manifest in newest if manifest.version % retention.keep_every == 0}
+    metric = retention.keep_best
+    scored = [manifest for manifest in newest if metric in manifest.metrics]
+    if metric and scored:
+        best = min if retention.best_is == "min" else max
+        names.add(best(scored, key=lambda manifest: manifest.metrics[metric]).id)
+    return names
+
+
+def order(identifier: str) -> tuple[int, int]:
+    """(version, attempt) of what is known to be a snapshot's name."""
+    found = age(identifier)
+    assert found is not None, f"{identifier} is no snapshot's name"
+    return found

@@ -1,0 +1,350 @@
+"""The snapshots of one job on any fsspec filesystem: written in parts, committed at once, never trusted unchecked.
+
+    <root>/latest                                 the newest committed snapshot's name, and the name's checksum
+    <root>/step-00000042-1/<part>-<n>.shards      encoded shard records, one after the other
+    <root>/step-00000042-1/manifest.json          written last: a folder without it is no snapshot
+
+Importing this module loads neither torch nor numpy: who only commits and cleans up needs none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from rallypoint.errors import DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
+from rallypoint.store.files import Files
+from rallypoint.store.manifest import (
+    Compression,
+    Manifest,
+    ShardEntry,
+    age,
+    checksum_of,
+    decode_manifest,
+    encode_manifest,
+    shards_by_file,
+)
+from rallypoint.store.retention import Retention as Retention
+from rallypoint.store.retention import newest_first, order, wanted
+
+if TYPE_CHECKING:
+    from rallypoint.store.record import ShardRecord
+
+FILE_BYTES = 64 << 20
+_MANIFEST = "manifest.json"
+_LATEST = "latest"
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one writer added to a snapshot: its files (name -> size in bytes) and where in them each shard lies."""
+
+    files: dict[str, int]
+    shards: dict[int, ShardEntry]
+
+
+class SnapshotStore:
+    """The snapshots below one URL (`s3://bucket/run/snapshots`, `memory://x`) or local path.
+
+    Any number of processes may write parts and read; one at a time commits and retains. Snapshots are ordered by
+    version, then attempt. Reading raises SnapshotError when the filesystem does not answer.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._files = Files(url)
+
+    # Writing
+
+    def write_part(self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression) -> Part:
+        """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
+
+        Records are taken one by one; up to 64 MiB of them wait in memory for their file. On any failure the part's
+        files are removed again. Raises SnapshotFailed when the filesystem refuses (disk full, no permission).
+        """
+        _check_names(snapshot_id, part)
+        files: dict[str, int] = {}
+        shards: dict[int, ShardEntry] = {}
+        try:
+            for number, packed in enumerate(_pack(records, compression)):
+                name = f"{part}-{number}.shards"
+                self._put(snapshot_id, f"{snapshot_id}/{name}", [data for _, data in packed])
+                files[name] = sum(len(data) for _, data in packed)
+                shards.update(_entries(name, packed))
+        except BaseException:
+            for name in files:  # the disk may be full: leave nothing behind that nobody will need
+                with contextlib.suppress(OSError):
+                    self._files.remove(f"{snapshot_id}/{name}")
+            raise
+        return Part(files, shards)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a snapshot of parts that are all written. From here on it survives anything.
+
+        Raises SnapshotFailed when a shard of the layout is missing or the filesystem refuses.
+        """
+        _check_names(manifest.id)
+        if missing := manifest.missing():
+            raise SnapshotFailed(
+                f"snapshot {manifest.id} lacks {len(missing)} shards (the first is {missing[0]}) and is not committed"
+            )
+        data = encode_manifest(manifest)
+        try:
+            decode_manifest(data)  # what could not be read again must not become the newest snapshot
+        except SnapshotError as error:
+            raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
+        self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", [data])
+        self._put(manifest.id, _LATEST, [_latest_text(manifest.id)])
+
+    def discard(self, snapshot_id: str) -> None:
+        """Delete a snapshot or an attempt at one, the manifest first: half deleted is not committed."""
+        _check_names(snapshot_id)
+        with self._deleting(snapshot_id):
+            self._files.remove(f"{snapshot_id}/{_MANIFEST}")
+            self._files.remove_folder(snapshot_id)
+
+    # Reading
+
+    def latest_usable(self, say: Callable[[str], None]) -> Manifest | None:
+        """The newest committed snapshot of which every byte verifies; None when there is none.
+
+        `say` gets one sentence for each snapshot that is passed over. Raises SnapshotError when one is of a format
+        that this version cannot read: going on from an older one would throw work away.
+        """
+        candidates = self._newest_first(say)
+        for position, snapshot_id in enumerate(candidates):
+            try:
+                manifest = self.load(snapshot_id)
+                self.verify(manifest)
+            except DamagedSnapshot as error:
+                last = position + 1 == len(candidates)
+                say(f"{error}; {'there is none before it' if last else 'using the one before it'}")
+            else:
+                return manifest
+        return None
+
+    def manifests(self) -> list[Manifest]:
+        """All snapshots that are committed and whose manifest can be read, oldest first."""
+        return self._survey()[0]
+
+    def load(self, snapshot_id: str) -> Manifest:
+        """The manifest of a committed snapshot. DamagedSnapshot when it is missing or not what was written."""
+        _check_names(snapshot_id)
+        with self._reading(snapshot_id, _MANIFEST):
+            data = self._files.get(f"{snapshot_id}/{_MANIFEST}")
+        try:
+            manifest = decode_manifest(data)
+        except DamagedSnapshot as error:
+            raise DamagedSnapshot(_damage(snapshot_id, _MANIFEST, str(error))) from None
+        except SnapshotError as error:
+            raise SnapshotError(f"snapshot {snapshot_id} cannot be used: {error}") from None
+        if manifest.id != snapshot_id:
+            raise DamagedSnapshot(_damage(snapshot_id, _MANIFEST, f"it is the manifest of {manifest.id}"))
+        return manifest
+
+    def read(self, manifest: Manifest, shards: Iterable[int]) -> Iterator[ShardRecord]:
+        """The records of some shards, in the order asked for, each checked; only their bytes are read.
+
+        Raises DamagedSnapshot naming the snapshot, the file and the shard; SnapshotError for a shard it does not have.
+        """
+        from rallypoint.store.record import decode_record  # needs numpy, which importing this module must not
+
+        for shard in shards:
+            entry = manifest.shards.get(shard)
+            if entry is None:
+                raise SnapshotError(f"snapshot {manifest.id} has no shard {shard}")
+            data = self._checked(manifest, shard, entry)
+            try:
+                record = decode_record(data)
+            except DamagedSnapshot as error:
+                raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
+            if (record.shard, record.version) != (shard, manifest.version):
+                found = f"holds shard {record.shard} at version {record.version} where shard {shard} should be"
+                raise DamagedSnapshot(_damage(manifest.id, entry.file, found))
+            yield record
+
+    def verify(self, manifest: Manifest) -> None:
+        """Read every byte of a snapshot. DamagedSnapshot naming the first file and shard that is not as written."""
+        if missing := manifest.missing():
+            raise DamagedSnapshot(_damage(manifest.id, _MANIFEST, f"it has no shard {missing[0]}"))
+        self._check_sizes(manifest)
+        for shards in shards_by_file(manifest).values():
+            for shard, entry in shards:
+                self._checked(manifest, shard, entry)
+
+    # Cleaning up
+
+    def retain(self, retention: Retention, keep: Collection[str] = (), *, thorough: bool = True) -> None:
+        """Delete the snapshots that neither `retention` nor `keep` (names) wants, and older attempts never committed.
+
+        The newest usable snapshot stays whatever is asked for. To know it, the newest is read in full before anything
+        is deleted; `thorough=False` looks only at its files' sizes, for a filesystem where reading is dear. Raises
+        SnapshotFailed when something cannot be deleted.
+        """
+        committed, attempts = self._survey()
+        by_id = {manifest.id: manifest for manifest in committed}
+        newest = [by_id[name] for name in newest_first(by_id, self._latest(lambda _: None))]
+        kept = wanted(newest, retention) | set(keep)
+        unwanted = [manifest.id for manifest in committed if manifest.id not in kept]
+        if unwanted:
+            self._delete_but_the_newest_usable(unwanted, newest, thorough)
+        for snapshot_id in attempts:
+            if newest and order(snapshot_id) < order(newest[0].id) and snapshot_id not in keep:
+                self.discard(snapshot_id)
+        with self._deleting():
+            self._files.sweep(_LATEST)
+
+    def _delete_but_the_newest_usable(self, unwanted: list[str], newest: list[Manifest], thorough: bool) -> None:
+        check = self.verify if thorough else self._check_sizes
+        usable = next((manifest.id for manifest in newest if _passes(check, manifest)), None)
+        if usable is None:
+            return  # nothing is sound: who knows what can still be rescued by hand
+        for snapshot_id in unwanted:
+            if snapshot_id != usable:
+                self.discard(snapshot_id)
+
+    # What is there
+
+    def _newest_first(self, say: Callable[[str], None]) -> list[str]:
+        """Names of the committed snapshots, also of damaged ones, in the order in which to try them."""
+        committed = [name for name in self._folders() if self._is_committed(name)]
+        latest = self._latest(say)
+        if committed and latest is not None and latest not in committed:
+            say(f"{self._files.where(_LATEST)} names snapshot {latest}, which is not there; using the one before it")
+        return newest_first(committed, latest)
+
+    def _latest(self, say: Callable[[str], None]) -> str | None:
+        with self._reading("", _LATEST):
+            if not self._files.exists(_LATEST):
+                return None
+            data = self._files.get(_LATEST)
+        name = data.partition(b"\n")[0].decode("ascii", "replace")
+        if age(name) is not None and data == _latest_text(name):
+            return name
+        say(f"{self._files.where(_LATEST)} is damaged; using the snapshot with the highest version")
+        return None
+
+    def _survey(self) -> tuple[list[Manifest], list[str]]:
+        """Committed snapshots and other folders of attempts, both oldest first.
+
+        What cannot be read now, or is of another format, is in neither: it is not ours to judge.
+        """
+        committed, attempts = [], []
+        for snapshot_id in self._folders():
+            try:
+                committed.append(self.load(snapshot_id))
+            except DamagedSnapshot:
+                attempts.append(snapshot_id)
+            except SnapshotError:
+                continue
+        return committed, attempts
+
+    def _folders(self) -> list[str]:
+        with self._reading("", ""):
+            return sorted((name for name in self._files.names() if age(name) is not None), key=order)
+
+    def _is_committed(self, snapshot_id: str) -> bool:
+        with self._reading(snapshot_id, _MANIFEST):
+            return self._files.exists(f"{snapshot_id}/{_MANIFEST}")
+
+    # Bytes
+
+    def _check_sizes(self, manifest: Manifest) -> None:
+        for file, size in manifest.files.items():
+            with self._reading(manifest.id, file):
+                found = self._files.size(f"{manifest.id}/{file}")
+            if found != size:
+                raise DamagedSnapshot(_damage(manifest.id, file, f"it has {found} bytes instead of {size}"))
+
+    def _checked(self, manifest: Manifest, shard: int, entry: ShardEntry) -> bytes:
+        with self._reading(manifest.id, entry.file):
+            data = self._files.get(f"{manifest.id}/{entry.file}", entry.offset, entry.offset + entry.length)
+        if len(data) != entry.length or checksum_of(data) != entry.checksum:
+            raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard} is not what was written"))
+        return data
+
+    def _put(self, snapshot_id: str, path: str, chunks: list[bytes]) -> None:
+        try:
+            self._files.put(path, chunks)
+        except OSError as error:
+            raise SnapshotFailed(
+                f"snapshot {snapshot_id} failed: {self._files.where(path)} cannot be written: {_reason(error)}; "
+                "make room there, or write snapshots elsewhere"
+            ) from None
+
+    @contextmanager
+    def _deleting(self, path: str = "") -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or self._files.where(path)
+            raise SnapshotFailed(f"{where} cannot be deleted: {_reason(error)}; delete it by hand") from None
+
+    @contextmanager
+    def _reading(self, snapshot_id: str, file: str) -> Iterator[None]:
+        """In a snapshot, a missing file and a failing disk are damage; a filesystem that does not answer is not."""
+        try:
+            yield
+        except OSError as error:
+            if snapshot_id and (isinstance(error, FileNotFoundError) or error.errno == errno.EIO):
+                found = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
+                raise DamagedSnapshot(_damage(snapshot_id, file, found)) from None
+            where = self._files.where(f"{snapshot_id}/{file}".strip("/"))
+            raise SnapshotError(f"{where} cannot be read: {_reason(error)}") from None
+
+
+def _pack(records: Iterable[ShardRecord], compression: Compression) -> Iterator[list[tuple[int, bytes]]]:
+    """Encoded records, (shard, bytes), in groups that fill a file each."""
+    from rallypoint.store.record import encode_record  # needs numpy, which importing this module must not
+
+    packed: list[tuple[int, bytes]] = []
+    size = 0
+    for record in records:
+        packed.append((record.shard, encode_record(record, compression)))
+        size += len(packed[-1][1])
+        if size >= FILE_BYTES:
+            yield packed
+            packed, size = [], 0
+    if packed:
+        yield packed
+
+
+def _entries(file: str, packed: list[tuple[int, bytes]]) -> Iterator[tuple[int, ShardEntry]]:
+    offset = 0
+    for shard, data in packed:
+        yield shard, ShardEntry(file, offset, len(data), checksum_of(data))
+        offset += len(data)
+
+
+def _passes(check: Callable[[Manifest], None], manifest: Manifest) -> bool:
+    try:
+        check(manifest)
+    except DamagedSnapshot:
+        return False
+    return True
+
+
+def _latest_text(snapshot_id: str) -> bytes:
+    """The name, and a checksum: one changed digit could otherwise name another snapshot."""
+    return f"{snapshot_id}\n{checksum_of(snapshot_id.encode())}\n".encode()
+
+
+def _check_names(snapshot_id: str, part: str = "part") -> None:
+    if age(snapshot_id) is None:
+        raise UsageError(f"{snapshot_id!r} is no snapshot's name: use snapshot_id(version, attempt)")
+    if not _PART.fullmatch(part):
+        raise UsageError(f"{part!r} cannot name a part of a snapshot: use letters, digits, '.', '_' and '-'")
+
+
+def _damage(snapshot_id: str, file: str, what: str) -> str:
+    return f"snapshot {snapshot_id} is damaged: file {file}: {what}"
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -1,0 +1,145 @@
+"""A simulated coordinator: the real machine, and a journal that outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rallypoint.core import cluster
+from rallypoint.core.cluster import ClusterMachine, ClusterState, Terms
+from rallypoint.core.view import Member
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.member import COORDINATOR
+from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.store import SimulatedStore
+
+TICK_S = 0.25
+
+
+@dataclass
+class Disk:
+    """What a coordinator leaves to the next."""
+
+    state: ClusterState | None = None
+
+
+@dataclass
+class Outcome:
+    """How the job ended."""
+
+    finished: bool = False
+    aborted: str = ""
+    said: list[str] = field(default_factory=list)
+    computed: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+class SimulatedCoordinator:
+    """One coordinator process."""
+
+    def __init__(
+        self, world: World, job: SimulatedJob, terms: Terms, store: SimulatedStore, disk: Disk, outcome: Outcome
+    ) -> None:
+        self.node, self.job, self.store, self.disk, self.outcome = Node(world, COORDINATOR), job, store, disk, outcome
+        self.machine = ClusterMachine(terms, recovered=disk.state)
+        self._written = 0
+        self._members: dict[str, Wire] = {}
+        world.acceptors[COORDINATOR] = self
+        self._write()
+        self._tick()
+
+    def _tick(self) -> None:
+        self._handle(cluster.Tick(self.node.world.now + 1.0))
+        self.node.later(TICK_S, self._tick)
+
+    def accept(self, wire: Wire, hello: Any) -> str:
+        role, who, address, birth = hello
+        if self.machine.phase is cluster.Phase.OVER:
+            return "the job is over"
+        old = self._members.get(who)
+        if old is not None:
+            old.close(1)
+        self._members[who] = wire
+        wire.on_message[1] = lambda message: self._receive(wire, who, message)
+        wire.on_close[1] = lambda: self._lost(wire, who)
+        self._handle(cluster.Joined(Member(who, "host", address, birth), role))
+        return ""
+
+    def _lost(self, wire: Wire, who: str) -> None:
+        if self._members.get(who) is wire:
+            del self._members[who]
+            self._handle(cluster.Left(who, "its connection ended"))
+
+    def _receive(self, wire: Wire, who: str, message: Any) -> None:
+        if self._members.get(who) is not wire:
+            return
+        match message:
+            case ("beat",):
+                self._handle(cluster.Heard(who))
+            case ("propose", record):
+                self._handle(cluster.Proposed(who, record))
+            case ("progress", step, replica, seconds):
+                self.outcome.computed.append((who, step, replica))
+                self._handle(cluster.Progress(who, step, replica, seconds))
+            case ("in step", backups):
+                self._handle(cluster.InStep(who, backups))
+            case ("leaving",):
+                self._handle(cluster.Leaving(who))
+            case ("done",):
+                self._handle(cluster.Done(who))
+            case ("captured", id, indices):
+                self._handle(cluster.Captured(who, id, indices))
+            case ("snapshot lost", id, reason, passed):
+                self._handle(cluster.SnapshotLost(id, reason, passed))
+
+    def _handle(self, event: cluster.Event) -> None:
+        effects = self.machine.handle(event)
+        self._write()
+        self._run(effects)
+
+    def _write(self) -> None:
+        if self.machine.revision != self._written:
+            self._written = self.machine.revision
+            self.disk.state = self.machine.state()
+
+    def _run(self, effects: Sequence[cluster.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case cluster.Refuse(member=member):
+                    if member in self._members:
+                        self._members.pop(member).cut()
+                case cluster.Admit(member=member, birth=birth):
+                    self._send(member, ("admit", birth))
+                case cluster.Prepare(server=server, record=record):
+                    self._send(server, ("prepare", record))
+                case cluster.Publish(view=view, members=members):
+                    for member in members:
+                        self._send(member, ("view", view))
+                case cluster.Assist(worker=worker, step=step, replica=replica):
+                    self._send(worker, ("assist", step, replica))
+                case cluster.Capture(snapshot=id, version=version, servers=servers):
+                    for server in servers:
+                        self._send(server, ("capture", id, version))
+                case cluster.Commit():
+                    self.node.later(self.node.world.latency() * 2, lambda e=effect: self._commit(e))  # type: ignore[misc]
+                case cluster.FindSnapshot():
+                    self.node.later(self.node.world.latency(), self._find)
+                case cluster.Say(text=text):
+                    self.outcome.said.append(f"{self.node.world.now:.2f} {text}")
+                case cluster.Finish():
+                    self.outcome.finished = True
+                case cluster.Abort(reason=reason):
+                    self.outcome.aborted = reason
+
+    def _send(self, member: str, message: Any) -> None:
+        if member in self._members:
+            self._members[member].send(1, message)
+
+    def _commit(self, effect: cluster.Commit) -> None:
+        if self.store.commit(effect.snapshot, effect.version, self.job.shards):
+            self._handle(cluster.Committed(effect.snapshot))
+        else:
+            self._handle(cluster.SnapshotLost(effect.snapshot, "no space left"))
+
+    def _find(self) -> None:
+        self._handle(cluster.Found(*self.store.newest()))

@@ -1,0 +1,78 @@
+"""A member's link to the simulated coordinator: joins, beats, comes back, keeps what it could not say."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rallypoint.testing.simulation.network import Node, Wire
+
+COORDINATOR = "coordinator"
+RETRY_S = 0.1
+BEAT_S = 0.5
+
+
+class Membership:
+    """Hands every message that comes to `on_message`; `on_admitted(new)` says whether we are somebody new."""
+
+    def __init__(
+        self, node: Node, role: str, on_message: Callable[[Any], None], on_admitted: Callable[[bool], None],
+        address: str = "",
+    ) -> None:  # fmt: skip
+        self.node, self.role, self.address, self.birth = node, role, address, 0
+        self._on_message, self._on_admitted = on_message, on_admitted
+        self._wire: Wire | None = None
+        self._admitted = False
+        self._unsent: deque[Any] = deque()
+        self._connect()
+        self._beat()
+
+    def send(self, message: Any) -> None:
+        """Say something, now or when the coordinator can hear it."""
+        if self._wire is not None and self._admitted:
+            self._wire.send(0, message)
+        else:
+            self._unsent.append(message)
+
+    def close(self) -> None:
+        """Leave."""
+        if self._wire is not None:
+            self._wire.close(0)
+
+    def _beat(self) -> None:
+        if self._wire is not None:
+            self._wire.send(0, ("beat",))
+        self.node.later(BEAT_S, self._beat)
+
+    def _connect(self) -> None:
+        hello = (self.role, self.node.name, self.address, self.birth)
+        self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
+
+    def _failed(self, reason: str) -> None:
+        if reason != "the job is over":
+            self.node.later(RETRY_S, self._connect)
+
+    def _up(self, wire: Wire) -> None:
+        self._wire, self._admitted = wire, False
+        wire.on_message[0] = self._receive
+        wire.on_close[0] = self._lost
+
+    def _lost(self) -> None:
+        self._wire, self._admitted = None, False
+        self.node.later(RETRY_S, self._connect)
+
+    def _receive(self, message: Any) -> None:
+        match message:
+            case ("admit", birth):
+                new, self.birth = birth != self.birth, birth
+                self._admitted = True
+                if new:
+                    self._unsent.clear()  # said by somebody who was given up
+                self._on_admitted(new)
+                while self._unsent:
+                    self.send(self._unsent.popleft())
+            case ("refuse", _):
+                pass  # the wire ends; we come again, as somebody new
+            case _:
+                self._on_message(message)

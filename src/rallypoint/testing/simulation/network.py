@@ -1,0 +1,209 @@
+"""A clock that is turned by hand, processes that crash and freeze, and links that carry messages in order or break."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+LATENCY_S = (0.0002, 0.004)
+SLOW_S = 0.05  # now and then a message takes so long
+DEAD_AFTER_S = 3.0  # a link that carries nothing for so long breaks, as TCP_USER_TIMEOUT has it
+CONNECT_TIMEOUT_S = 2.0
+
+Call = Callable[[], None]
+
+
+class Node:
+    """A process: what it was going to do dies with it; while it is paused, things wait."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.name = world, name
+        self.alive, self.paused = True, False
+        self.wires: list[Wire] = []
+        self._backlog: list[Call] = []
+        world.nodes[name] = self
+
+    def later(self, seconds: float, call: Call) -> None:
+        """Run `call` in this process after `seconds`, if it still lives then."""
+        self.world.at(seconds, lambda: self.run(call))
+
+    def run(self, call: Call) -> None:
+        """Run `call` now, or when the process goes on."""
+        if not self.alive:
+            return
+        if self.paused:
+            self._backlog.append(call)
+        else:
+            call()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if not self.alive:
+            return
+        self.alive = False
+        self._backlog.clear()
+        for wire in list(self.wires):
+            wire.cut()
+        if self.world.nodes.get(self.name) is self:
+            del self.world.nodes[self.name]
+
+    def pause(self) -> None:
+        """SIGSTOP."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        self.paused = False
+        backlog, self._backlog = self._backlog, []
+        for call in backlog:
+            self.run(call)  # one of them may end the process
+
+
+class Acceptor(Protocol):
+    """The side of a role that others connect to."""
+
+    node: Node
+
+    def accept(self, wire: Wire, hello: Any) -> str:
+        """"" to take the connection, else why not. Sets `wire.on_message` and `wire.on_close` for its end."""
+
+
+class Wire:
+    """A connection: two directions, each in order. `ends` are the two processes, the connecting one first."""
+
+    def __init__(self, world: World, a: Node, b: Node) -> None:
+        self.world, self.ends = world, (a, b)
+        self.open = True
+        self._free = [0.0, 0.0]  # when each direction can deliver next
+        self._cut = float("inf")
+        self.on_message: list[Callable[[Any], None]] = [_ignore, _ignore]
+        self.on_close: list[Call] = [_nothing, _nothing]
+        a.wires.append(self)
+        b.wires.append(self)
+
+    def send(self, end: int, message: Any, *, read: Callable[[Any], Any] | None = None) -> None:
+        """From end 0 or 1 to the other; `read` turns the message into what is sent when it leaves."""
+        if not self.open:
+            return
+        world = self.world
+        arrival = max(self._free[end], world.now + world.latency()) + 1e-6
+        arrival = max(arrival, world.healed_at(self.ends))
+        self._free[end] = arrival
+        content = message if read is None else read(message)
+        world.at(arrival - world.now, lambda: self._deliver(1 - end, content))
+
+    def _deliver(self, end: int, message: Any) -> None:
+        if self.world.now <= self._cut:
+            self.ends[end].run(lambda: self.on_message[end](message))
+
+    def hold(self, end: int, seconds: float) -> None:
+        """What this end sends arrives after that time at the earliest."""
+        self._free[end] = max(self._free[end], self.world.now + seconds)
+
+    def cut(self) -> None:
+        """The connection breaks; what is under way arrives in part."""
+        if not self.open:
+            return
+        self.open = False
+        self._cut = self.world.now + self.world.random.random() * LATENCY_S[1]
+        for end, node in enumerate(self.ends):
+            node.wires.remove(self)
+            self.world.at(self._cut - self.world.now + 1e-5, lambda n=node, e=end: n.run(lambda: self._tell(e)))  # type: ignore[misc]
+
+    def _tell(self, end: int) -> None:
+        on_close, self.on_close[end] = self.on_close[end], _nothing
+        self.on_message[end] = _ignore
+        on_close()
+
+    def close(self, end: int) -> None:
+        """This end wants no more of it: it hears nothing from now on."""
+        self.on_close[end], self.on_message[end] = _nothing, _ignore
+        self.cut()
+
+
+class World:
+    """Time, chance and who can reach whom."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.nodes: dict[str, Node] = {}
+        self.acceptors: dict[str, Acceptor] = {}
+        self._events: list[tuple[float, int, Call]] = []
+        self._numbers = itertools.count()
+        self._partitions: dict[frozenset[str], float] = {}
+
+    def at(self, seconds: float, call: Call) -> None:
+        """Run `call` after `seconds`."""
+        heapq.heappush(self._events, (self.now + max(0.0, seconds), next(self._numbers), call))
+
+    def run(self, until: float, over: Callable[[], bool]) -> None:
+        """Turn the clock until `over()`, or nothing is left to happen, or it is `until`."""
+        while self._events and not over():
+            when, _, call = heapq.heappop(self._events)
+            if when > until:
+                return
+            self.now = when
+            call()
+
+    def latency(self) -> float:
+        """How long a message takes."""
+        return SLOW_S if self.random.random() < 0.01 else self.random.uniform(*LATENCY_S)
+
+    def partition(self, a: str, b: str, seconds: float) -> None:
+        """These two cannot reach each other for a while."""
+        self._partitions[frozenset((a, b))] = self.now + seconds
+        if seconds >= DEAD_AFTER_S:
+            self.at(DEAD_AFTER_S, lambda: self._break(a, b))
+
+    def _break(self, a: str, b: str) -> None:
+        for wire in [w for node in self.nodes.values() for w in list(node.wires)]:
+            if {end.name for end in wire.ends} == {a, b}:
+                wire.cut()
+
+    def healed_at(self, ends: tuple[Node, Node]) -> float:
+        """When these two can reach each other (again)."""
+        return self._partitions.get(frozenset(end.name for end in ends), 0.0)
+
+    def connect(
+        self, node: Node, address: str, hello: Any, up: Callable[[Wire], None], failed: Callable[[str], None]
+    ) -> None:
+        """Connect to whoever listens at `address`; exactly one of `up` and `failed` is called, in `node`."""
+        acceptor = self.acceptors.get(address)
+        if acceptor is None or not acceptor.node.alive or self.healed_at((node, acceptor.node)) > self.now:
+            node.later(self.latency(), lambda: failed("nobody answers"))
+            return
+        wire = Wire(self, node, acceptor.node)
+        answered = [False]
+
+        def accept() -> None:
+            if not wire.open or answered[0]:
+                return
+            when = self.latency()
+            wire.hold(1, when)  # what the acceptor says comes after its answer
+            reason = acceptor.accept(wire, hello)
+            self.at(when, lambda: node.run(lambda: answer(reason)))
+
+        def answer(reason: str) -> None:
+            if answered[0]:
+                return
+            answered[0] = True
+            if wire.open and not reason:
+                up(wire)
+            else:
+                wire.close(0)
+                failed(reason or "the link broke")
+
+        self.at(self.latency(), lambda: acceptor.node.run(accept))
+        self.at(CONNECT_TIMEOUT_S, lambda: node.run(lambda: answer("no answer")))
+
+
+def _ignore(message: Any) -> None:
+    """Nobody listens any more."""
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,254 @@
+"""One seed: a job, a cluster, a plan of faults; afterwards every byte and every sample is accounted for."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from rallypoint.core.cluster import Terms
+from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.network import World
+from rallypoint.testing.simulation.server import SimulatedServer
+from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.worker import SimulatedWorker
+
+LIMIT_S = 600.0  # of simulated time: a run takes about five
+
+
+class SimulationFailed(AssertionError):
+    """A seed whose run went wrong; the message begins with the line that replays it."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens at `at` seconds to a member of `role`."""
+
+    at: float
+    kind: str
+    role: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one seed plays."""
+
+    seed: int
+    job: SimulatedJob
+    terms: Terms
+    workers: int
+    servers: int
+    faults: tuple[Fault, ...]
+
+
+_KINDS = (
+    "crash", "crash", "crash", "pause", "pause", "long pause", "drop", "drop", "partition", "join", "leave",
+    "disk full", "torn write", "everything",
+)  # fmt: skip
+
+
+def make_plan(seed: int) -> Plan:
+    """The plan of a seed: everything in it follows from the number."""
+    rng = random.Random(seed * 7919 + 1)
+    job = SimulatedJob(
+        shards=rng.randint(1, 8), buffers=0, replicas=rng.randint(1, 6), steps=rng.randint(4, 14),
+        clip=rng.choice([None, 1.0]),
+    )  # fmt: skip
+    if job.shards > 2 and rng.random() < 0.5:
+        job = SimulatedJob(job.shards, 1, job.replicas, job.steps, job.clip)
+    workers, servers = rng.randint(1, 4), rng.randint(1, 4)
+    terms = Terms(
+        workers_start=workers, workers_min=1, workers_max=rng.choice([workers, workers + 2, max(1, workers - 1)]),
+        servers=servers, replication=rng.choice([1, 2, 2]), heartbeat=2.0, backup_tasks=rng.random() < 0.3,
+        snapshot_seconds=rng.choice([0.5, 1.0, 3.0]), snapshot_steps=rng.choice([0, 0, 2]), snapshots=True,
+    )  # fmt: skip
+    faults = []
+    at = 0.0
+    for _ in range(rng.randint(0, 10)):
+        at += rng.expovariate(1.2)
+        kind = rng.choice(_KINDS)
+        role = rng.choice(["worker", "worker", "server", "server", "coordinator"])
+        seconds = {"pause": rng.uniform(0.1, 1.5), "long pause": rng.uniform(2.0, 6.0)}.get(kind, rng.uniform(0.1, 5.0))
+        faults.append(Fault(at, kind, role, seconds))
+    return Plan(seed, job, terms, workers, servers, tuple(faults))
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    plan: Plan
+    outcome: Outcome
+    seconds: float
+    recomputed: int
+    events: list[str] = field(default_factory=list)
+
+
+class Simulation:
+    """The cluster of one plan, with a launcher that replaces what crashes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.world, self.store, self.disk = plan, World(plan.seed), SimulatedStore(), Disk()
+        self.outcome = Outcome()
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.servers: dict[str, SimulatedServer] = {}
+        self.coordinator: SimulatedCoordinator | None = None
+        self.events: list[str] = []
+        self._named = Counter[str]()
+
+    def run(self) -> Result:
+        """Play the plan to its end; SimulationFailed when something is wrong."""
+        self.start_coordinator()
+        for _ in range(self.plan.servers):
+            self.start_server()
+        for _ in range(self.plan.workers):
+            self.start_worker()
+        for fault in self.plan.faults:
+            self.world.at(fault.at, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
+        try:
+            self.world.run(LIMIT_S, lambda: self.outcome.finished or bool(self.outcome.aborted))
+            self._check()
+        except AssertionError as error:
+            raise SimulationFailed(
+                f"python -m rallypoint.testing.simulation --seed {self.plan.seed}\n{error}\n" + "\n".join(self.events)
+            ) from error
+        steps = {(step, replica) for _, step, replica in self.outcome.computed}
+        return Result(
+            self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps), self.events
+        )
+
+    # ---- the launcher ----
+
+    def start_coordinator(self) -> None:
+        """A coordinator, with whatever its predecessor wrote down."""
+        if self.coordinator is None or not self.coordinator.node.alive:
+            self.coordinator = SimulatedCoordinator(
+                self.world, self.plan.job, self.plan.terms, self.store, self.disk, self.outcome
+            )
+
+    def start_server(self) -> None:
+        """One more server."""
+        name = self._name("server")
+        self.servers[name] = SimulatedServer(self.world, name, self.plan.job, self.store)
+
+    def start_worker(self) -> None:
+        """One more worker."""
+        name = self._name("worker")
+        speed = self.world.random.choice([1.0, 1.0, 0.4])
+        self.workers[name] = SimulatedWorker(self.world, name, self.plan.job, speed)
+
+    def _name(self, role: str) -> str:
+        self._named[role] += 1
+        return f"{role}{self._named[role]}"
+
+    # ---- faults ----
+
+    def strike(self, fault: Fault) -> None:
+        """Let a fault happen."""
+        match fault.kind:
+            case "disk full":
+                if self.store.newest()[0]:  # without room for the first there is nothing to go back to
+                    self.store.full = True
+                    self.world.at(fault.seconds, lambda: setattr(self.store, "full", False))
+            case "torn write":
+                self.store.tear()
+            case "join":
+                self._again("worker" if fault.role == "coordinator" else fault.role)
+            case "everything":
+                for role in ("coordinator", "server", "worker"):
+                    for name in self._alive(role):
+                        self._crash(role, name, fault.seconds / 5)
+            case _:
+                alive = self._alive(fault.role)
+                if alive:
+                    self._strike_one(fault, self.world.random.choice(alive))
+                    return
+        self.events.append(f"{self.world.now:.3f} {fault.kind} {fault.seconds:.2f}")
+
+    def _strike_one(self, fault: Fault, name: str) -> None:
+        self.events.append(f"{self.world.now:.3f} {fault.kind} {name} {fault.seconds:.2f}")
+        node = self.world.nodes[name]
+        match fault.kind:
+            case "crash":
+                self._crash(fault.role, name, fault.seconds / 5)
+            case "pause" | "long pause":
+                node.pause()
+                self.world.at(fault.seconds, node.resume)
+            case "drop":
+                for wire in list(node.wires):
+                    if self.world.random.random() < 0.5:
+                        wire.cut()
+            case "partition":
+                other = self.world.random.choice(sorted(self.world.nodes))
+                if other != name:
+                    self.world.partition(name, other, fault.seconds)
+            case "leave" if fault.role == "worker" and len(self._alive("worker")) > 1:
+                self.workers[name].leave()
+
+    def _crash(self, role: str, name: str, back_after: float) -> None:
+        self.world.nodes[name].kill()
+        self.world.at(back_after, lambda: self._again(role))
+
+    def _again(self, role: str) -> None:
+        if self.outcome.finished:
+            return
+        {"worker": self.start_worker, "server": self.start_server, "coordinator": self.start_coordinator}[role]()
+
+    def _alive(self, role: str) -> list[str]:
+        return [name for name in self.world.nodes if name.startswith(role)]
+
+    # ---- afterwards ----
+
+    def _check(self) -> None:
+        assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
+        assert self.outcome.finished, f"stuck after {self.world.now:.1f} s: {self._where()}"
+        contents = self._final_contents()
+        expected = self.plan.job.undisturbed()
+        assert contents == expected, f"other bytes in shards {[i for i, c in enumerate(contents) if c != expected[i]]}"
+        for name, worker in self.workers.items():
+            if worker.node.alive and worker.done:
+                assert worker.model == expected, f"{name} ends with other bytes"
+
+    def _final_contents(self) -> list[int]:
+        assert self.coordinator is not None
+        view = self.coordinator.machine.view
+        assert view is not None
+        contents = []
+        for shard in range(self.plan.job.shards):
+            server = self.servers[view.primary[shard]]
+            machine = server.machine.machine(shard)
+            assert machine is not None
+            assert machine.published == self.plan.job.steps, f"shard {shard} ends at version {machine.published}"
+            contents.append(server.held[shard].wire[machine.published])
+        return contents
+
+    def _where(self) -> str:
+        lines = []
+        for name, worker in self.workers.items():
+            if worker.node.alive:
+                m = worker.machine
+                lines.append(
+                    f"{name}: step {m.step}, target {m.target}, newest {m._newest}, "
+                    f"slots {[s.value for s in m._slots]}, "
+                    f"held {m._held}, asked {m._asked}, following {m.following}, hand {list(m.hand)}, links {m._links},"
+                    f" replica {worker._replica}, next {m.next_action()}, delivered {m._delivered}"
+                )
+        for name, server in self.servers.items():
+            if server.node.alive:
+                held = {i: server.machine.machine(i) for i in server.machine.held}
+                lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
+                    f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} missing {m.missing} "
+                    f"strict {m._strict} acked {m._acked} unfilled {m.unfilled} awaiting {m.awaiting}"
+                    for i, m in held.items() if m is not None))  # fmt: skip
+        if self.coordinator is not None:
+            lines.append(f"coordinator: {self.coordinator.machine.phase}, {self.coordinator.machine.view}, "
+                         f"taking {self.coordinator.machine._taking}, done {self.coordinator.machine._done}, "
+                         f"waits for {self.coordinator.machine.waiting_for()}")  # fmt: skip
+        return "\n".join([*lines, *self.outcome.said])
+
+
+def simulate(seed: int) -> Result:
+    """Play one seed."""
+    return Simulation(make_plan(seed)).run()

@@ -1,0 +1,293 @@
+"""A simulated server: the real machine; names where tensors would be."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rallypoint.core import server as machine
+from rallypoint.core import shard as shards
+from rallypoint.core.clip import Measure, Tell, Verdict
+from rallypoint.core.policy import Sync
+from rallypoint.core.server import Plan, ServerMachine
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.testing.simulation.job import Content, SimulatedJob, combine
+from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.store import SimulatedStore
+
+RETRY_S = 0.1
+
+
+@dataclass
+class Held:
+    """One shard's names."""
+
+    master: Content = 0
+    sum: Content = 0
+    wire: dict[int, Content] = field(default_factory=dict)
+
+    def keep(self, version: int) -> None:
+        self.wire[version] = self.master
+        self.wire.pop(version - 2, None)
+
+
+class SimulatedServer:
+    """One server process."""
+
+    def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
+        self.node, self.job, self.store = Node(world, name), job, store
+        plan = Plan(
+            policy=Sync(), expected=[job.expected(s) for s in range(job.shards)],
+            measured=frozenset(range(job.shards)) - job.buffer_shards,
+            decides=frozenset(range(job.shards)) - job.buffer_shards if job.clip is not None else frozenset(),
+            clip=job.clip,
+        )  # fmt: skip
+        self.machine = self._new_machine(plan)
+        self.held: dict[int, Held] = {}
+        self.applied: list[tuple[int, int]] = []
+        self._prepared = False
+        self._followers: list[Wire] = []
+        self._waiting: deque[tuple[ViewNumber, Any]] = deque()
+        self._tickets: dict[int, Content] = {}
+        self._peers: dict[str, tuple[Member, Wire]] = {}
+        self._trying: set[tuple[str, int]] = set()
+        self._snapshot = ""
+        self._inbox: deque[Any] = deque()
+        world.acceptors[name] = self
+        self.membership = Membership(self.node, "server", self._on_message, self._on_admitted, address=name)
+
+    def _new_machine(self, plan: Plan) -> ServerMachine:
+        return ServerMachine(self.node.name, plan)
+
+    # ---- the coordinator's words ----
+
+    def _on_admitted(self, new: bool) -> None:
+        if not new and self.machine.in_step:
+            self.membership.send(("in step", self.machine.in_step))
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case ("prepare", _):
+                self._prepared = True
+            case ("view", View() as view):
+                self._viewed(view)
+            case ("capture", id, version):
+                self._snapshot = id
+                for index in self.machine.held:
+                    if self.machine.is_primary(index):
+                        self._handle(index, shards.CaptureAt(version))
+
+    def _viewed(self, view: View) -> None:
+        if self.machine.view is not None and view.number <= self.machine.view.number:
+            return
+        births = {member.id: member.birth for member in view.servers}
+        for id, (member, wire) in list(self._peers.items()):
+            if births.get(id) != member.birth:
+                wire.close(0)
+                del self._peers[id]
+        self._run(self.machine.adopt(view))
+        for member in view.servers:
+            if member.id != self.node.name:
+                self._connect(member)
+        waiting, self._waiting = self._waiting, deque()
+        for number, call in waiting:
+            self._when_known(number, call)
+
+    def _when_known(self, number: ViewNumber | None, call: Any) -> None:
+        """A frame of a view that has not come here yet waits for it."""
+        view = self.machine.view
+        if view is None or (number is not None and number > view.number):
+            self._waiting.append((number or ViewNumber(), call))
+        elif number is None or number >= view.since:
+            call()
+
+    # ---- connections ----
+
+    def accept(self, wire: Wire, hello: Any) -> str:
+        role, who, _ = hello
+        wire.on_message[1] = lambda message: self._receive(wire, role, who, message)
+        wire.on_close[1] = lambda: self._unfollow(wire)
+        return ""
+
+    def _unfollow(self, wire: Wire) -> None:
+        if wire in self._followers:
+            self._followers.remove(wire)
+
+    def _receive(self, wire: Wire, role: str, who: str, message: Any) -> None:
+        number = message[1]
+        self._when_known(number, lambda: self._take(wire, role, who, message))
+
+    def _take(self, wire: Wire, role: str, who: str, message: Any) -> None:
+        match message:
+            case ("push", _, shard, step, replica, content) if self.machine.is_primary(shard):
+                self._handle(shard, shards.Contribute(step, replica, 1.0, self._ticket(content)))
+            case ("initial", _, shard, content) if self.machine.is_primary(shard):
+                self._handle(shard, shards.Initialise(self._ticket(content)))
+            case ("follow", _, on):
+                self._unfollow(wire)
+                if on:
+                    self._followers.append(wire)
+                    for index in self.machine.held:
+                        shard_machine = self.machine.machine(index)
+                        if self.machine.is_primary(index) and shard_machine and shard_machine.published >= 0:
+                            self._send_version(wire, index, shard_machine.published)
+            case ("fetch", _, shard, version) if shard in self.held and version in self.held[shard].wire:
+                shard_machine = self.machine.machine(shard)
+                if shard_machine is not None and version <= shard_machine.published:
+                    self._send_version(wire, shard, version)
+            case ("measures", _, step, measures):
+                self._run(self.machine.told(step, measures))
+            case ("replicate", _, shard, step, skip, content) if self.machine.takes_from(shard, who):
+                self._answer_on(wire, shard, shards.Replicated(step, skip, self._ticket(content)))
+            case ("state", _, shard, version, master, wires) if self.machine.takes_from(shard, who):
+                self.held[shard].master = master
+                self.held[shard].wire = dict(wires)
+                self._answer_on(wire, shard, shards.Loaded(version))
+
+    def _answer_on(self, wire: Wire, index: int, event: shards.Event) -> None:
+        for effect in self.machine.handle(index, event):
+            if isinstance(effect, machine.On) and isinstance(effect.effect, shards.Acknowledge):
+                wire.send(1, ("ack", index, effect.effect.version))
+            else:
+                self._run([effect])
+
+    # ---- other servers ----
+
+    def _connect(self, member: Member) -> None:
+        key = (member.id, member.birth)
+        if key in self._trying or member.id in self._peers:
+            return
+        self._trying.add(key)
+
+        def up(wire: Wire) -> None:
+            self._trying.discard(key)
+            if not self._in_view(member):
+                wire.close(0)
+                return
+            self._peers[member.id] = (member, wire)
+            wire.on_message[0] = lambda message: self._from_backup(member, message)
+            wire.on_close[0] = lambda: self._peer_lost(member, wire)
+            self._run(self.machine.peer_linked(member.id))
+
+        def failed(_: str) -> None:
+            self._trying.discard(key)
+            if self._in_view(member):
+                self.node.later(RETRY_S, lambda: self._connect(member) if self._in_view(member) else None)
+
+        assert self.machine.view is not None
+        hello = ("server", self.node.name, self.machine.view.number)
+        self.node.world.connect(self.node, member.address, hello, up, failed)
+
+    def _in_view(self, member: Member) -> bool:
+        return self.machine.view is not None and member in self.machine.view.servers
+
+    def _peer_lost(self, member: Member, wire: Wire) -> None:
+        if self._peers.get(member.id, (None, None))[1] is wire:
+            del self._peers[member.id]
+            self.machine.peer_lost(member.id)
+            self._connect(member)
+
+    def _from_backup(self, member: Member, message: Any) -> None:
+        match message:
+            case ("ack", shard, version) if self.machine.view is not None:
+                if self.machine.is_primary(shard) and self.machine.view.backup.get(shard) == member.id:
+                    self._handle(shard, shards.Acked(version))
+
+    # ---- effects ----
+
+    def _handle(self, index: int, event: shards.Event) -> None:
+        self._run(self.machine.handle(index, event))
+
+    def _ticket(self, content: Content) -> int:
+        number = len(self._tickets) + 1
+        self._tickets[number] = content
+        return number
+
+    def _run(self, effects: Sequence[machine.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case machine.Own(shard=shard):
+                    self.held[shard] = Held()
+                case machine.Disown(shard=shard):
+                    del self.held[shard]
+                case machine.Restore():
+                    self.node.later(self.node.world.latency() * 4, lambda e=effect: self._restore(e))  # type: ignore[misc]
+                case Tell(step=step, measures=measures):
+                    self._send_all_peers("measures", step, measures)
+                case Verdict():
+                    self.node.later(0.0, lambda e=effect: self._run(self.machine.decided(e)))  # type: ignore[misc]
+                case machine.On(shard=shard, effect=on):
+                    self._run_on(shard, self.held[shard], on)
+
+    def _restore(self, effect: machine.Restore) -> None:
+        for index in effect.shards:
+            view = self.machine.view
+            if view is None or view.origin != effect.origin or not self.machine.is_primary(index):
+                continue
+            version, content = self.store.read(effect.origin, index)
+            self.held[index].master = content
+            self.held[index].keep(version)
+            self._handle(index, shards.Loaded(version))
+
+    def _run_on(self, index: int, held: Held, effect: shards.Effect) -> None:
+        match effect:
+            case shards.Install(ticket=ticket):
+                held.master = self._tickets[ticket]
+                held.keep(0)
+            case shards.Take(ticket=ticket):
+                held.sum = self._tickets[ticket]
+            case shards.Add(ticket=ticket):
+                held.sum = combine(held.sum, self._tickets[ticket])
+            case shards.Drop(fault=fault):
+                assert not fault, f"{self.node.name}: shard {index}: {fault}"
+            case shards.Finish(step=step, total_weight=total, measure=measure):
+                held.sum = combine(held.sum, int(total))
+                if measure:
+                    self._run(self.machine.measured(step, Measure(index, 1.0 + index)))
+            case shards.Apply(step=step, replicate=replicate):
+                self.applied.append((index, step))
+                held.master = self.job.update(held.master, held.sum, step)
+                if replicate:
+                    self._to_backup(index, "replicate", step, False, held.sum)
+                held.keep(step + 1)
+            case shards.Publish(version=version):
+                for wire in list(self._followers):
+                    self._send_version(wire, index, version)
+            case shards.Fill(version=version):
+                self._to_backup(index, "state", version, held.master, tuple(held.wire.items()))
+            case shards.InStep():
+                self.membership.send(("in step", {index: self.machine.in_step[index]}))
+            case shards.Capture(version=version, missed=True):
+                self.membership.send(("snapshot lost", self._snapshot, "too late", version))
+            case shards.Capture(version=version):
+                self._store(index, version, held.master)
+            case _:
+                pass
+
+    def _store(self, index: int, version: int, content: Content) -> None:
+        id = self._snapshot
+
+        def write() -> None:
+            if self.store.write(id, index, version, content):
+                self.membership.send(("captured", id, (index,)))
+            else:
+                self.membership.send(("snapshot lost", id, "no space left", -1))
+
+        self.node.later(self.node.world.latency() * 2, write)
+
+    def _to_backup(self, index: int, kind: str, *fields: Any) -> None:
+        assert self.machine.view is not None
+        _, wire = self._peers[self.machine.view.backup[index]]
+        wire.send(0, (kind, self.machine.view.number, index, *fields))
+
+    def _send_all_peers(self, kind: str, *fields: Any) -> None:
+        assert self.machine.view is not None
+        for _, wire in self._peers.values():
+            wire.send(0, (kind, self.machine.view.number, *fields))
+
+    def _send_version(self, wire: Wire, index: int, version: int) -> None:
+        assert self.machine.view is not None
+        wire.send(1, ("version", self.machine.view.number, index, version, self.held[index].wire[version]))

@@ -1,0 +1,43 @@
+"""A simulated store of snapshots: what was written survives every process; it may be full for a while."""
+
+from __future__ import annotations
+
+from rallypoint.testing.simulation.job import Content
+
+
+class SimulatedStore:
+    """Snapshots by id; a shard's record is whole or not there."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self._parts: dict[str, dict[int, tuple[int, Content]]] = {}
+        self._committed: list[tuple[str, int]] = []
+
+    def write(self, id: str, shard: int, version: int, content: Content) -> bool:
+        """Store one shard; False when there is no room."""
+        if self.full:
+            return False
+        self._parts.setdefault(id, {})[shard] = (version, content)
+        return True
+
+    def commit(self, id: str, version: int, shards: int) -> bool:
+        """The manifest; False when there is no room."""
+        if self.full:
+            return False
+        assert len(self._parts[id]) == shards, f"snapshot {id} is committed with {len(self._parts[id])} shards"
+        assert {v for v, _ in self._parts[id].values()} == {version}
+        self._committed.append((id, version))
+        return True
+
+    def tear(self) -> None:
+        """The newest snapshot turns out to be damaged (only if there is one before it)."""
+        if len(self._committed) > 1:
+            self._committed.pop()
+
+    def newest(self) -> tuple[str, int]:
+        """The newest usable snapshot and its version."""
+        return self._committed[-1] if self._committed else ("", -1)
+
+    def read(self, id: str, shard: int) -> tuple[int, Content]:
+        """A shard's version and content."""
+        return self._parts[id][shard]

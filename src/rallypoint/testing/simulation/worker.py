@@ -1,0 +1,252 @@
+"""A simulated worker: the real machine, links that come back, and a main thread that takes its time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rallypoint.core import worker as machine
+from rallypoint.core.view import Member, View
+from rallypoint.core.worker import WorkerMachine
+from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.network import Node, Wire, World
+
+RETRY_S = 0.1
+
+
+class SimulatedWorker:
+    """One worker process."""
+
+    def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
+        self.node, self.job, self.speed = Node(world, name), job, speed
+        self.machine = WorkerMachine(name, job.shards, job.buffer_shards, job.steps)
+        self.slots: list[Content] = [GARBAGE] * job.shards
+        self.model: list[Content] = []
+        self.done = self.finished = self.leaving = False
+        self._links: dict[str, tuple[Member, Wire]] = {}
+        self._trying: set[tuple[str, int]] = set()
+        self._todo: deque[int] = deque()
+        self._replica = -1
+        self._began = 0.0
+        self._blocked = self._acting = False
+        self.membership = Membership(self.node, "worker", self._on_message, self._on_admitted)
+
+    # ---- the coordinator's words ----
+
+    def _on_admitted(self, new: bool) -> None:
+        if new:
+            self.membership.send(("propose", self.job.record()))
+        if self.done:
+            self.membership.send(("done",))
+        if self.leaving:
+            self.membership.send(("leaving",))
+
+    def leave(self) -> None:
+        """SIGTERM: a spot machine's notice."""
+        self.leaving = True
+        self.membership.send(("leaving",))
+
+    def _on_message(self, message: Any) -> None:
+        match message:
+            case ("view", View() as view):
+                self._viewed(view)
+            case ("assist", step, replica):
+                self._handle(machine.Assisted(step, replica))
+            case ("finish",):
+                self.finished = True
+
+    def _viewed(self, view: View) -> None:
+        births = {member.id: member.birth for member in view.servers}
+        for id, (member, wire) in list(self._links.items()):
+            if births.get(id) != member.birth:
+                wire.close(0)
+                del self._links[id]
+        self._handle(machine.Viewed(view))
+        self._connect_all()
+        if self.leaving and not view.takes_part(self.machine.me, self.machine.step):
+            self.node.later(0.0, self._go)
+
+    def _go(self) -> None:
+        self.membership.close()
+        self.node.kill()
+
+    # ---- links ----
+
+    def _connect_all(self) -> None:
+        view = self.machine.view
+        assert view is not None
+        for member in view.servers:
+            key = (member.id, member.birth)
+            if member.id not in self._links and key not in self._trying:
+                self._trying.add(key)
+                self._connect(member)
+
+    def _connect(self, member: Member) -> None:
+        def up(wire: Wire) -> None:
+            self._trying.discard((member.id, member.birth))
+            if not self._in_view(member):
+                wire.close(0)
+                return
+            self._links[member.id] = (member, wire)
+            wire.on_message[0] = lambda message: self._receive(wire, message)
+            wire.on_close[0] = lambda: self._lost(member, wire)
+            self._handle(machine.LinkUp(member.id))
+
+        def failed(_: str) -> None:
+            self.node.later(RETRY_S, lambda: self._connect_again(member))
+
+        hello = ("worker", self.machine.me, self._number)
+        self.node.world.connect(self.node, member.address, hello, up, failed)
+
+    def _connect_again(self, member: Member) -> None:
+        if self._in_view(member):
+            self._connect(member)
+        else:
+            self._trying.discard((member.id, member.birth))
+
+    def _in_view(self, member: Member) -> bool:
+        return self.machine.view is not None and member in self.machine.view.servers
+
+    def _lost(self, member: Member, wire: Wire) -> None:
+        if self._links.get(member.id, (None, None))[1] is wire:
+            del self._links[member.id]
+            self._handle(machine.LinkLost(member.id))
+            if self._in_view(member):
+                self._connect_all()
+
+    @property
+    def _number(self) -> Any:
+        return self.machine.view.number if self.machine.view is not None else None
+
+    def _receive(self, wire: Wire, message: Any) -> None:
+        match message:
+            case ("version", number, shard, version, content):
+                effects = self.machine.handle(machine.Arriving(shard, version, number))
+                self._run(effects)
+                if machine.Land(shard) in effects:
+                    self.slots[shard] = GARBAGE
+                    self.node.later(self.node.world.latency() / 4, lambda: self._land(wire, shard, content))
+        self._poke()
+
+    def _land(self, wire: Wire, shard: int, content: Content) -> None:
+        if not wire.open or all(wire is not link for _, link in self._links.values()):
+            return  # it broke halfway
+        self.slots[shard] = content
+        self._handle(machine.Landed(shard))
+
+    # ---- the main thread ----
+
+    def _handle(self, event: machine.Event) -> None:
+        self._run(self.machine.handle(event))
+        self._poke()
+
+    def _poke(self) -> None:
+        """Something has changed: whatever the main thread waits for may be there."""
+        if self._blocked:
+            self._blocked = False
+            self._fill_next()
+        elif not self._acting:
+            self._acting = True
+            self.node.later(0.0, self._act)
+
+    def _act(self) -> None:
+        self._acting = False
+        if self._replica >= 0 or self._blocked:
+            return
+        if not self.done and self.machine.step == self.job.steps:
+            self.done = True
+            self.membership.send(("done",))
+        self.done = self.done and self.machine.step == self.job.steps
+        match self.machine.next_action():
+            case machine.Initialise():
+                self._initialise()
+            case machine.Install(version=version):
+                self._install(version)
+            case machine.Compute(replica=replica):
+                self._compute(replica)
+
+    def _initialise(self) -> None:
+        assert self.machine.view is not None
+        for shard in range(self.job.shards):
+            _, wire = self._links[self.machine.view.primary[shard]]
+            wire.send(0, ("initial", self._number, shard, self.job.first(shard)))
+        self.machine.initialised()
+        self._poke()
+
+    def _install(self, version: int) -> None:
+        assert GARBAGE not in self.slots, f"{self.node.name} would install {self.slots}"
+        self.model = list(self.slots)
+        self._run(self.machine.handle(machine.Installed()))
+        assert self.machine.step == version
+        self._poke()
+
+    def _compute(self, replica: int) -> None:
+        self._replica, self._began = replica, self.node.world.now
+        self.machine.begin(replica)
+        self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
+        self._fill_next()
+
+    def _fill_next(self) -> None:
+        if self.machine.rewound:
+            self._end_replica(machine.ReplicaAbandoned())
+            return
+        while self._todo:
+            shard = self._todo[0]
+            may = self.machine.may_fill(shard)
+            if may is False:
+                self._blocked = True
+                return
+            self._todo.popleft()
+            self._fill(shard, fills=bool(may))
+            return
+        self._end_replica(machine.ReplicaComputed())
+
+    def _fill(self, shard: int, *, fills: bool) -> None:
+        if fills:
+            self.machine.fill(shard)
+            self.slots[shard] = GARBAGE
+        seconds = self.job.compute_s / self.job.shards / self.speed * self.node.world.random.uniform(0.5, 1.5)
+        step, replica = self.machine.step, self._replica
+        self.node.later(seconds, lambda: self._filled(shard, fills, step, replica))
+
+    def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
+        if fills and not self.machine.rewound:
+            self.slots[shard] = self.job.gradient(shard, step, replica, self.model)
+            self._run(self.machine.handle(machine.Filled(shard)))
+        self._fill_next()
+
+    def _end_replica(self, event: machine.ReplicaComputed | machine.ReplicaAbandoned) -> None:
+        replica, self._replica = self._replica, -1
+        self._todo.clear()
+        step = self.machine.step
+        self._run(self.machine.handle(event))
+        if isinstance(event, machine.ReplicaComputed):
+            self.membership.send(("progress", step, replica, self.node.world.now - self._began))
+        self._poke()
+
+    # ---- effects ----
+
+    def _run(self, effects: Sequence[machine.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case machine.Send():
+                    self._send(effect)
+                case machine.Fetch(shard=shard, version=version, server=server):
+                    self._links[server][1].send(0, ("fetch", self._number, shard, version))
+                case machine.Follow(server=server, on=on):
+                    self._links[server][1].send(0, ("follow", self._number, on))
+                case _:
+                    pass
+
+    def _send(self, send: machine.Send) -> None:
+        _, wire = self._links[send.server]
+        self.node.later(self.node.world.latency() / 4, lambda: self._transmit(wire, send))
+
+    def _transmit(self, wire: Wire, send: machine.Send) -> None:
+        content = self.slots[send.shard]  # what is in the slot when the bytes leave
+        wire.send(0, ("push", self._number, send.shard, send.step, send.replica, content))
+        if self.node.world.random.random() < 0.02:
+            wire.send(0, ("push", self._number, send.shard, send.step, send.replica, content))
+        self.node.later(self.node.world.latency() / 4, lambda: self._handle(machine.Sent(send.shard, send.serial)))

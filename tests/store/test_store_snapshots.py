@@ -1,0 +1,360 @@
+"""Snapshots on a disk and in memory: whole or not there, and never trusted unchecked."""
+
+from __future__ import annotations
+
+import errno
+import random
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from samples import LAYOUT, records, same, take
+
+from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
+from rallypoint.store import snapshots
+from rallypoint.store.manifest import Compression, checksum_of, snapshot_id
+from rallypoint.store.snapshots import Retention, SnapshotStore
+
+SHARDS = [shard.index for shard in LAYOUT.shards]
+
+
+def silent(sentence: str) -> None:
+    pytest.fail(f"there was nothing to say, but: {sentence}")
+
+
+@pytest.fixture(params=["disk", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A place for a store that does not exist yet."""
+    if request.param == "disk":
+        yield str(tmp_path / "runs" / "one" / "snapshots")
+        return
+    root = f"/{uuid.uuid4().hex}"
+    yield f"memory:/{root}/snapshots"
+    memory = MemoryFileSystem()
+    if memory.exists(root):
+        memory.rm(root, recursive=True)
+
+
+@pytest.fixture
+def store(url: str) -> SnapshotStore:
+    return SnapshotStore(url)
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("compression", get_args(Compression))
+def test_what_was_written_is_read_by_another_process(store: SnapshotStore, compression: Compression) -> None:
+    written = take(store, 42, compression=compression)
+    other = SnapshotStore(store.url)
+    found = other.latest_usable(silent)
+    assert found is not None
+    assert msgspec.json.encode(found) == msgspec.json.encode(written)
+    assert same(list(other.read(found, SHARDS)), list(records(42)))
+
+
+def test_any_shards_can_be_read_in_any_order(store: SnapshotStore) -> None:
+    manifest = take(store, 1)
+    expected = list(records(1))
+    assert same(list(store.read(manifest, [2, 0])), [expected[2], expected[0]])
+    with pytest.raises(SnapshotError, match="snapshot step-00000001-1 has no shard 99"):
+        list(store.read(manifest, [99]))
+
+
+def test_an_empty_store_has_no_snapshot(store: SnapshotStore) -> None:
+    assert store.latest_usable(silent) is None
+    assert store.manifests() == []
+    store.retain(Retention())
+
+
+def test_a_file_is_closed_once_it_is_full(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 300)
+    manifest = take(store, 1, writers=1, compression="none")
+    assert sorted(manifest.files) == ["server0-0.shards", "server0-1.shards"]
+    assert {entry.file for entry in manifest.shards.values()} == manifest.files.keys()
+    assert same(list(store.read(manifest, SHARDS)), list(records(1)))
+
+
+def test_a_writer_without_shards_writes_nothing(store: SnapshotStore) -> None:
+    part = store.write_part(snapshot_id(1, 1), "idle", [], "none")
+    assert (part.files, part.shards) == ({}, {})
+
+
+def test_a_part_travels_as_a_message(store: SnapshotStore) -> None:
+    part = store.write_part(snapshot_id(1, 1), "a", records(1), "none")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(part), type=snapshots.Part) == part
+
+
+# What is not committed does not exist
+
+
+def test_parts_without_a_manifest_are_no_snapshot(store: SnapshotStore) -> None:
+    take(store, 1)
+    store.write_part(snapshot_id(2, 1), "a", records(2), "none")
+    found = store.latest_usable(silent)
+    assert found is not None
+    assert found.version == 1
+    assert [manifest.version for manifest in store.manifests()] == [1]
+
+
+def test_a_snapshot_that_lacks_a_shard_is_not_committed(store: SnapshotStore) -> None:
+    whole = take(store, 1)
+    part = store.write_part(snapshot_id(2, 1), "a", list(records(2))[1:], "none")
+    lacking = msgspec.structs.replace(whole, id=snapshot_id(2, 1), version=2, shards=part.shards, files=part.files)
+    with pytest.raises(SnapshotFailed, match=r"step-00000002-1 lacks 1 shards \(the first is 0\)"):
+        store.commit(lacking)
+    assert [manifest.version for manifest in store.manifests()] == [1]
+
+
+def test_a_manifest_that_could_not_be_read_is_not_committed(store: SnapshotStore) -> None:
+    whole = take(store, 1)
+    with pytest.raises(SnapshotFailed, match="step-00000001-1 is not committed"):
+        store.commit(msgspec.structs.replace(whole, files={}))
+
+
+@pytest.mark.parametrize(("snapshot", "part"), [("../x", "a"), ("step-1", "a"), ("step-00000001-1", "../a")])
+def test_names_that_lead_elsewhere_are_refused(store: SnapshotStore, snapshot: str, part: str) -> None:
+    with pytest.raises(UsageError):
+        store.write_part(snapshot, part, [], "none")
+
+
+def test_an_unknown_kind_of_place_is_named() -> None:
+    with pytest.raises(ConfigError, match="nowhere://x is no place for snapshots"):
+        SnapshotStore("nowhere://x")
+
+
+# Damage
+
+
+def damaged(data: bytes, seed: random.Random) -> Iterator[tuple[str, bytes]]:
+    for _ in range(12):
+        position, bit = seed.randrange(len(data)), 1 << seed.randrange(8)
+        yield f"bit {bit} of byte {position}", data[:position] + bytes([data[position] ^ bit]) + data[position + 1 :]
+    for length in {0, 1, len(data) - 1, seed.randrange(len(data))}:
+        yield f"cut to {length}", data[:length]
+    yield "longer", data + b"\0"
+
+
+@pytest.mark.parametrize("compression", get_args(Compression))
+def test_any_changed_byte_in_any_file_is_detected_and_the_one_before_is_used(
+    tmp_path: Path, compression: Compression
+) -> None:
+    store = SnapshotStore(str(tmp_path))
+    take(store, 41, compression=compression)
+    manifest = take(store, 42, compression=compression)
+    seed = random.Random(42)
+    for file in sorted((tmp_path / manifest.id).iterdir()):
+        sound = file.read_bytes()
+        for what, data in damaged(sound, seed):
+            file.write_bytes(data)
+            said: list[str] = []
+            found = store.latest_usable(said.append)
+            assert found is not None, f"{file.name}, {what}"
+            assert found.version == 41, f"{file.name}, {what}"
+            assert len(said) == 1
+            assert said[0].startswith(f"snapshot step-00000042-1 is damaged: file {file.name}: "), said
+            assert said[0].endswith("; using the one before it")
+        file.write_bytes(sound)
+    assert store.latest_usable(silent) is not None
+
+
+def test_a_changed_latest_is_detected_and_misleads_nobody(tmp_path: Path) -> None:
+    store = SnapshotStore(str(tmp_path))
+    take(store, 41)
+    take(store, 42)
+    latest = tmp_path / "latest"
+    sound = latest.read_bytes()
+    for what, data in damaged(sound, random.Random(1)):
+        latest.write_bytes(data)
+        said: list[str] = []
+        found = store.latest_usable(said.append)
+        assert found is not None, what
+        assert found.version == 42, what
+        assert said == [f"{latest} is damaged; using the snapshot with the highest version"], what
+
+
+def test_latest_decides_and_its_loss_is_no_loss(tmp_path: Path) -> None:
+    store = SnapshotStore(str(tmp_path))
+    for version in (50, 100):
+        take(store, version)
+    take(store, 60, attempt=2)  # somebody went on from 50: version 100 was given up
+    found = store.latest_usable(silent)
+    assert found is not None
+    assert found.id == "step-00000060-2"
+
+    (tmp_path / "step-00000060-2" / "server0-0.shards").unlink()
+    said: list[str] = []
+    found = store.latest_usable(said.append)
+    assert found is not None
+    assert found.version == 50
+    assert said == [
+        "snapshot step-00000060-2 is damaged: file server0-0.shards: it is missing; using the one before it"
+    ]
+
+    store.discard("step-00000060-2")
+    said.clear()
+    found = store.latest_usable(said.append)
+    assert found is not None
+    assert found.version == 50
+    assert said == [
+        f"{tmp_path / 'latest'} names snapshot step-00000060-2, which is not there; using the one before it"
+    ]
+
+    (tmp_path / "latest").unlink()
+    found = store.latest_usable(silent)
+    assert found is not None
+    assert found.version == 100
+
+
+def test_when_nothing_is_usable_every_snapshot_is_named(store: SnapshotStore) -> None:
+    for version in (1, 2):
+        manifest = take(store, version)
+        store._files.put(f"{manifest.id}/manifest.json", [b"?"])
+    said: list[str] = []
+    assert store.latest_usable(said.append) is None
+    assert [sentence.rpartition("; ")[2] for sentence in said] == [
+        "using the one before it",
+        "there is none before it",
+    ]
+    assert store.manifests() == []
+
+
+def test_a_newer_format_stops_rather_than_going_back(store: SnapshotStore) -> None:
+    take(store, 1)
+    manifest = take(store, 2)
+    body = b'{"format": 7}'
+    store._files.put(f"{manifest.id}/manifest.json", [checksum_of(body).encode(), b"\n", body])
+    with pytest.raises(SnapshotError, match=r"snapshot step-00000002-1 cannot be used: .* format 7"):
+        store.latest_usable(silent)
+    assert [manifest.version for manifest in store.manifests()] == [1]
+    take(store, 3)
+    store.retain(Retention(keep_last=1))
+    assert store._files.names() == ["latest", "step-00000002-1", "step-00000003-1"]  # not ours to judge
+
+
+def test_reading_a_damaged_shard_names_it(store: SnapshotStore) -> None:
+    manifest = take(store, 5, writers=1)
+    entry = manifest.shards[1]
+    path = f"{manifest.id}/{entry.file}"
+    data = bytearray(store._files.get(path))
+    data[entry.offset + entry.length // 2] ^= 1
+    store._files.put(path, [bytes(data)])
+    reading = store.read(manifest, SHARDS)
+    assert same([next(reading)], [next(records(5))])  # what is sound can be had
+    with pytest.raises(DamagedSnapshot, match=r"step-00000005-1 is damaged: file server0-0.shards: shard 1 is not"):
+        next(reading)
+
+
+def test_a_record_under_another_number_is_refused(store: SnapshotStore) -> None:
+    manifest = take(store, 5)
+    swapped = msgspec.structs.replace(manifest, shards={0: manifest.shards[1]})
+    with pytest.raises(DamagedSnapshot, match="holds shard 1 at version 5 where shard 0 should be"):
+        list(store.read(swapped, [0]))
+
+
+def test_a_store_that_does_not_answer_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore(str(tmp_path))
+    take(store, 1)
+
+    def refuse(self: Any, path: str, **_: Any) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr(LocalFileSystem, "cat_file", refuse)
+    with pytest.raises(SnapshotError, match=f"{tmp_path}/latest cannot be read: Permission denied") as raised:
+        store.latest_usable(silent)
+    assert not isinstance(raised.value, DamagedSnapshot)
+
+
+# A full disk
+
+
+class _FullDisk:
+    """A file on a disk that takes `room` bytes in all."""
+
+    def __init__(self, file: Any, disk: dict[str, int]) -> None:
+        self._file, self._disk = file, disk
+
+    def write(self, data: bytes) -> int:
+        self._disk["room"] -= len(data)
+        if self._disk["room"] < 0:
+            self._file.write(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return int(self._file.write(data))
+
+    def __enter__(self) -> _FullDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
+    disk = {"room": room}
+    real = LocalFileSystem.open
+
+    def opened(self: LocalFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = real(self, path, mode, **options)
+        return _FullDisk(file, disk) if "w" in mode else file
+
+    monkeypatch.setattr(LocalFileSystem, "open", opened)
+
+
+@pytest.mark.parametrize("room", [0, 500, 900])
+def test_a_full_disk_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    store = SnapshotStore(str(tmp_path))
+    take(store, 1)
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 300)
+    with monkeypatch.context() as full:
+        fill_disk(full, room)
+        with pytest.raises(SnapshotFailed, match=r"step-00000002-1 failed: .*/a-\d.shards cannot .*: No space left"):
+            store.write_part(snapshot_id(2, 1), "a", records(2), "none")
+    assert list((tmp_path / "step-00000002-1").iterdir()) == []
+    found = store.latest_usable(silent)
+    assert found is not None
+    assert found.version == 1
+
+
+def test_a_disk_that_fills_up_at_the_manifest_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SnapshotStore(str(tmp_path))
+    parts = sum(take(store, 1, compression="none").files.values())
+    with monkeypatch.context() as full:
+        fill_disk(full, parts + 100)
+        with pytest.raises(SnapshotFailed, match=r"manifest.json cannot be written"):
+            take(store, 2, compression="none")
+    assert sorted(path.name for path in (tmp_path / snapshot_id(2, 1)).iterdir()) == [
+        "server0-0.shards",
+        "server1-0.shards",
+    ]
+    assert [manifest.version for manifest in store.manifests()] == [1]
+
+
+def test_a_writer_that_fails_half_way_takes_its_files_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "FILE_BYTES", 1)
+
+    def failing() -> Iterator[Any]:
+        yield next(records(1))
+        raise RuntimeError("the server is going down")
+
+    with pytest.raises(RuntimeError, match="going down"):
+        SnapshotStore(str(tmp_path)).write_part(snapshot_id(1, 1), "a", failing(), "none")
+    assert list((tmp_path / "step-00000001-1").iterdir()) == []
+
+
+def test_importing_the_store_loads_neither_torch_nor_numpy() -> None:
+    program = "import sys, rallypoint.store.snapshots; print(*sorted({'torch', 'numpy'} & sys.modules.keys()))"
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert answer.stdout.strip() == ""
