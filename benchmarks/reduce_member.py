@@ -15,6 +15,7 @@ from cluster import join_gloo, write_result
 from rallypoint.config import resolve
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.worker import Compute, Initialise, Install
 from rallypoint.launch import environment
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.worker.exchange import Exchange
@@ -53,26 +54,30 @@ def rallypoint(task: Task) -> list[float]:
         id=os.environ[environment.ID], coordinator=os.environ[environment.COORDINATOR],
         token=os.environ[environment.TOKEN],
     ) as job:  # fmt: skip
-        exchange = job.open_exchange(record, config, _ones)
-        finishes = [_version(exchange)]
-        for _ in range(task.steps):
-            for shard in range(len(layout.shards)):
-                exchange.claim(shard)  # the slot still holds the parameters: as good a gradient as any
-                exchange.filled(shard)
-            exchange.replica_computed()
-            finishes.append(_version(exchange))
-        job.done()
+        exchange = job.open_exchange(record, config)
+        return _exchange_all(job, exchange, task.steps)
+
+
+def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
+    """What `Run` does, without a model; when each version was here."""
+    finishes: list[float] = []
+    while (action := exchange.next_action()) is not None:
+        match action:
+            case Initialise():
+                exchange.buffer.fill_(1.0)
+                exchange.initialise()
+            case Install(version=version):
+                exchange.installed()
+                finishes.append(time.monotonic())
+                if version == steps:
+                    job.done()
+            case Compute(replica=replica):
+                exchange.begin_replica(replica)
+                for shard in range(len(exchange.layout.shards)):
+                    if exchange.claim(shard):  # the slot still holds the parameters: as good a gradient as any
+                        exchange.filled(shard)
+                exchange.replica_computed()
     return finishes
-
-
-def _ones(vector: torch.Tensor) -> None:
-    vector.fill_(1.0)
-
-
-def _version(exchange: Exchange) -> float:
-    exchange.wait_version()
-    exchange.installed()
-    return time.monotonic()
 
 
 def gloo(task: Task) -> list[float]:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
@@ -14,15 +14,40 @@ import typer
 from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch import environment
 
+if TYPE_CHECKING:
+    from rallypoint.launch.launcher import Launch
+
 app = typer.Typer(
     help="Data-parallel training for PyTorch: stateless workers, stateful servers.",
     no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
 )  # fmt: skip
 
+# Options that a plan has under the same name.
+_PLAIN = (
+    "standby", "servers", "replication", "heartbeat", "backup_tasks", "threads", "bind", "snapshot_steps",
+    "snapshot_seconds", "compression",
+)  # fmt: skip
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
-Workers = Annotated[int, typer.Option("--workers", "-w", min=1, help="Worker processes; they compute gradients.")]
+Workers = Annotated[
+    str, typer.Option("--workers", "-w", help="Worker processes, which compute gradients: 4, or 2:8 for from 2 to 8.")
+]
+Standby = Annotated[int, typer.Option(min=0, help="More workers, imported and connected, to take over at once.")]
 Servers = Annotated[int, typer.Option("--servers", "-s", min=1, help="Server processes; they own the parameters.")]
+Replication = Annotated[
+    int, typer.Option(min=1, max=2, help="2: every shard is on two servers, and either may die without a step lost.")
+]
+Heartbeat = Annotated[float, typer.Option(min=0.5, help="Seconds without a sign of life until a process is given up.")]
+BackupTasks = Annotated[bool, typer.Option(help="Give a straggler's replica to an idle worker too; the first wins.")]
+SnapshotSeconds = Annotated[float, typer.Option(min=0, help="Take a snapshot every so many seconds; 0: not by time.")]
+SnapshotSteps = Annotated[int, typer.Option(min=0, help="Take a snapshot every so many steps; 0: not by steps.")]
+Snapshots = Annotated[
+    str, typer.Option(help="Where: a folder or any fsspec URL; by default in the run's folder; none for no snapshots.")
+]
+Compression = Annotated[str, typer.Option(help="Of snapshots: zstd, zstd-planes (smaller, slower) or none.")]
+KeepLast = Annotated[int, typer.Option(min=1, help="Snapshots to keep: the last so many,")]
+KeepEvery = Annotated[int, typer.Option(min=0, help="... those of a version that is a multiple of this (0: none),")]
+KeepBest = Annotated[str, typer.Option(help="... and the one with the lowest value of this metric.")]
 Threads = Annotated[int, typer.Option(min=1, help="Intra-op threads of every process (1: the same bytes every time).")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings, over the script's own.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="One setting, as in --set steps=200; may be repeated.")]
@@ -30,13 +55,18 @@ Folder = Annotated[Path | None, typer.Option(help="The run's folder; by default 
 Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto) of a few steps to this file.")]
 TraceSteps = Annotated[str, typer.Option(help="Which steps to trace, as FIRST:LAST (LAST not included).")]
 Bind = Annotated[str, typer.Option(help="Where the coordinator listens; port 0 is any free one.")]
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
 
 @app.command(context_settings=_PASS_ON)
 def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
-    workers: Workers = 2, servers: Servers = 2, threads: Threads = 1, config: ConfigFile = None, sets: Sets = None,
+    workers: Workers = "2", servers: Servers = 2, standby: Standby = 0, replication: Replication = 1,
+    heartbeat: Heartbeat = 3.0, backup_tasks: BackupTasks = False, snapshot_seconds: SnapshotSeconds = 60.0,
+    snapshot_steps: SnapshotSteps = 0, snapshots: Snapshots = "", compression: Compression = "zstd",
+    keep_last: KeepLast = 3, keep_every: KeepEvery = 0, keep_best: KeepBest = "",
+    threads: Threads = 1, config: ConfigFile = None, sets: Sets = None,
     folder: Folder = None, trace: Trace = None, trace_steps: TraceSteps = "5:7", bind: Bind = "127.0.0.1:0",
 ) -> None:  # fmt: skip
     """Run a script on a cluster of processes on this machine.
@@ -45,47 +75,96 @@ def run(
     """
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
-    argv = [sys.executable, str(script), *context.args]
-    _launch(argv, workers, servers, threads, config, sets, folder, trace, trace_steps, bind)
+    _launch([sys.executable, str(script), *context.args], context.params)
 
 
 @app.command(context_settings=_PASS_ON)
 def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to the recipe.")],
-    workers: Workers = 2, servers: Servers = 2, threads: Threads = 1, config: ConfigFile = None, sets: Sets = None,
+    workers: Workers = "2", servers: Servers = 2, standby: Standby = 0, replication: Replication = 1,
+    heartbeat: Heartbeat = 3.0, backup_tasks: BackupTasks = False, snapshot_seconds: SnapshotSeconds = 60.0,
+    snapshot_steps: SnapshotSteps = 0, snapshots: Snapshots = "", compression: Compression = "zstd",
+    keep_last: KeepLast = 3, keep_every: KeepEvery = 0, keep_best: KeepBest = "",
+    threads: Threads = 1, config: ConfigFile = None, sets: Sets = None,
     folder: Folder = None, trace: Trace = None, trace_steps: TraceSteps = "5:7", bind: Bind = "127.0.0.1:0",
 ) -> None:  # fmt: skip
     """Train a ready-made recipe on real data.
 
     Example: [bold]rallypoint train gpt --data my/texts --steps 500[/bold]; its own options: rallypoint train gpt --help
     """
-    from rallypoint.recipes import RECIPES
+    _launch(_recipe_argv(recipe, context.args), context.params)
 
-    if recipe not in RECIPES:
-        raise UsageError(f"there is no recipe {recipe}: choose one of {', '.join(sorted(RECIPES))}")
-    argv = [sys.executable, "-m", RECIPES[recipe], *context.args]
-    if "--help" in context.args:
-        os.execv(sys.executable, argv)
-    _launch(argv, workers, servers, threads, config, sets, folder, trace, trace_steps, bind)
+
+@app.command()
+def resume(
+    run: RunFolder,
+    bind: Bind = "127.0.0.1:0",
+) -> None:
+    """Go on with a run from its newest usable snapshot: nothing else is needed.
+
+    Example: [bold]rallypoint resume runs/20260131-235959[/bold]
+    """
+    from rallypoint.launch.console import RunConsole
+    from rallypoint.launch.launcher import launch, read_plan
+    from rallypoint.store.snapshots import SnapshotStore
+
+    plan = read_plan(run)
+    if not plan.snapshots:
+        raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
+    manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: print(text, file=sys.stderr))
+    if manifest is None:
+        raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
+    print(f"going on from {manifest.id}, version {manifest.version}")
+    plan = msgspec.structs.replace(plan, resume=manifest.id, bind=bind, folder=str(run))
+    raise typer.Exit(launch(plan, RunConsole()))
+
+
+@app.command()
+def snapshot(run: RunFolder) -> None:
+    """Ask a running job for a snapshot now, and wait until it is durable."""
+    from rallypoint.launch.ask import take_snapshot
+
+    print(take_snapshot(run))
+
+
+@app.command()
+def export(
+    snapshot: Annotated[str, typer.Argument(help="A snapshot, a folder of snapshots, or a run's folder.")],
+    to: Annotated[Path, typer.Option(help="model.safetensors, or model.pt with the optimizer's state by name.")],
+) -> None:
+    """Write a snapshot's model as safetensors or as a torch checkpoint.
+
+    Example: [bold]rallypoint export runs/20260131-235959 --to model.safetensors[/bold]
+    """
+    from rallypoint.store.export import export_snapshot
+
+    print(export_snapshot(snapshot, to))
 
 
 @app.command(hidden=True)
 def coordinator(
-    workers: Workers, servers: Servers, bind: Bind = "127.0.0.1:0",
-    folder: Annotated[str, typer.Option(help="The run's folder.")] = "",
-    overrides: Annotated[str, typer.Option(help="Settings over the script's own, as JSON.")] = "{}",
-    trace_steps: TraceSteps = "0:0",
-) -> None:  # fmt: skip
+    terms: Annotated[str, typer.Option(help="How the cluster is to behave (core.cluster.Terms), as JSON.")] = "{}",
+    reception: Annotated[str, typer.Option(help="What members are told (Reception), as JSON.")] = "{}",
+    resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
+    bind: Bind = "127.0.0.1:0",
+) -> None:
     """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN."""
     from rallypoint.coordinator.service import CoordinatorService, Reception
+    from rallypoint.core.cluster import Terms
     from rallypoint.launch.lifeline import hold_lifeline
+    from rallypoint.store.snapshots import SnapshotStore
 
     hold_lifeline()
-    reception = Reception(msgspec.json.decode(overrides, type=dict[str, Any]), folder, _steps(trace_steps))
+    about = msgspec.json.decode(reception, type=Reception)
+    start = None
+    if resume:
+        manifest = SnapshotStore(about.snapshots).load(resume)
+        start = (manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(
-        workers=workers, servers=servers, bind=bind, reception=reception, token=os.environ.get(environment.TOKEN, "")
-    )
+        terms=msgspec.json.decode(terms, type=Terms), bind=bind, reception=about, resume=start,
+        token=os.environ.get(environment.TOKEN, ""),
+    )  # fmt: skip
     service.start()
     _announce(service.address)
     service.wait()
@@ -122,20 +201,46 @@ def main() -> None:
         sys.exit(1)
 
 
-def _launch(
-    argv: list[str], workers: int, servers: int, threads: int, config: Path | None, sets: list[str] | None,
-    folder: Path | None, trace: Path | None, trace_steps: str, bind: str,
-) -> None:  # fmt: skip
-    from rallypoint.config import overrides_from
-    from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.launcher import Launch, launch, new_folder
+def _recipe_argv(recipe: str, arguments: list[str]) -> list[str]:
+    from rallypoint.recipes import RECIPES
 
-    plan = Launch(
-        worker=argv, workers=workers, servers=servers, threads=threads, bind=bind,
-        folder=folder or new_folder(Path("runs")), overrides=overrides_from(config, sets or []),
-        trace=trace, trace_steps=_steps(trace_steps),
+    if recipe not in RECIPES:
+        raise UsageError(f"there is no recipe {recipe}: choose one of {', '.join(sorted(RECIPES))}")
+    argv = [sys.executable, "-m", RECIPES[recipe], *arguments]
+    if "--help" in arguments:
+        os.execv(sys.executable, argv)
+    return argv
+
+
+def _launch(argv: list[str], options: dict[str, Any]) -> None:
+    from rallypoint.launch.console import RunConsole
+    from rallypoint.launch.launcher import launch
+
+    raise typer.Exit(launch(_plan(argv, options), RunConsole()))
+
+
+def _plan(argv: list[str], options: dict[str, Any]) -> Launch:
+    """The plan that these options of the command line make."""
+    from rallypoint.config import overrides_from
+    from rallypoint.launch.launcher import SNAPSHOTS, Launch, new_folder, parse_workers
+    from rallypoint.store.retention import Retention
+
+    limits, start = parse_workers(options["workers"])
+    folder = options["folder"] or new_folder(Path("runs"))
+    where = options["snapshots"] or str((folder / SNAPSHOTS).resolve())
+    if options["compression"] not in ("zstd", "zstd-planes", "none"):
+        raise ConfigError(f"'{options['compression']}' is no compression: choose zstd, zstd-planes or none")
+    if options["replication"] > options["servers"]:
+        raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
+    return Launch(
+        worker=tuple(argv), workers=limits, workers_start=start, folder=str(folder),
+        snapshots="" if where == "none" else where, overrides=overrides_from(options["config"], options["sets"] or []),
+        retention=Retention(
+            keep_last=options["keep_last"], keep_every=options["keep_every"], keep_best=options["keep_best"]
+        ),
+        trace=str(options["trace"] or ""), trace_steps=_steps(options["trace_steps"]),
+        **{name: options[name] for name in _PLAIN},
     )  # fmt: skip
-    raise typer.Exit(launch(plan, RunConsole()))
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+
 from rallypoint.net.messages import Report, StepDone
 
 
@@ -30,7 +33,35 @@ class StepTally:
         loss = sum(reports[replica].loss * reports[replica].weight for replica in sorted(reports)) / weight
         return StepDone(report.step, loss, sum(r.items for r in reports.values()))
 
+    def rewind(self, done: int) -> None:
+        """The job goes on after step `done`: what was reported of later ones is void."""
+        self.done = done
+        self._reports.clear()
+
     def missing(self) -> tuple[int, list[int]]:
         """The step in progress and the replicas that have not reported it."""
-        step = self.done + 1
+        step = max(self.done + 1, *self._reports) if self._reports else self.done + 1
         return step, [r for r in range(self._replicas) if r not in self._reports.get(step, {})]
+
+
+_REMEMBERED = 256
+
+
+class Lateness:
+    """How long after the first contribution of a step each worker's last one came, over the last steps."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, deque[float]] = {}
+
+    def add(self, late: Mapping[str, float]) -> None:
+        """One step's: worker -> seconds."""
+        for worker, seconds in late.items():
+            self._seconds.setdefault(worker, deque(maxlen=_REMEMBERED)).append(seconds)
+
+    def of(self, worker: str) -> str:
+        """A worker's figures as a phrase; "" when there are none."""
+        ordered = sorted(self._seconds.get(worker, ()))
+        if not ordered:
+            return ""
+        p50, p99 = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        return f"usually {p50:.2f} s behind the first, at worst {p99:.2f} s (p50 and p99 of {len(ordered)} steps)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import threading
@@ -13,74 +14,108 @@ import msgspec
 
 from rallypoint.config import JobConfig, parse
 from rallypoint.coordinator.events import EventLog
-from rallypoint.coordinator.progress import StepTally
+from rallypoint.coordinator.journal import Journal
+from rallypoint.coordinator.progress import Lateness, StepTally
+from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core import cluster
-from rallypoint.core.view import Member
+from rallypoint.core.cluster import ClusterMachine, Terms
+from rallypoint.core.job import JobRecord
+from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, ConfigError, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.messages import (
     Aborted,
+    Admitted,
+    Applied,
+    Assist,
+    Beat,
+    Capture,
     Done,
     Finished,
     GiveUp,
     Hello,
+    InStep,
+    Leaving,
+    Members,
     Message,
     Metrics,
+    NotStored,
     Planned,
     Prepare,
-    Prepared,
     Propose,
     Report,
     Say,
     Skipped,
-    Start,
+    Snapshotted,
+    SnapshotWanted,
+    Stored,
+    Turn,
     Waiting,
     Welcome,
     decode,
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
+from rallypoint.store.retention import Retention
 
 SILENCE_S = 5.0  # without news for so long, say what the job waits for
 _FAREWELL_S = 2.0
+_TICKS = 8  # in the time after which a silent member is given up
 
 
 class Reception(msgspec.Struct, frozen=True):
-    """What every member is told when it joins."""
+    """What every member is told when it joins, and where the job's traces and snapshots go."""
 
     overrides: dict[str, Any] = {}
     folder: str = ""
     trace: tuple[int, int] = (0, 0)
+    snapshots: str = ""
+    compression: str = "zstd"
+    retention: Retention = Retention()
 
 
 class CoordinatorService:
-    """The coordinator of one job of `workers` workers and `servers` servers.
+    """The coordinator of one job.
 
-    `start` returns once it listens (`address`); `wait` blocks until the job is over: None, or why it failed.
+    `start` returns once it listens (`address`); `wait` blocks until the job is over: None, or why it failed. With a
+    folder it keeps a journal there, and goes on where the coordinator before it ended.
     """
 
     def __init__(
-        self, *, workers: int, servers: int, token: str = "", bind: str = "127.0.0.1:0",
-        reception: Reception | None = None, transport: Transport | None = None,
+        self, *, terms: Terms, token: str = "", bind: str = "127.0.0.1:0", reception: Reception | None = None,
+        transport: Transport | None = None, resume: tuple[JobRecord, str, int] | None = None,
     ) -> None:  # fmt: skip
-        self._machine = cluster.ClusterMachine(workers, servers)
-        self._token, self._bind = token, bind
+        self._terms, self._token, self._bind, self._resume = terms, token, bind, resume
         self._reception = reception or Reception()
         self._transport: Transport = transport or TcpTransport()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._members: dict[str, Channel] = {}
         self._observers: list[Channel] = []
         self._tally: StepTally | None = None
+        self._late = Lateness()
         self._planned: Planned | None = None
-        self._last_news = time.monotonic()
+        self._metrics: dict[str, float] = {}
+        self._since = ""
+        self._last_news = self._last_word = time.monotonic()
         self._over = threading.Event()
         self._failure: str | None = None
 
     def start(self) -> None:
-        """Begin to listen. AddressInUse when somebody does there already."""
+        """Begin to listen. AddressInUse when somebody does there already; DataError for an unreadable journal."""
+        self._journal = Journal(self._reception.folder)
+        self._machine = ClusterMachine(self._terms, recovered=self._journal.load(), resume=self._resume)
+        self._written = 0
         self._log = EventLog(self._reception.folder)
+        self._keeper: SnapshotKeeper | None = None
+        if self._terms.snapshots:
+            self._keeper = SnapshotKeeper(
+                self._reception.snapshots, self._reception.compression, self._reception.retention, self._say_later
+            )
+        self._write_state()
+        if self._machine.record is not None and self._machine.view is not None:
+            self._plan(self._machine.record, self._machine.view)
         self._thread = threading.Thread(target=self._run, name="coordinate", daemon=True)
         self._thread.start()
         try:
@@ -113,16 +148,23 @@ class CoordinatorService:
     def _stop_owner(self) -> None:
         self._inbox.put(None)
         self._thread.join()
+        if self._keeper is not None:
+            self._keeper.close()
         self._log.close()
+        self._journal.close()
 
     # ---- connections ----
 
     def _admit(self, hello: Hello) -> Welcome:
         if hello.role not in ("worker", "server", "observer"):
             raise AccessDenied(f"there is no role {hello.role}")
-        if hello.id in self._members:
-            raise AccessDenied(_taken(hello.id))
-        return Welcome(self._reception.overrides, self._reception.folder, self._reception.trace)
+        if hello.id in self._members and not hello.birth:
+            raise AccessDenied(f"the id {hello.id} is taken: give every member one of its own")
+        about = self._reception
+        return Welcome(
+            about.overrides, about.folder, about.trace, about.snapshots if self._terms.snapshots else "",
+            about.compression, self._terms.heartbeat,
+        )  # fmt: skip
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         self._inbox.put(lambda: self._joined(channel, hello))
@@ -130,9 +172,11 @@ class CoordinatorService:
         try:
             while True:
                 header = channel.receive_header()
-                if header.kind is not Kind.CONTROL or hello.role == "observer":
+                if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
                 message = _checked(decode(channel.receive_bytes(header)))
+                if hello.role == "observer" and not isinstance(message, SnapshotWanted):
+                    raise ProtocolError(f"a {type(message).__name__} message from observer {hello.id}")
                 self._inbox.put(lambda message=message: self._received(channel, hello, message))  # type: ignore[misc]
         except LinkError as error:
             reason = str(error)
@@ -146,18 +190,24 @@ class CoordinatorService:
     # ---- the owner's thread ----
 
     def _run(self) -> None:
+        tick = self._terms.heartbeat / _TICKS
+        due = time.monotonic()
         while True:
-            try:
-                call = self._inbox.get(timeout=SILENCE_S)
-            except queue.Empty:
-                self._say_what_we_wait_for()
-                continue
+            call: Callable[[], None] | None = self._tick
+            with contextlib.suppress(queue.Empty):
+                call = self._inbox.get(timeout=max(0.0, due - time.monotonic()))
             if call is None:
                 return
+            if call == self._tick:
+                due = time.monotonic() + tick
             try:
                 call()
             except Exception as error:  # whatever it was, nobody would be told of anything any more
                 self._end(f"the coordinator failed: {type(error).__name__}: {error}")
+
+    def _tick(self) -> None:
+        self._handle(cluster.Tick(time.monotonic()))
+        self._say_what_we_wait_for()
 
     def _joined(self, channel: Channel, hello: Hello) -> None:
         if hello.role == "observer":
@@ -165,11 +215,13 @@ class CoordinatorService:
             if self._planned is not None:
                 channel.send_message(self._planned)
             return
-        if hello.id in self._members:
-            channel.refuse(_taken(hello.id))
-            return
+        if (old := self._members.get(hello.id)) is not None:
+            if not hello.birth:
+                channel.refuse(f"the id {hello.id} is taken: give every member one of its own")
+                return
+            old.connection.close()  # the same process came again before we noticed that it had gone
         self._members[hello.id] = channel
-        self._handle(cluster.Joined(Member(hello.id, hello.host, hello.address), hello.role))
+        self._handle(cluster.Joined(Member(hello.id, hello.host, hello.address, hello.birth), hello.role))
 
     def _left(self, channel: Channel, hello: Hello, reason: str) -> None:
         if channel in self._observers:
@@ -179,17 +231,43 @@ class CoordinatorService:
             self._handle(cluster.Left(hello.id, reason))
 
     def _received(self, channel: Channel, hello: Hello, message: Message) -> None:
+        if hello.role == "observer":
+            self._handle(cluster.SnapshotWanted())
+            return
         if self._members.get(hello.id) is not channel:
             return  # it was refused: what it says does not count
+        self._handle(cluster.Heard(hello.id))
         match message:
+            case Beat():
+                pass
             case Report() if hello.role == "worker":
+                self._handle(cluster.Progress(hello.id, message.step, message.replica, message.seconds))
                 self._report(message)
-            case Metrics() | Say() | Skipped():
+            case Applied(late=late):
+                self._late.add(late)
+                self._log.write(message)
+            case Metrics(values=values):
+                self._metrics = dict(values)
                 self._announce(message)
+            case Say() | Skipped():
+                self._announce(message)
+            case _:
+                self._handle_message(hello, message)
+
+    def _handle_message(self, hello: Hello, message: Message) -> None:
+        match message:
             case Propose(record=record):
                 self._handle(cluster.Proposed(hello.id, record))
-            case Prepared():
-                self._handle(cluster.Prepared(hello.id))
+            case InStep(backups=backups):
+                self._handle(cluster.InStep(hello.id, backups))
+            case Leaving():
+                self._handle(cluster.Leaving(hello.id))
+            case Stored(snapshot=snapshot, shards=shards):
+                if self._keeper is not None:
+                    self._keeper.stored(message)
+                self._handle(cluster.Captured(hello.id, snapshot, tuple(shards)))
+            case NotStored(snapshot=snapshot, reason=reason, passed=passed):
+                self._handle(cluster.SnapshotLost(snapshot, f"{hello.id}: {reason}", passed))
             case Done():
                 self._handle(cluster.Done(hello.id))
             case GiveUp(reason=reason):
@@ -202,29 +280,97 @@ class CoordinatorService:
             self._announce(done)
 
     def _handle(self, event: cluster.Event) -> None:
-        self._last_news = time.monotonic()
-        self._run_effects(self._machine.handle(event))
+        effects = self._machine.handle(event)
+        self._write_state()
+        self._run_effects(effects)
+
+    def _write_state(self) -> None:
+        """Before anybody hears of it: the next coordinator must know at least as much as the members."""
+        if self._machine.revision != self._written:
+            self._written = self._machine.revision
+            self._journal.save(self._machine.state())
+
+    # ---- effects ----
 
     def _run_effects(self, effects: Sequence[cluster.Effect]) -> None:
         for effect in effects:
             match effect:
                 case cluster.Refuse(member=member, reason=reason):
-                    self._members.pop(member).refuse(reason)
-                case cluster.Prepare(record=record, view=view):
-                    self._plan(effect)
-                    for server in view.servers:
-                        self._members[server.id].send_message(Prepare(record, view))
-                case cluster.Start(view=view):
-                    for worker in view.workers:
-                        self._members[worker.id].send_message(Start(view))
-                case cluster.Finish():
-                    self._end(None)
+                    if (channel := self._members.pop(member, None)) is not None:
+                        channel.refuse(reason)
+                case cluster.Admit(member=member, birth=birth):
+                    self._send(member, Admitted(birth))
+                case cluster.Prepare(server=server, record=record):
+                    self._send(server, Prepare(record))
+                case cluster.Publish(view=view, members=members):
+                    self._publish(view, members)
+                case cluster.Assist(worker=worker, step=step, replica=replica):
+                    self._send(worker, Assist(step, replica))
+                case cluster.Finish(lead=lead):
+                    self._end(None, lead)
                 case cluster.Abort(reason=reason):
                     self._end(reason)
+                case cluster.Say(text=text):
+                    self._announce(Say(text))
+                case _:
+                    self._run_snapshot_effect(effect)
 
-    def _plan(self, effect: cluster.Prepare) -> None:
-        config, layout, view = effect.record.config, effect.record.layout, effect.view
+    def _publish(self, view: View, members: Sequence[str]) -> None:
+        assert self._machine.record is not None
+        if self._planned is None:
+            self._plan(self._machine.record, view)
+        if str(view.since) != self._since and self._tally is not None:
+            self._since = str(view.since)
+            self._tally.rewind(self._machine.furthest)
+        for member in members:
+            self._send(member, Turn(view))
+        busy = {worker for deal in view.deals for worker, hand in deal.hands.items() if hand}
+        workers = [member.id for member in view.workers]
+        members_now = Members(
+            str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
+            tuple(member.id for member in view.servers),
+        )  # fmt: skip
+        self._announce(members_now)
+
+    def _run_snapshot_effect(self, effect: cluster.Effect) -> None:
+        keeper = self._keeper
+        match effect:
+            case cluster.Capture(snapshot=snapshot, version=version, servers=servers) if keeper is not None:
+                keeper.begin(snapshot)
+                for server in servers:
+                    self._send(server, Capture(snapshot, version))
+            case cluster.Commit(snapshot=snapshot, version=version) if keeper is not None:
+                assert self._machine.record is not None
+                keeper.commit(
+                    snapshot, version, self._machine.record, dict(self._metrics),
+                    done=lambda nbytes, seconds: self._inbox.put(
+                        lambda: self._committed(Snapshotted(snapshot, version, nbytes, seconds))
+                    ),
+                    failed=lambda why: self._inbox.put(lambda: self._handle(cluster.SnapshotLost(snapshot, why))),
+                )  # fmt: skip
+            case cluster.FindSnapshot() if keeper is not None:
+                keeper.find(
+                    found=lambda id, version: self._inbox.put(lambda: self._handle(cluster.Found(id, version))),
+                    failed=lambda why: self._inbox.put(lambda: self._run_effects([cluster.Abort(why)])),
+                )
+            case cluster.FindSnapshot():
+                self._inbox.put(lambda: self._handle(cluster.Found("")))
+            case _:
+                raise AssertionError(f"an effect that nobody runs: {effect}")
+
+    def _committed(self, snapshot: Snapshotted) -> None:
+        self._announce(snapshot)
+        self._handle(cluster.Committed(snapshot.snapshot))
+
+    def _send(self, member: str, message: Message) -> None:
+        if (channel := self._members.get(member)) is not None:
+            channel.send_message(message)
+
+    def _plan(self, record: JobRecord, view: View) -> None:
+        config, layout = record.config, record.layout
         self._tally = StepTally(config["replicas"])
+        self._tally.rewind(self._machine.furthest)
+        self._since = str(view.since)
         self._planned = Planned(
             steps=config["steps"], replicas=config["replicas"], item=config["item"], words=layout.words,
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
@@ -232,44 +378,60 @@ class CoordinatorService:
         )  # fmt: skip
         self._announce(self._planned)
 
-    def _end(self, failure: str | None) -> None:
+    def _end(self, failure: str | None, lead: str = "") -> None:
         if self._over.is_set():
             return
         self._failure = failure
-        last_word: Message = Finished() if failure is None else Aborted(failure)
+        last_word: Message = Finished(lead) if failure is None else Aborted(failure)
         for channel in self._members.values():
             channel.send_message(last_word)
         self._announce(last_word)
         self._over.set()
 
+    # ---- words ----
+
+    def _say_later(self, text: str) -> None:
+        self._inbox.put(lambda: self._announce(Say(text)))
+
     def _announce(self, message: Message) -> None:
-        self._last_news = time.monotonic()
+        self._last_news = self._last_word = time.monotonic()
         self._log.write(message)
         for channel in self._observers:
             channel.send_message(message)
 
     def _say_what_we_wait_for(self) -> None:
-        if self._over.is_set() or time.monotonic() - self._last_news < SILENCE_S:
+        now = time.monotonic()
+        if self._over.is_set() or now - self._last_word < SILENCE_S:
             return
-        silence = time.monotonic() - self._last_news
+        self._last_word = now
         what = self._machine.waiting_for() or self._who_is_late()
-        waiting = Waiting(f"waiting for {what}, {silence:.0f} s so far")
+        waiting = Waiting(f"waiting for {what}, {now - self._last_news:.0f} s so far")
         self._log.write(waiting)
         for channel in self._observers:
             channel.send_message(waiting)
 
     def _who_is_late(self) -> str:
-        assert self._tally is not None
-        assert self._machine.view is not None
+        view = self._machine.view
+        if self._tally is None or view is None:
+            return "its members to come back"
+        if not view.deals:
+            return "the first weights to be stored"
         step, replicas = self._tally.missing()
-        late = [worker for worker, hand in self._machine.view.deal.items() if set(hand) & set(replicas)]
-        return f"step {step}: replica {', '.join(map(str, replicas))} on {', '.join(late)} has not reported"
+        late = [worker for worker, hand in view.hands(step).items() if set(hand) & set(replicas)]
+        hosts = {member.id: member.host for member in view.workers}
+        who = ", ".join(
+            f"{worker} on {hosts.get(worker, '?')}{f' ({self._late.of(worker)})' if self._late.of(worker) else ''}"
+            for worker in late
+        )
+        return f"step {step}: replica {', '.join(map(str, replicas))} on {who or 'nobody yet'} has not reported"
 
 
 def _checked(message: Message) -> Message:
     """ProtocolError for a message that decodes but makes no sense."""
-    if isinstance(message, Report) and not (message.weight > 0 and math.isfinite(message.weight)):
-        raise ProtocolError(f"a report of weight {message.weight}")
+    if isinstance(message, Report) and not (
+        message.weight > 0 and math.isfinite(message.weight) and math.isfinite(message.seconds)
+    ):
+        raise ProtocolError(f"a report of weight {message.weight} after {message.seconds} s")
     if isinstance(message, Propose):
         config = message.record.config
         if missing := sorted(set(JobConfig.__struct_fields__) - config.keys()):
@@ -279,7 +441,3 @@ def _checked(message: Message) -> Message:
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
     return message
-
-
-def _taken(id: str) -> str:
-    return f"the id {id} is taken: give every member one of its own"

@@ -19,6 +19,7 @@ from rallypoint.core.view import Deal, Member, View, ViewNumber, deal_replicas, 
 
 AHEAD = 2  # steps after the furthest one seen from which a new deal counts, so that nobody computes in vain
 SNAPSHOT_PATIENCE = 10  # heartbeats without a part of a snapshot after which it is given up
+_ATTEMPTS = 10_000  # snapshots of one coordinator: their numbers go on where those of the one before ended
 CAPTURE_AHEAD = 3  # likewise for the version of a snapshot: no shard may have passed it when the word arrives
 
 
@@ -351,10 +352,12 @@ class ClusterMachine:
         )  # fmt: skip
 
     def _recover(self, state: ClusterState) -> None:
-        self.record, self.view = state.record, state.view
-        self._births, self._epoch, self._begun = state.births, state.epoch + 1, state.begun
-        self._in_step, self.furthest = set(state.in_step), state.furthest
+        self._births, self._epoch = state.births, state.epoch + 1
         self.revision += 1
+        if self.resume is not None:
+            return  # whoever was there is gone; only the numbers go on
+        self.record, self.view, self._begun = state.record, state.view, state.begun
+        self._in_step, self.furthest = set(state.in_step), state.furthest
         if state.view is None or state.over:
             self.phase = Phase.OVER if state.over else Phase.GATHERING
             return
@@ -723,7 +726,7 @@ class ClusterMachine:
             number=(number := self._next_number()), since=since or number,
             workers=tuple(self._workers[w] for w in self._workers if w in self._proposed),
             servers=tuple(self._servers.values()), deals=self._deals(), primary=primary, backup=backup, origin=origin,
-            first=self.view.first if self.view is not None else (*self._active(), "")[0], ending=ending,
+            first=self.view.first if self.view is not None else min(self._active(), default=""), ending=ending,
         )  # fmt: skip
 
     def _next_number(self) -> ViewNumber:
@@ -831,7 +834,7 @@ class ClusterMachine:
     def _capture(self, version: int, servers: Sequence[str]) -> list[Effect]:
         assert self.record is not None
         self._attempts += 1
-        id = f"step-{version:08d}-{self._epoch}.{self._attempts}"
+        id = f"step-{version:08d}-{self._epoch * _ATTEMPTS + self._attempts}"
         self._taking = _Snapshot(id, version, {shard.index for shard in self.record.layout.shards}, self._now)
         return [Capture(id, version, tuple(servers))]
 

@@ -118,13 +118,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the slot to `server` as this replica's contribution; `serial` comes back in Sent."""
+    """Send the slot to `server` as this replica's contribution, under that view; `serial` comes back in Sent."""
 
     shard: int
     step: int
     replica: int
     server: str
     serial: int
+    view: ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +342,7 @@ class WorkerMachine:
         self._serial += 1
         self._serials[shard] = self._serial
         self._delivered[shard].add(self._computing)
-        return [Send(shard, self.step, self._computing, home, self._serial)]
+        return [Send(shard, self.step, self._computing, home, self._serial, self._number)]
 
     def _end_replica(self) -> list[Effect]:
         self._computing, self._wanted, self.rewound = None, frozenset(), False
@@ -425,6 +426,10 @@ class WorkerMachine:
             self._asked[shard] = -1
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
+
+    @property
+    def _number(self) -> ViewNumber:
+        return self.view.number if self.view is not None else ViewNumber()
 
     def _home(self, shard: int) -> str:
         return self.view.primary[shard] if self.view is not None else ""

@@ -10,7 +10,19 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from rallypoint.net.messages import Aborted, Finished, Message, Metrics, Planned, Say, Skipped, StepDone, Waiting
+from rallypoint.net.messages import (
+    Aborted,
+    Finished,
+    Members,
+    Message,
+    Metrics,
+    Planned,
+    Say,
+    Skipped,
+    Snapshotted,
+    StepDone,
+    Waiting,
+)
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
@@ -38,10 +50,14 @@ class RunConsole:
         self._start = time.monotonic()
         self._last_plain = 0.0
         self._total_items = 0
+        self.steps_done: list[tuple[float, int]] = []  # when each step's last report came
+        self.members: Members | None = None
+        self.snapshots = 0
 
     def relay(self, child: str, line: str) -> None:
-        """A line that a child printed; the first worker's own words stand without a prefix."""
-        prefix = "" if child == "worker0" else f"[dim]{escape(child)} |[/dim] "
+        """A line that a child printed; a worker's own words stand without a prefix once the job is over."""
+        own_words = child == "worker0" or (self.finished and child.startswith("worker"))
+        prefix = "" if own_words else f"[dim]{escape(child)} |[/dim] "
         self.console.print(prefix + escape(line), soft_wrap=True)
 
     def show(self, message: Message) -> None:
@@ -59,6 +75,15 @@ class RunConsole:
             case Skipped(step=step, replicas=replicas):
                 who = f"the loss of replica {', '.join(map(str, replicas))}" if replicas else "the gradient"
                 self.console.print(f"[yellow]step {step} skipped: {who} is not finite[/yellow]")
+            case Members():
+                self._members_shown(message)
+            case Snapshotted():
+                self.snapshots += 1
+                if message.version > 0:
+                    size = message.nbytes / 1e6
+                    self.console.print(
+                        f"[dim]snapshot of version {message.version}: {size:.1f} MB in {message.seconds:.1f} s[/dim]"
+                    )
             case Aborted(reason=reason):
                 self.failure = reason
             case Finished():
@@ -79,7 +104,9 @@ class RunConsole:
             )
 
     def _plan_shown(self, plan: Planned) -> None:
-        self._plan = plan
+        again, self._plan = self._plan is not None, plan
+        if again:
+            return  # from a coordinator that took over
         self._start = time.monotonic()
         self.console.print(
             f"[bold]{plan.words / 1e6:.2f} M[/bold] parameters in {plan.shards} shards on {len(plan.servers)} "
@@ -95,8 +122,19 @@ class RunConsole:
             self._task = self._progress.add_task("train", total=plan.steps, loss="-", metrics="", rate="")
             self._progress.start()
 
+    def _members_shown(self, members: Members) -> None:
+        before, self.members = self.members, members
+        if before is None or (before.workers, before.servers) == (members.workers, members.servers):
+            return
+        standing = f" (+{len(members.standby)} standing by)" if members.standby else ""
+        self.console.print(
+            f"[dim]view {members.view}: workers {', '.join(members.workers) or 'none'}{standing}; "
+            f"servers {', '.join(members.servers)}[/dim]"
+        )
+
     def _step(self, done: StepDone) -> None:
         now = time.monotonic()
+        self.steps_done.append((now, done.step))
         self._total_items += done.items
         self._recent.append((now, done.items))
         while self._recent[0][0] < now - _RATE_OVER_S and len(self._recent) > 2:

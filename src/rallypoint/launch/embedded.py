@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.coordinator.service import CoordinatorService, Reception
+from rallypoint.core.cluster import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.launch.console import RunConsole
 from rallypoint.net.inproc import InprocTransport
@@ -20,7 +21,7 @@ class EmbeddedJob(Job):
     def __init__(self, *, servers: int = 1, folder: str = "", console: RunConsole | None = None) -> None:
         transport = InprocTransport()
         self._coordinator = CoordinatorService(
-            workers=1, servers=servers, bind="coordinator:0", transport=transport, reception=Reception(folder=folder)
+            terms=Terms(servers=servers), bind="coordinator:0", transport=transport, reception=Reception(folder=folder)
         )
         self._coordinator.start()
         self._servers = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from types import TracebackType
 
 from rallypoint.errors import JobAborted, RallypointError
@@ -25,10 +27,13 @@ def join() -> Job:
         return EmbeddedJob(console=RunConsole())
     hold_lifeline()
     sys.excepthook = _one_sentence
-    return Job(
+    job = Job(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
         token=os.environ.get(environment.TOKEN, ""),
     )  # fmt: skip
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda number, frame: job.leave())
+    return job
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,11 +1,12 @@
-"""``rallypoint run``: a cluster for one script on this machine, watched until it is over."""
+"""``rallypoint run``: a cluster for one script on this machine, watched and mended until it is over."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -13,47 +14,78 @@ from typing import Any
 import msgspec
 from rich.markup import escape
 
-from rallypoint.errors import RallypointError
+from rallypoint.errors import ConfigError, DataError, RallypointError
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.local import Child, LocalCluster
 from rallypoint.net.handshake import new_token
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
+from rallypoint.store.retention import Retention
 
+RUN_FILE = "run.json"
+CLUSTER_FILE = "cluster.json"
+SNAPSHOTS = "snapshots"
 _GRACE_S = 5.0
+_POLL_S = 0.02
+_QUICK_S = 10.0  # a process that dies within so long of its start may do so again
+_PAUSES_S = (0.0, 0.2, 1.0, 3.0)
+_QUICK_DEATHS = 12  # in a row, after which there is no sense in starting another
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """What to start: `worker` is the argv of every worker process."""
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """What to start: `worker` is the argv of every worker process. Saved in the run's folder, so that it can go on.
 
-    worker: Sequence[str]
-    workers: int = 2
+    `workers` is (least, most): below the least the job waits; `standby` more are started, imported and connected.
+    """
+
+    worker: tuple[str, ...]
+    workers: tuple[int, int] = (1, 2)
+    workers_start: int = 2
+    standby: int = 0
     servers: int = 2
+    replication: int = 1
+    heartbeat: float = 3.0
+    backup_tasks: bool = False
     threads: int = 1
     bind: str = "127.0.0.1:0"
-    folder: Path = field(default_factory=lambda: new_folder(Path("runs")))
-    overrides: dict[str, Any] = field(default_factory=dict)
-    trace: Path | None = None
+    folder: str = ""
+    overrides: dict[str, Any] = {}
+    snapshots: str = ""
+    snapshot_steps: int = 0
+    snapshot_seconds: float = 60.0
+    compression: str = "zstd"
+    retention: Retention = Retention()
+    restart: bool = True
+    trace: str = ""
     trace_steps: tuple[int, int] = (5, 7)
+    resume: str = ""
 
 
-class _Interrupted(Exception):
+class Interrupted(Exception):
     """SIGTERM or SIGHUP came: end as on Ctrl-C."""
 
 
-def launch(plan: Launch, console: RunConsole) -> int:
-    """Start the cluster, show its progress, end it: the exit status (130 after Ctrl-C)."""
-    plan.folder.mkdir(parents=True, exist_ok=True)
+def launch(plan: Launch, console: RunConsole, meddle: Callable[[LocalRun], None] | None = None) -> int:
+    """Start the cluster, show its progress, mend it, end it: the exit status (130 after Ctrl-C).
+
+    `meddle` is called again and again while it runs; it may do things to the cluster.
+    """
+    folder = Path(plan.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_plan(plan)
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
-        return _run(plan, console)
-    except (KeyboardInterrupt, _Interrupted):
+        with LocalRun(plan, console) as run:
+            return run.watch(meddle or _let_be)
+    except (KeyboardInterrupt, Interrupted):
         console.close()
         console.console.print("[yellow]interrupted: everything has been ended[/yellow]")
+        if plan.snapshots and console.snapshots:
+            console.console.print(f"to go on: rallypoint resume {escape(plan.folder)}")
         return 130
     finally:
+        (folder / CLUSTER_FILE).unlink(missing_ok=True)
         for number, handler in previous.items():
             signal.signal(number, handler)
 
@@ -65,60 +97,200 @@ def new_folder(parent: Path) -> Path:
     return next(folder for folder in candidates if not folder.exists())
 
 
-def _run(plan: Launch, console: RunConsole) -> int:
-    token = new_token()
-    with LocalCluster(token=token, threads=plan.threads, relay=console.relay) as cluster:
-        address = cluster.start_coordinator(_coordinator_arguments(plan))
-        lost: list[RallypointError] = []
-        observer = CoordinatorLink(
-            transport=TcpTransport(), address=address, token=token, role="observer", id="launcher",
-            on_message=console.show, on_lost=lost.append,
-        )  # fmt: skip
-        observer.start()
+def parse_workers(text: str) -> tuple[tuple[int, int], int]:
+    """``4`` or ``2:8`` as ((least, most), how many to begin with). ConfigError when it is neither.
+
+    A plain number is what the job begins with; it goes on with fewer while some are gone. Of a range the least begin.
+    """
+    least, colon, most = text.partition(":")
+    if not (least.isdigit() and (most.isdigit() or not colon)) or int(least) < 1 or (colon and int(most) < int(least)):
+        raise ConfigError(f"'{text}' is not a number of workers: write 4, or 2:8 for from two to eight")
+    if not colon:
+        return (1, int(least)), int(least)
+    return (int(least), int(most)), int(least)
+
+
+def write_plan(plan: Launch) -> None:
+    """Keep the plan in the run's folder."""
+    path = Path(plan.folder) / RUN_FILE
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
+
+
+def read_plan(folder: Path) -> Launch:
+    """The plan of an earlier run. DataError when there is none."""
+    try:
+        return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Launch)
+    except FileNotFoundError:
+        raise DataError(f"{folder} is not the folder of a run: there is no {RUN_FILE} in it") from None
+    except msgspec.DecodeError as error:
+        raise DataError(f"{folder / RUN_FILE} cannot be read: {error}") from None
+
+
+class LocalRun:
+    """A running cluster; a context manager that leaves no process behind.
+
+    What dies by a signal is started again: the coordinator where it was, servers and workers under new names.
+    """
+
+    def __init__(self, plan: Launch, console: RunConsole) -> None:
+        self.plan, self.console = plan, console
+        self.workers_wanted = max(plan.workers[1], plan.workers_start) + plan.standby
+        self.servers_wanted = plan.servers
+        self._token = new_token()
+        self.cluster = LocalCluster(token=self._token, threads=plan.threads, relay=console.relay)
+        self._names: Counter[str] = Counter()
+        self._quick_deaths: Counter[str] = Counter()
+        self._not_before: dict[str, float] = {}
+        self._observer: CoordinatorLink | None = None
+        self.failure = ""
+
+    def __enter__(self) -> LocalRun:
         try:
-            for index in range(plan.servers):
-                cluster.start_server(f"server{index}")
-            workers = [cluster.start_worker(f"worker{index}", plan.worker) for index in range(plan.workers)]
-            cluster.wait(workers)
-            failed = cluster.failed()
-            cluster.end(grace=_GRACE_S)
-        finally:
-            observer.close()
-            console.close()
-        if plan.trace is not None:
-            _merge_trace(plan, console)
-        if failed is None and console.finished:
+            self._start()
+        except BaseException:
+            self.cluster.end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.cluster.end(grace=_GRACE_S if kind is None else 0.0)
+        if self._observer is not None:
+            self._observer.close()
+        self.console.close()
+
+    def _start(self) -> None:
+        address = self.cluster.start_coordinator(_coordinator_arguments(self.plan, self.plan.bind))
+        _write_secret(Path(self.plan.folder) / CLUSTER_FILE, {"coordinator": address, "token": self._token})
+        self._observer = CoordinatorLink(
+            transport=TcpTransport(), address=address, token=self._token, role="observer", id="launcher",
+            on_message=self.console.show, on_lost=self._on_lost,
+        )  # fmt: skip
+        self._observer.start()
+        for _ in range(self.servers_wanted):
+            self.add("server")
+        for _ in range(self.workers_wanted):
+            self.add("worker")
+
+    def add(self, role: str) -> Child:
+        """One more server or worker."""
+        name = f"{role}{self._names[role]}"
+        self._names[role] += 1
+        if role == "server":
+            return self.cluster.start_server(name)
+        return self.cluster.start_worker(name, self.plan.worker)
+
+    def watch(self, meddle: Callable[[LocalRun], None]) -> int:
+        """Until the job is over: the exit status."""
+        while not (self.console.finished or self.console.failure or self.failure):
+            self._mend()
+            meddle(self)
+            if not self.cluster.of_role("worker") and not self._awaits("worker") and not self.console.finished:
+                time.sleep(_GRACE_S / 10)  # the last word may be on its way
+                if not (self.console.finished or self.console.failure):
+                    self.failure = (
+                        "every worker ended before the job was over: does the script join and loop to the last step?"
+                    )
+            time.sleep(_POLL_S)
+        self._wait_for_workers()
+        return self._verdict()
+
+    def _wait_for_workers(self) -> None:
+        """They may still save the model."""
+        if self.console.finished:
+            while self.cluster.of_role("worker"):
+                time.sleep(_POLL_S)
+        self.cluster.end(grace=_GRACE_S)
+
+    def _verdict(self) -> int:
+        self.console.close()
+        if self.plan.trace:
+            _merge_trace(self.plan, self.console)
+        lasting = [c for c in self.cluster.children if c.role == "worker" and c.process.returncode not in (0, None)]
+        if self.console.finished and not lasting:
             return 0
-        reason = console.failure or _what_happened(failed)
-        console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
+        reason = self.console.failure or self.failure or "; ".join(child.ending for child in lasting)
+        self.console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
         return 1
 
+    # ---- mending ----
 
-def _what_happened(failed: Child | None) -> str:
-    if failed is None:
-        return "every worker ended before the job was over: does the script join and loop to the last step?"
-    return f"{failed.name} ended with status {failed.process.returncode}"
+    def _mend(self) -> None:
+        for child in [child for child in self.cluster.children if not child.alive]:
+            self._ended(child)
+        for role, wanted in (("server", self.servers_wanted), ("worker", self.workers_wanted)):
+            if self._awaits(role) and time.monotonic() >= self._not_before.get(role, 0.0):
+                missing = wanted - len(self.cluster.of_role(role))
+                for _ in range(missing):
+                    self.add(role)
+                self._not_before.pop(role, None)
+
+    def _awaits(self, role: str) -> bool:
+        return role in self._not_before
+
+    def _ended(self, child: Child) -> None:
+        if child.role == "worker" and child.process.returncode == 0:
+            self.cluster.forget(child)
+            return  # it has left, as it was told, or the job is over
+        if not child.died or not self.plan.restart:
+            if not (self.console.finished or self.console.failure):
+                time.sleep(_GRACE_S / 10)  # the reason may be on its way
+                self.failure = self.failure or self.console.failure or child.ending
+            return
+        self.cluster.forget(child)
+        self._quick_deaths[child.role] += 1
+        if time.monotonic() - child.started > _QUICK_S:
+            self._quick_deaths[child.role] = 1
+        deaths = self._quick_deaths[child.role]
+        if deaths > _QUICK_DEATHS:
+            self.failure = f"{child.ending}; it is not started again: {deaths} {child.role}s in a row died soon"
+            return
+        self.console.console.print(f"[yellow]{escape(child.ending)}: starting another[/yellow]")
+        if child.role == "coordinator":
+            self.cluster.start_coordinator(_coordinator_arguments(self.plan, self.cluster.coordinator, again=True))
+        else:
+            self._not_before[child.role] = time.monotonic() + _PAUSES_S[min(deaths - 1, len(_PAUSES_S) - 1)]
+
+    def _on_lost(self, error: RallypointError) -> None:
+        if not (self.console.finished or self.console.failure):
+            self.failure = f"the coordinator is gone: {error}"
 
 
-def _coordinator_arguments(plan: Launch) -> list[str]:
-    first, last = plan.trace_steps if plan.trace is not None else (0, 0)
+def _let_be(_: LocalRun) -> None:
+    """Nobody meddles with this run."""
+
+
+def _coordinator_arguments(plan: Launch, bind: str, *, again: bool = False) -> list[str]:
+    first, last = plan.trace_steps if plan.trace else (0, 0)
+    terms = {
+        "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
+        "servers": plan.servers, "replication": plan.replication, "heartbeat": plan.heartbeat,
+        "backup_tasks": plan.backup_tasks, "snapshot_steps": plan.snapshot_steps,
+        "snapshot_seconds": plan.snapshot_seconds, "snapshots": bool(plan.snapshots),
+    }  # fmt: skip
+    reception = {
+        "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],
+        "snapshots": plan.snapshots, "compression": plan.compression, "retention": plan.retention,
+    }  # fmt: skip
     return [
-        "--workers", str(plan.workers), "--servers", str(plan.servers), "--bind", plan.bind,
-        "--folder", str(plan.folder.resolve()), "--overrides", msgspec.json.encode(plan.overrides).decode(),
-        "--trace-steps", f"{first}:{last}",
+        "--bind", bind, "--terms", msgspec.json.encode(terms).decode(),
+        "--reception", msgspec.json.encode(reception).decode(),
+        *(["--resume", plan.resume] if plan.resume and not again else []),
     ]  # fmt: skip
 
 
+def _write_secret(path: Path, content: dict[str, str]) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(content))
+
+
 def _merge_trace(plan: Launch, console: RunConsole) -> None:
-    assert plan.trace is not None
-    parts = list(plan.folder.glob("trace-*.json"))
-    spans = merge(parts, plan.trace)
+    parts = list(Path(plan.folder).glob("trace-*.json"))
+    spans = merge(parts, Path(plan.trace))
     for part in parts:
         part.unlink()
     console.console.print(f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise _Interrupted
-
-
+    raise Interrupted

@@ -30,11 +30,35 @@ class ChildFailed(RallypointError):
 
 @dataclass(slots=True)
 class Child:
-    """A process of the job."""
+    """A process of the job; `role` is coordinator, server or worker."""
 
     name: str
+    role: str
     process: subprocess.Popen[bytes]
     reader: threading.Thread
+    started: float
+
+    @property
+    def alive(self) -> bool:
+        """Has it not ended?"""
+        return self.process.poll() is None
+
+    @property
+    def died(self) -> bool:
+        """Was it ended by a signal?"""
+        return (self.process.poll() or 0) < 0
+
+    @property
+    def ending(self) -> str:
+        """How it ended, as a phrase."""
+        code = self.process.poll()
+        if code is not None and code < 0:
+            return f"{self.name} was killed ({signal.Signals(-code).name})"
+        return f"{self.name} ended with status {code}"
+
+    def signal(self, number: int) -> None:
+        """Send a signal to it, and to whatever it has started."""
+        _signal_group(self.process, number)
 
 
 class LocalCluster:
@@ -59,7 +83,7 @@ class LocalCluster:
         """Start ``rallypoint coordinator``; returns the address once it listens. ChildFailed when it does not."""
         read, write = os.pipe()
         argv = [sys.executable, "-m", "rallypoint.cli", "coordinator", *arguments]
-        self._start("coordinator", argv, {environment.ANNOUNCE: str(write)}, keep=(write,))
+        self._start("coordinator", "coordinator", argv, {environment.ANNOUNCE: str(write)}, keep=(write,))
         os.close(write)
         with open(read, "rb") as announcement:
             self.coordinator = announcement.readline().decode().strip()
@@ -70,31 +94,37 @@ class LocalCluster:
     def start_server(self, name: str, arguments: Sequence[str] = ()) -> Child:
         """Start ``rallypoint server``."""
         argv = [sys.executable, "-m", "rallypoint.cli", "server", *arguments]
-        return self._start(name, argv, {})
+        return self._start(name, "server", argv, {})
 
     def start_worker(self, name: str, argv: Sequence[str]) -> Child:
         """Start a user's script as a worker."""
-        return self._start(name, argv, {})
+        return self._start(name, "worker", argv, {})
 
-    def failed(self) -> Child | None:
-        """A child that has ended with an error, if there is one."""
-        return next((c for c in self.children if c.process.poll() not in (None, 0)), None)
+    def of_role(self, role: str) -> list[Child]:
+        """The living children of a role, the oldest first."""
+        return [child for child in self.children if child.role == role and child.alive]
 
     def running(self) -> list[Child]:
         """The children that have not ended."""
-        return [child for child in self.children if child.process.poll() is None]
+        return [child for child in self.children if child.alive]
 
-    def wait(self, children: Sequence[Child]) -> None:
-        """Until these have ended, or any child has failed."""
-        while any(child.process.poll() is None for child in children) and self.failed() is None:
-            time.sleep(_POLL_S)
+    def forget(self, child: Child) -> None:
+        """A child that has ended, and been replaced."""
+        child.process.wait()
+        child.reader.join()
+        self.children.remove(child)
 
     def end(self, grace: float = 0.0) -> None:
-        """End every child: wait `grace` seconds for those that leave by themselves, then SIGTERM, then SIGKILL."""
+        """End every child: wait `grace` seconds for those that leave by themselves, then SIGTERM, then SIGKILL.
+
+        Workers get SIGINT instead: SIGTERM asks them to hand their work over first.
+        """
         for number, patience in ((None, grace), (signal.SIGTERM, 2.0), (signal.SIGKILL, 10.0)):
             if number is not None:
                 for child in self.running():
-                    _signal_group(child.process, number)
+                    child.signal(signal.SIGCONT)
+                    polite = number is signal.SIGTERM and child.role == "worker"
+                    child.signal(signal.SIGINT if polite else number)
             deadline = time.monotonic() + patience
             while self.running() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
@@ -105,14 +135,16 @@ class LocalCluster:
             os.close(self._lifeline_write)
             os.close(self._lifeline_read)
 
-    def _start(self, name: str, argv: Sequence[str], extra: Mapping[str, str], keep: tuple[int, ...] = ()) -> Child:
+    def _start(
+        self, name: str, role: str, argv: Sequence[str], extra: Mapping[str, str], keep: tuple[int, ...] = ()
+    ) -> Child:
         process = subprocess.Popen(
             list(argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, **self._environment(name), **extra}, pass_fds=(self._lifeline_read, *keep),
             start_new_session=True,
         )  # fmt: skip
         reader = threading.Thread(target=self._read, args=(name, process), name=f"output of {name}", daemon=True)
-        child = Child(name, process, reader)
+        child = Child(name, role, process, reader, time.monotonic())
         self.children.append(child)
         reader.start()
         return child

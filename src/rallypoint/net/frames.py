@@ -3,13 +3,13 @@
     0  magic      4 bytes "RLPT"
     4  protocol   u8
     5  kind       u8
-    6  flags      u8    bit 0: the contribution is not finite
+    6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate)
     7  codec      u8    0: raw
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
-    24 step       u64   (Version: the version)
+    24 step       u64   (Version, State, Ack: the version)
     32 weight     f64
     40 length     u32
     44 reserved   u32   zero
@@ -25,12 +25,14 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 1
+PROTOCOL = 2
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIQdII")
 HEADER_BYTES = _HEADER.size
 
 NOT_FINITE = 1
+SKIP = 2
+_FLAGS = NOT_FINITE | SKIP
 
 
 class Kind(enum.IntEnum):
@@ -46,10 +48,14 @@ class Kind(enum.IntEnum):
     INITIAL = 16
     PUSH = 17
     VERSION = 18
+    REPLICATE = 19
+    STATE = 20
 
     CREDIT = 32
     FOLLOW = 33
     FETCH = 34
+    UNFOLLOW = 35
+    ACK = 36
 
 
 GREETING_LIMIT = 4 << 10
@@ -63,9 +69,13 @@ _LIMITS = {
     Kind.INITIAL: 64 << 20,
     Kind.PUSH: 64 << 20,
     Kind.VERSION: 64 << 20,
+    Kind.REPLICATE: 64 << 20,
+    Kind.STATE: 384 << 20,  # the parameters, two wire copies, the optimizer's two moments
     Kind.CREDIT: 0,
     Kind.FOLLOW: 0,
     Kind.FETCH: 0,
+    Kind.UNFOLLOW: 0,
+    Kind.ACK: 0,
 }
 
 
@@ -105,7 +115,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
         raise ProtocolError(f"a frame of unknown kind {kind}")
     if length > _LIMITS[known]:
         raise ProtocolError(f"a {known.name} frame of {length} bytes: at most {_LIMITS[known]} are allowed")
-    if not math.isfinite(weight) or codec != 0 or flags & ~NOT_FINITE or reserved:
+    if not math.isfinite(weight) or codec != 0 or flags & ~_FLAGS or reserved:
         raise ProtocolError(f"a {known.name} frame of weight {weight}, codec {codec}, flags {flags}: impossible")
     return Header(known, ViewNumber(epoch, count), shard, replica, step, weight, length, flags, codec)
 

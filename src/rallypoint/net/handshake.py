@@ -6,12 +6,14 @@ import hashlib
 import hmac
 import secrets
 
+from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UsageError
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
 from rallypoint.net.transport import Connection, Transport
 
 GREETING_TIMEOUT_S = 10.0
+FIRST_VIEW = ViewNumber()
 _MIN_TOKEN = 16
 
 
@@ -52,11 +54,14 @@ def refuse(connection: Connection, reason: str) -> None:
     _send(connection, Kind.REFUSE, Refused(reason))
 
 
-def introduce(connection: Connection, token: str, *, role: str, id: str, host: str, address: str = "") -> Welcome:
+def introduce(
+    connection: Connection, token: str, *, role: str, id: str, host: str, address: str = "", birth: int = 0,
+    view: ViewNumber = FIRST_VIEW,
+) -> Welcome:  # fmt: skip
     """The connecting side. AccessDenied, with the listener's reason, when it refuses."""
     connection.set_timeout(GREETING_TIMEOUT_S)
     nonce = expect(_receive(connection, Kind.CHALLENGE), Challenge).nonce
-    _send(connection, Kind.HELLO, Hello(role, id, host, _proof(token, nonce, role, id), address))
+    _send(connection, Kind.HELLO, Hello(role, id, host, _proof(token, nonce, role, id), address, birth, view))
     header = _receive_header(connection)
     data = _receive_payload(connection, header)
     if header.kind is Kind.REFUSE:

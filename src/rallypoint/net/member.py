@@ -1,83 +1,171 @@
-"""A member's link to the coordinator: joins, then hands every message that comes to one function."""
+"""A member's link to the coordinator: joins, gives signs of life, hands over what comes, comes back when it is lost."""
 
 from __future__ import annotations
 
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
-from rallypoint.errors import LinkError, ProtocolError, RallypointError
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import introduce
-from rallypoint.net.messages import Message, Welcome, decode
+from rallypoint.net.messages import Admitted, Beat, Message, Refused, Welcome, decode
 from rallypoint.net.transport import Connection, Transport
 
 JOIN_TIMEOUT_S = 30.0
-_RETRY_S = 0.1
+RETURN_TIMEOUT_S = 60.0  # how long a member goes on without a coordinator before it gives up
+_RETRY_S = 0.05
+_BEATS = 4  # in the time after which a silent member is given up
 
 
 class CoordinatorLink:
     """Joins as `id` in the constructor (AccessDenied, LinkError); `start` begins to hand over messages.
 
-    `on_message` and `on_lost` are called from the link's own thread; `on_lost` once, unless the link was closed here.
+    A coordinator that goes away is expected back: what is said meanwhile waits. `on_admitted(new)` is called after each
+    joining, `new` if this process is a newcomer to the coordinator (the first time, or after it had been given up).
+    `on_lost` is called once, when it cannot or must not come back, unless the link was closed here. All from the link's
+    own thread.
     """
 
     def __init__(
         self, *, transport: Transport, address: str, token: str, role: str, id: str,
-        on_message: Callable[[Message], None], on_lost: Callable[[RallypointError], None], listening_at: str = "",
+        on_message: Callable[[Message], None], on_lost: Callable[[RallypointError], None],
+        on_admitted: Callable[[bool], None] | None = None, listening_at: str = "",
     ) -> None:  # fmt: skip
-        connection = connect_patiently(transport, address, JOIN_TIMEOUT_S)
-        try:
-            host = socket.gethostname()
-            self.welcome: Welcome = introduce(
-                connection, token, role=role, id=id, host=host, address=listening_at
-            )
-        except BaseException:
-            connection.close()
-            raise
-        self._channel = Channel(connection, "the coordinator")
-        self._on_message, self._on_lost = on_message, on_lost
-        self._closed = False
+        self._transport, self._address, self._token = transport, address, token
+        self._role, self._id, self._listening_at = role, id, listening_at
+        self._on_message, self._on_lost, self._on_admitted = on_message, on_lost, on_admitted
+        self.birth = 0
+        self._admitted = role == "observer"
+        self._unsent: deque[Message] = deque()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._channel = self._join(JOIN_TIMEOUT_S)
         self._thread = threading.Thread(target=self._receive_all, name="from the coordinator", daemon=True)
+        self._beat_thread = threading.Thread(target=self._beat, name="signs of life", daemon=True)
 
     def start(self) -> None:
         """Begin to receive."""
         self._thread.start()
+        if self._role != "observer":
+            self._beat_thread.start()
 
     def send(self, message: Message) -> None:
-        """Queue a message to the coordinator."""
-        self._channel.send_message(message)
+        """Say something to the coordinator, now or when it is there again."""
+        with self._lock:
+            if self._admitted:
+                self._channel.send_message(message)
+            else:
+                self._unsent.append(message)
 
     def close(self) -> None:
         """Send what is queued, then end the link."""
         self._channel.flush(2.0)
-        self._closed = True
+        self._closed.set()
         self._channel.close()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        for thread in (self._thread, self._beat_thread):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join()
+
+    # ---- joining ----
+
+    def _join(self, patience: float) -> Channel:
+        connection = connect_patiently(self._transport, self._address, patience, self._closed)
+        try:
+            self.welcome: Welcome = introduce(
+                connection, self._token, role=self._role, id=self._id, host=socket.gethostname(),
+                address=self._listening_at, birth=self.birth,
+            )  # fmt: skip
+        except BaseException:
+            connection.close()
+            raise
+        return Channel(connection, "the coordinator")
+
+    def _rejoin(self) -> None:
+        """Until a coordinator takes us (back). LinkError when none has come in time, AccessDenied when it refuses."""
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        while not self._closed.is_set():
+            try:
+                channel = self._join(deadline - time.monotonic())
+            except AccessDenied:
+                raise
+            except RallypointError:
+                if time.monotonic() >= deadline:
+                    raise
+                self._closed.wait(_RETRY_S)
+                continue
+            self._channel = channel
+            if self._closed.is_set():
+                channel.close()
+            return
+
+    def _take_admission(self, birth: int) -> None:
+        before, self.birth = self.birth, birth
+        if before and before != birth:
+            with self._lock:
+                self._unsent.clear()  # said by somebody who has been given up
+        new = before != birth
+        if self._on_admitted is not None:
+            self._on_admitted(new)
+        with self._lock:
+            self._admitted = True
+            while self._unsent:
+                self._channel.send_message(self._unsent.popleft())
+
+    # ---- threads ----
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self.welcome.heartbeat / _BEATS):
+            if self._admitted:
+                self._channel.send_message(Beat())
 
     def _receive_all(self) -> None:
-        try:
-            while True:
-                header = self._channel.receive_header()
-                if header.kind not in (Kind.CONTROL, Kind.REFUSE):
-                    raise ProtocolError(f"a {header.kind.name} frame from the coordinator")
-                self._on_message(decode(self._channel.receive_bytes(header)))
-        except RallypointError as error:
-            self._channel.connection.close()
-            if not self._closed:
-                self._on_lost(error)
+        while True:
+            try:
+                self._receive_some()
+            except RallypointError as error:
+                with self._lock:
+                    self._admitted = self._role == "observer"
+                self._channel.close()
+                if self._closed.is_set():
+                    return
+                if isinstance(error, ProtocolError):
+                    self._on_lost(error)
+                    return
+            try:
+                self._rejoin()
+            except RallypointError as error:
+                if not self._closed.is_set():
+                    self._on_lost(error)
+                return
+
+    def _receive_some(self) -> None:
+        while True:
+            header = self._channel.receive_header()
+            if header.kind not in (Kind.CONTROL, Kind.REFUSE):
+                raise ProtocolError(f"a {header.kind.name} frame from the coordinator")
+            message = decode(self._channel.receive_bytes(header))
+            match message:
+                case Admitted(birth=birth):
+                    self._take_admission(birth)
+                case Refused(reason=reason) if self.birth:
+                    raise LinkError(reason)  # given up by mistake: come back as somebody new
+                case _:
+                    self._on_message(message)
 
 
-def connect_patiently(transport: Transport, address: str, timeout: float) -> Connection:
+def connect_patiently(
+    transport: Transport, address: str, timeout: float, stop: threading.Event | None = None
+) -> Connection:
     """Connect, trying again while nobody listens yet: members may be started in any order. LinkError in the end."""
     deadline = time.monotonic() + timeout
     while True:
         try:
             return transport.connect(address, timeout=max(0.1, deadline - time.monotonic()))
         except LinkError:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
                 raise
             time.sleep(_RETRY_S)

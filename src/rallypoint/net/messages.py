@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
 
 
@@ -25,21 +25,28 @@ class Challenge(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """Who connects: `role` is worker, server or observer; `address` is where a server listens."""
+    """Who connects: `role` is worker, server or observer; `address` is where a server listens; `birth` is the number
+    that the coordinator has given it before; `view` the newest one it knows."""
 
     role: str
     id: str
     host: str
     proof: bytes
     address: str = ""
+    birth: int = 0
+    view: ViewNumber = ViewNumber()
 
 
 class Welcome(_Message, frozen=True):
-    """You are in. `overrides` come from the launcher's command line, `trace` says which steps to trace."""
+    """You are in. `overrides` come from the launcher's command line, `trace` says which steps to trace, `snapshots` is
+    where they are, `heartbeat` (seconds) how long a member may be silent."""
 
     overrides: dict[str, Any] = {}
     folder: str = ""
     trace: tuple[int, int] = (0, 0)
+    snapshots: str = ""
+    compression: str = "zstd"
+    heartbeat: float = 3.0
 
 
 class Refused(_Message, frozen=True):
@@ -57,18 +64,58 @@ class Propose(_Message, frozen=True):
     record: JobRecord
 
 
-class Prepared(_Message, frozen=True):
-    """A server has made room for its shards."""
+class Beat(_Message, frozen=True):
+    """A sign of life."""
 
 
 class Report(_Message, frozen=True):
-    """A replica's step: its loss, its weight, its samples."""
+    """A replica's step: its loss, its weight, its samples, the seconds it took."""
 
     step: int
     replica: int
     loss: float
     weight: float
     items: int
+    seconds: float = 0.0
+
+
+class Applied(_Message, frozen=True):
+    """The ledger: the primary of the first shard has applied `step`, with so many replicas; `late` says how long after
+    the first contribution each worker's last one came."""
+
+    step: int
+    replicas: int
+    late: dict[str, float] = {}
+
+
+class InStep(_Message, frozen=True):
+    """The backups (shard: their birth number) that hold all that was published, and will from now on."""
+
+    backups: dict[int, int]
+
+
+class Leaving(_Message, frozen=True):
+    """This worker was told to go and hands its replicas back."""
+
+
+class Stored(_Message, frozen=True):
+    """A server's part of a snapshot: files with their sizes; of every shard its file, offset, length and checksum."""
+
+    snapshot: str
+    files: dict[str, int]
+    shards: dict[int, tuple[str, int, int, str]]
+
+
+class NotStored(_Message, frozen=True):
+    """A server could not store its part of a snapshot; `passed` is the version a shard was at when it was too late."""
+
+    snapshot: str
+    reason: str
+    passed: int = -1
+
+
+class SnapshotWanted(_Message, frozen=True):
+    """An observer asks for a snapshot now."""
 
 
 class Metrics(_Message, frozen=True):
@@ -104,21 +151,42 @@ class GiveUp(_Message, frozen=True):
 # ---- coordinator to member -------------------------------------------------------------------------------------
 
 
+class Admitted(_Message, frozen=True):
+    """A member's birth number. If it is not the one it had, it is somebody new: what it held does not count."""
+
+    birth: int
+
+
 class Prepare(_Message, frozen=True):
-    """To servers: the job and the view."""
+    """To servers: the job."""
 
     record: JobRecord
+
+
+class Turn(_Message, frozen=True):
+    """The view from now on."""
+
     view: View
 
 
-class Start(_Message, frozen=True):
-    """To workers: the view; the job runs."""
+class Assist(_Message, frozen=True):
+    """To an idle worker: a straggler's replica, as a backup task."""
 
-    view: View
+    step: int
+    replica: int
+
+
+class Capture(_Message, frozen=True):
+    """To servers: keep and store your shards at `version`."""
+
+    snapshot: str
+    version: int
 
 
 class Finished(_Message, frozen=True):
-    """Everybody may go home."""
+    """Everybody may go home; `lead` saves the model."""
+
+    lead: str = ""
 
 
 class Aborted(_Message, frozen=True):
@@ -156,9 +224,28 @@ class Waiting(_Message, frozen=True):
     text: str
 
 
+class Members(_Message, frozen=True):
+    """A new view, for those who watch: who is here, and how often anything was rolled back."""
+
+    view: str
+    workers: tuple[str, ...]
+    standby: tuple[str, ...]
+    servers: tuple[str, ...]
+
+
+class Snapshotted(_Message, frozen=True):
+    """A snapshot is complete and durable: where, of which version, how large, how long it took."""
+
+    snapshot: str
+    version: int
+    nbytes: int
+    seconds: float
+
+
 Message = (
-    Challenge | Hello | Welcome | Refused | Propose | Prepared | Report | Metrics | Say | Skipped | Done | GiveUp
-    | Prepare | Start | Finished | Aborted | Planned | StepDone | Waiting
+    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | InStep | Leaving | Stored | NotStored
+    | SnapshotWanted | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare | Turn | Assist | Capture | Finished
+    | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -45,3 +45,18 @@ class ShardOptimizer:
         self._parameter.grad = gradient
         self._optimizer.step()
         self._parameter.grad = None
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The optimizer's state: tensors as long as the shard (not copies), and numbers; both empty before a step."""
+        kept = self._optimizer.state.get(self._parameter, {})
+        arrays = {n: t for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == self.master.shape}
+        scalars = {n: float(v) for n, v in kept.items() if n not in arrays and v is not None}
+        return arrays, scalars
+
+    def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
+        """Take over the state that another server, or a snapshot, holds (copied)."""
+        kept: dict[str, torch.Tensor] = {name: tensor.clone() for name, tensor in arrays.items()}
+        kept |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
+        self._optimizer.state.clear()
+        if kept:
+            self._optimizer.state[self._parameter] = kept

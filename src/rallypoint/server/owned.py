@@ -1,4 +1,4 @@
-"""One shard as its server holds it: the machine that decides, and the tensors that its effects change."""
+"""One shard's tensors as a server holds them, as primary or backup; what happens to them is decided elsewhere."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
-from rallypoint.core.shard import ShardMachine
-from rallypoint.net.pool import Buffer
+from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer
+from rallypoint.store.record import ShardRecord
 
-VERSIONS_KEPT = 2  # I5: a worker can rewind to the step in progress
+VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
+_WIRE = "wire-"
 
 
 class OwnedShard:
     """Master weights, optimizer state, the sum in progress, and the wire copies of the last two versions."""
 
-    def __init__(self, shard: Shard, config: JobConfig) -> None:
-        is_buffers = shard.role == "buffers"
+    def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool) -> None:
         self.shard = shard
-        self.machine = ShardMachine(
-            policy=config.sync,
-            expected=1 if is_buffers else config.replicas,
-            decides=config.nonfinite == "skip" if is_buffers else config.decides,
-        )
+        self._pool = pool
+        is_buffers = shard.role == "buffers"
         self._optimizer = None if is_buffers else ShardOptimizer(config, shard.group, shard.words)
         self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
         self.wire: dict[int, Buffer] = {}
@@ -68,8 +65,11 @@ class OwnedShard:
         """The 2-norm of the finished gradient."""
         return float(torch.linalg.vector_norm(self.gradient))
 
-    def apply(self, step: int, scale: float | None) -> None:
-        """Update the master with the finished gradient; its buffer then becomes the new version's wire copy."""
+    def apply(self, step: int, scale: float | None, *, hand_over: bool) -> Buffer | None:
+        """Update the master with the finished gradient, whose buffer becomes the new version's wire copy.
+
+        With `hand_over` the wire copy gets a buffer of its own, and the scaled gradient's is returned, for the backup.
+        """
         assert self._sum is not None
         if scale is not None and self._optimizer is None:
             self.master.copy_(self.gradient)
@@ -77,11 +77,52 @@ class OwnedShard:
             if scale != 1.0:
                 self.gradient.mul_(scale)
             self._optimizer.apply(self.gradient, step)
-        self.gradient.copy_(self.master)
-        self._keep(step + 1, self._sum)
-        self._sum = None
+        finished, self._sum = self._sum, None
+        wire = self._pool.take() if hand_over else finished
+        wire.tensor[: self.shard.words].copy_(self.master)
+        self._keep(step + 1, wire)
+        return finished if hand_over else None
+
+    def abandon(self) -> None:
+        """Forget the sum in progress."""
+        if self._sum is not None:
+            self._sum.release()
+            self._sum = None
+
+    def release(self) -> None:
+        """Let go of every buffer."""
+        self.abandon()
+        for buffer in self.wire.values():
+            buffer.release()
+        self.wire.clear()
+
+    # ---- the whole state, for a backup or a snapshot ----
+
+    def state(self, version: int, *, wires: bool) -> ShardRecord:
+        """Everything there is at `version`; with `wires` the copies of the last versions too. Views, not copies."""
+        arrays = {"master": self.master}
+        scalars: dict[str, float] = {}
+        if self._optimizer is not None:
+            moments, scalars = self._optimizer.state()
+            arrays |= moments
+        if wires:
+            arrays |= {f"{_WIRE}{v}": buffer.tensor[: self.shard.words] for v, buffer in self.wire.items()}
+        return ShardRecord(self.shard.index, version, {name: a.numpy() for name, a in arrays.items()}, scalars)
+
+    def load(self, record: ShardRecord) -> None:
+        """Become what `record` says (from a snapshot: without wire copies, so the master is the only one)."""
+        self.release()
+        arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
+        self.master.copy_(arrays.pop("master"))
+        wires = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_WIRE)}
+        if self._optimizer is not None:
+            self._optimizer.load(arrays, record.scalars)
+        for name, values in (wires or {f"{_WIRE}{record.version}": self.master}).items():
+            buffer = self._pool.take()
+            buffer.tensor[: self.shard.words].copy_(values)
+            self.wire[int(name.removeprefix(_WIRE))] = buffer
 
     def _keep(self, version: int, buffer: Buffer) -> None:
         self.wire[version] = buffer
-        if (old := self.wire.pop(version - VERSIONS_KEPT, None)) is not None:
-            old.release()
+        for old in [v for v in self.wire if v <= version - VERSIONS_KEPT]:
+            self.wire.pop(old).release()

@@ -8,51 +8,76 @@ from __future__ import annotations
 import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
 
 from rallypoint.config import JobConfig
-from rallypoint.core import clip, shard
+from rallypoint.core import clip, server, shard
 from rallypoint.core.job import JobRecord
+from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import NOT_FINITE, Header, Kind
-from rallypoint.net.pool import Buffer
+from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind
+from rallypoint.net.messages import Applied, InStep, Message, NotStored
+from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.owned import OwnedShard
+from rallypoint.server.snapshots import SnapshotWriter, own_copy
+from rallypoint.store.record import ShardRecord, encode_record
+from rallypoint.store.snapshots import SnapshotStore
+
+_measures = msgspec.msgpack.Encoder()
 
 
 @dataclass(slots=True)
 class _Arrived:
     """A payload between its arrival and its place in the sum."""
 
+    shard: int
     channel: Channel
     buffer: Buffer
     nbytes: int
     credited: bool = False
 
 
+class Surroundings(Protocol):
+    """Whom the reducer talks to beside followers and peers: the service."""
+
+    def say(self, message: Message) -> None:
+        """Tell the coordinator."""
+
+    def not_finite(self, verdict: clip.Verdict) -> None:
+        """A step was skipped, or must stop the job."""
+
+    def failed(self, error: BaseException) -> None:
+        """The shards can no longer be trusted: the job must end."""
+
+
 class Reducer:
-    """Owns the shards of one server in one job.
+    """Owns the shards of one server in one job."""
 
-    `tell` sends this server's measures to the other servers; `not_finite` reports a step that was skipped (or must stop
-    the job); `failed` reports an error that ends the job.
-    """
-
-    def __init__(
-        self, *, tracer: Tracer, tell: Callable[[clip.Tell], None],
-        not_finite: Callable[[clip.Verdict], None], failed: Callable[[BaseException], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, *, me: str, tracer: Tracer, surroundings: Surroundings) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tracer, self._tell, self._not_finite, self._failed = tracer, tell, not_finite, failed
-        self._owned: dict[int, OwnedShard] = {}
-        self._clip: clip.ClipMachine | None = None
+        self._me, self._tracer, self._around = me, tracer, surroundings
         self._followers: list[Channel] = []
+        self._peers: dict[str, Channel] = {}
+        self._owned: dict[int, OwnedShard] = {}
         self._tickets: dict[int, _Arrived] = {}
         self._next_ticket = 0
         self._held_bytes = 0
         self._hold_limit = 0
         self._number = ViewNumber()
+        self._machine: ServerMachine | None = None
+        self._answer_to: Channel | None = None
+        self._writer: SnapshotWriter | None = None
+        self._snapshot = ""
+        self._to_copy: dict[int, int] = {}
+        self._arrivals: dict[str, float] = {}
+        self._snapshots_url = ""
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self._thread.start()
 
@@ -60,130 +85,315 @@ class Reducer:
         """End the thread after what is in the inbox."""
         self.inbox.put(None)
         self._thread.join()
+        if self._writer is not None:
+            self._writer.close()
 
     def _run(self) -> None:
-        while (call := self.inbox.get()) is not None:
+        while True:
+            call = self._next()
+            if call is None:
+                return
             try:
                 call()
             except Exception as error:  # whatever it was, the shards can no longer be trusted: the job must end
-                self._failed(error)
+                self._around.failed(error)
                 return
+
+    def _next(self) -> Callable[[], None] | None:
+        if not self._to_copy:
+            return self.inbox.get()
+        try:
+            return self.inbox.get_nowait()
+        except queue.Empty:
+            return self._copy_one
 
     # ---- what the inbox's calls do: only ever on the owner's thread ----
 
-    def prepare(self, record: JobRecord, config: JobConfig, view: View, me: str) -> None:
-        """Make room for the shards that `view` gives to `me`."""
+    def prepare(
+        self, record: JobRecord, config: JobConfig, pool: BufferPool, writer: SnapshotWriter | None, url: str
+    ) -> None:
+        """The job is known: views can come."""
         shards = record.layout.shards
-        self._number = view.number
+        self._shards, self._config, self._pool = shards, config, pool
         self._hold_limit = config.hold_bytes
-        self._owned = {index: OwnedShard(shards[index], config) for index in view.shards_of(me)}
-        if config.decides:
-            self._clip = clip.ClipMachine(
-                shards=[s.index for s in shards if s.role == "parameters"],
-                own=frozenset(index for index, owned in self._owned.items() if owned.measured),
-                clip=config.clip,
+        self._writer, self._snapshots_url = writer, url
+        parameters = frozenset(s.index for s in shards if s.role == "parameters")
+        waits = frozenset(s.index for s in shards) if config.nonfinite == "skip" else parameters
+        self._machine = ServerMachine(
+            self._me,
+            Plan(
+                policy=config.sync, expected=[config.replicas if s.index in parameters else 1 for s in shards],
+                measured=parameters, decides=waits if config.decides else frozenset(), clip=config.clip,
                 skip_not_finite=config.nonfinite == "skip",
-            )
+            ),
+        )  # fmt: skip
+
+    @property
+    def machine(self) -> ServerMachine:
+        """The machine, once the job is known."""
+        assert self._machine is not None
+        return self._machine
+
+    def adopt(self, view: View) -> None:
+        """A new view."""
+        before = self.machine.view
+        if before is not None and (before.primary != view.primary or before.since != view.since):
+            self._abandon_snapshot()
+        self._number = view.number
+        stayed = {member.id for member in view.servers if before is not None and member in before.servers}
+        self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
+        self._run_all(self.machine.adopt(view))
+
+    def admitted(self, new: bool) -> None:
+        """The coordinator has taken us (back): what it may have forgotten is said again."""
+        if not new and self._machine is not None and self._machine.in_step:
+            self._around.say(InStep(self._machine.in_step))
+
+    def peer_linked(self, peer: str, channel: Channel) -> None:
+        """The link to another server stands."""
+        self._peers[peer] = channel
+        self._run_all(self.machine.peer_linked(peer))
+
+    def peer_lost(self, peer: str, channel: Channel) -> None:
+        """The link to another server is gone."""
+        if self._peers.get(peer) is channel:
+            del self._peers[peer]
+            self.machine.peer_lost(peer)
 
     def follow(self, channel: Channel) -> None:
         """Send the newest version of every shard, and every one from now on."""
         if channel not in self._followers:
             self._followers.append(channel)
-        for owned in self._owned.values():
-            if owned.machine.version in owned.wire:
-                self._send_version(channel, owned, owned.machine.version)
+        for index in self.machine.held:
+            machine = self.machine.machine(index)
+            if machine is not None and machine.primary and machine.published >= 0:
+                self._send_version(channel, index, machine.published)
 
     def unfollow(self, channel: Channel) -> None:
-        """The channel is gone."""
+        """The channel is gone, or wants no more."""
         if channel in self._followers:
             self._followers.remove(channel)
 
     def fetch(self, channel: Channel, index: int, version: int) -> None:
         """Send one version again, if it is still kept; otherwise a newer one has been sent anyway."""
-        owned = self._owned.get(index)
-        if owned is not None and version in owned.wire:
-            self._send_version(channel, owned, version)
+        machine = self.machine.machine(index)
+        if machine is not None and version in self._owned[index].wire and version <= machine.published:
+            self._send_version(channel, index, version)
 
     def initialise(self, channel: Channel, header: Header, buffer: Buffer) -> None:
         """A first worker's version 0 of a shard."""
-        ticket = self._ticket(channel, header, buffer)
-        self._run_effects(self._owned[header.shard], self._owned[header.shard].machine.handle(shard.Initialise(ticket)))
+        if self._wanted(channel, header, buffer):
+            self._handle(header.shard, shard.Initialise(self._ticket(channel, header, buffer)))
 
     def contribute(self, channel: Channel, header: Header, buffer: Buffer) -> None:
         """A contribution to a shard's step."""
-        owned = self._owned[header.shard]
+        if not self._wanted(channel, header, buffer):
+            return
+        if header.shard == 0:
+            self._arrivals[channel.name] = time.monotonic()
         event = shard.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE,
         )  # fmt: skip
-        self._run_effects(owned, owned.machine.handle(event))
+        self._handle(header.shard, event)
+
+    def replicated(self, channel: Channel, sender: str, header: Header, buffer: Buffer) -> None:
+        """A primary's update of a shard that we are the backup of."""
+        if not self.machine.takes_from(header.shard, sender):
+            buffer.release()
+            return
+        ticket = self._ticket(channel, header, buffer)
+        self._tickets[ticket].credited = True  # servers give each other no credit
+        self._held_bytes += header.length
+        self._answer_to = channel
+        self._handle(header.shard, shard.Replicated(header.step, bool(header.flags & SKIP), ticket))
+        self._answer_to = None
+
+    def filled(self, channel: Channel, sender: str, record: ShardRecord) -> None:
+        """A primary's whole state of a shard that we are the backup of."""
+        if self.machine.takes_from(record.shard, sender):
+            self._owned[record.shard].load(record)
+            self._answer_to = channel
+            self._handle(record.shard, shard.Loaded(record.version))
+            self._answer_to = None
+
+    def acked(self, peer: str, channel: Channel, index: int, version: int) -> None:
+        """A backup holds a version."""
+        view = self.machine.view
+        current = self._peers.get(peer) is channel and view is not None and view.backup.get(index) == peer
+        if current and self.machine.is_primary(index):
+            self._handle(index, shard.Acked(version))
 
     def told(self, step: int, measures: Iterable[clip.Measure]) -> None:
         """Another server's measures."""
-        if self._clip is not None:
-            self._run_decisions(self._clip.told(step, measures))
+        self._run_all(self.machine.told(step, measures))
+
+    def capture(self, snapshot: str, version: int) -> None:
+        """A snapshot is wanted of all shards that are primary here."""
+        if self._writer is None or self._machine is None:
+            return
+        self._abandon_snapshot()
+        own = [index for index in self.machine.held if self.machine.is_primary(index)]
+        if not own:
+            return
+        self._snapshot = snapshot
+        self._writer.begin(snapshot, len(own))
+        for index in own:
+            self._handle(index, shard.CaptureAt(version))
 
     # ---- effects ----
 
-    def _run_effects(self, owned: OwnedShard, effects: Sequence[shard.Effect]) -> None:
+    def _handle(self, index: int, event: shard.Event) -> None:
+        self._run_all(self.machine.handle(index, event))
+
+    def _run_all(self, effects: Sequence[server.Effect]) -> None:
         for effect in effects:
             match effect:
-                case shard.Install(ticket=ticket):
-                    owned.install(self._settle(ticket))
-                case shard.Take(ticket=ticket, weight=weight):
-                    owned.take(self._settle(ticket), weight)
-                case shard.Add(ticket=ticket, weight=weight):
-                    with self._tracer.span("reduce", shard=owned.shard.index):
-                        owned.add(self._settle(ticket), weight)
-                case shard.Hold(ticket=ticket):
-                    self._hold(ticket)
-                case shard.Drop(ticket=ticket, fault=fault):
-                    self._drop(ticket, fault)
-                case shard.Finish():
-                    self._finish(owned, effect)
-                case shard.Apply(step=step, scale=scale):
-                    with self._tracer.span("apply", shard=owned.shard.index, step=step):
-                        owned.apply(step, scale)
-                case shard.Publish(version=version):
-                    self._publish(owned, version)
+                case server.On(shard=index, effect=on):
+                    self._run_on(index, self._owned[index], on)
+                case server.Own(shard=index):
+                    self._owned[index] = OwnedShard(self._shards[index], self._config, self._pool)
+                case server.Disown(shard=index):
+                    self._disown(index)
+                case server.Restore(shards=indices, origin=origin):
+                    self._restore(indices, origin)
+                case clip.Tell():
+                    self._tell(effect)
+                case clip.Verdict():
+                    if effect.scale is None or not math.isfinite(effect.norm):
+                        self._around.not_finite(effect)
+                    # On the inbox, not here: the shard whose Finish brought the verdict is still running its effects.
+                    self.inbox.put(lambda verdict=effect: self._run_all(self.machine.decided(verdict)))  # type: ignore[misc]
+
+    def _run_on(self, index: int, owned: OwnedShard, effect: shard.Effect) -> None:
+        match effect:
+            case shard.Take(ticket=ticket, weight=weight):
+                owned.take(self._settle(ticket), weight)
+            case shard.Add(ticket=ticket, weight=weight):
+                with self._tracer.span("reduce", shard=index):
+                    owned.add(self._settle(ticket), weight)
+            case shard.Hold(ticket=ticket):
+                self._hold(ticket)
+            case shard.Drop(ticket=ticket, fault=fault):
+                self._drop(ticket, fault)
+            case shard.Finish():
+                self._finish(owned, effect)
+            case shard.Apply():
+                self._apply(index, owned, effect)
+            case shard.Publish(version=version):
+                self._publish(index, version)
+            case shard.Install(ticket=ticket):
+                owned.install(self._settle(ticket))
+            case shard.Abandon():
+                owned.abandon()
+            case _:
+                self._run_rare(index, owned, effect)
+
+    def _run_rare(self, index: int, owned: OwnedShard, effect: shard.Effect) -> None:
+        match effect:
+            case shard.Fill(version=version):
+                data = encode_record(owned.state(version, wires=True), "none")
+                header = Header(Kind.STATE, self._number, shard=index, step=version, length=len(data))
+                self._backup_of(index).send(header, memoryview(data))
+            case shard.Acknowledge(version=version):
+                if self._answer_to is not None:
+                    self._answer_to.send(Header(Kind.ACK, self._number, shard=index, step=version), urgent=True)
+            case shard.InStep():
+                self._around.say(InStep({index: self.machine.in_step[index]}))
+            case shard.Capture(version=version, missed=True):
+                self._around.say(NotStored(self._snapshot, "a step was quicker than the word", version))
+            case shard.Capture(version=version):
+                self._to_copy[index] = version
+            case _:
+                raise AssertionError(f"an effect that nobody runs: {effect}")
 
     def _finish(self, owned: OwnedShard, effect: shard.Finish) -> None:
         owned.mean(effect.total_weight)
-        if effect.measure and owned.measured and self._clip is not None:
+        if effect.measure and owned.measured:
             measure = clip.Measure(owned.shard.index, owned.norm(), effect.not_finite)
-            self._run_decisions(self._clip.measured(effect.step, measure))
+            self._run_all(self.machine.measured(effect.step, measure))
 
-    def _run_decisions(self, decisions: Sequence[clip.Tell | clip.Verdict]) -> None:
-        for decision in decisions:
-            match decision:
-                case clip.Tell():
-                    self._tell(decision)
-                case clip.Verdict(step=step, scale=scale):
-                    if scale is None or not math.isfinite(decision.norm):
-                        self._not_finite(decision)
-                    # On the inbox, not here: the shard whose Finish brought the verdict is still running its effects.
-                    self.inbox.put(lambda step=step, scale=scale: self._decide(step, scale))  # type: ignore[misc]
+    def _apply(self, index: int, owned: OwnedShard, effect: shard.Apply) -> None:
+        if index in self._to_copy:
+            self._copy(index)
+        with self._tracer.span("apply", shard=index, step=effect.step):
+            finished = owned.apply(effect.step, effect.scale, hand_over=effect.replicate)
+        if finished is None:
+            return
+        skip = effect.scale is None
+        header = Header(
+            Kind.REPLICATE, self._number, shard=index, step=effect.step, length=0 if skip else owned.shard.nbytes,
+            flags=SKIP if skip else 0,
+        )  # fmt: skip
+        payload = None if skip else finished.bytes[: owned.shard.nbytes]
+        self._backup_of(index).send(header, payload, sent=finished.release)
 
-    def _decide(self, step: int, scale: float | None) -> None:
-        for owned in self._owned.values():
-            if owned.machine.decides:
-                self._run_effects(owned, owned.machine.handle(shard.Decide(step, scale)))
+    def _backup_of(self, index: int) -> Channel:
+        assert self.machine.view is not None
+        return self._peers[self.machine.view.backup[index]]
 
-    def _publish(self, owned: OwnedShard, version: int) -> None:
+    def _tell(self, tell: clip.Tell) -> None:
+        data = memoryview(_measures.encode(tell.measures))
+        for peer in self._peers.values():
+            peer.send(Header(Kind.MEASURES, self._number, step=tell.step, length=len(data)), data, urgent=True)
+
+    def _publish(self, index: int, version: int) -> None:
         for channel in self._followers:
-            self._send_version(channel, owned, version)
+            self._send_version(channel, index, version)
+        if index == 0 and version > 0:
+            first = min(self._arrivals.values(), default=0.0)
+            late = {worker: round(when - first, 4) for worker, when in self._arrivals.items()}
+            self._arrivals.clear()
+            self._around.say(Applied(version - 1, self._config.replicas, late))
 
-    def _send_version(self, channel: Channel, owned: OwnedShard, version: int) -> None:
+    def _send_version(self, channel: Channel, index: int, version: int) -> None:
+        owned = self._owned[index]
         buffer = owned.wire[version].retain()
         nbytes = owned.shard.nbytes
-        header = Header(Kind.VERSION, self._number, shard=owned.shard.index, step=version, length=nbytes)
+        header = Header(Kind.VERSION, self._number, shard=index, step=version, length=nbytes)
         channel.send(header, buffer.bytes[:nbytes], sent=buffer.release)
+
+    def _disown(self, index: int) -> None:
+        for ticket in [t for t, arrived in self._tickets.items() if arrived.shard == index]:
+            self._settle(ticket).release()
+        self._to_copy.pop(index, None)
+        self._owned.pop(index).release()
+
+    def _restore(self, indices: Sequence[int], origin: str) -> None:
+        store = SnapshotStore(self._snapshots_url)
+        for record in store.read(store.load(origin), indices):
+            self._owned[record.shard].load(record)
+            self._handle(record.shard, shard.Loaded(record.version))
+
+    # ---- snapshots ----
+
+    def _copy_one(self) -> None:
+        self._copy(next(iter(self._to_copy)))
+
+    def _copy(self, index: int) -> None:
+        version = self._to_copy.pop(index)
+        if self._writer is not None:
+            with self._tracer.span("capture", shard=index, version=version):
+                self._writer.put(own_copy(self._owned[index].state(version, wires=False)))
+
+    def _abandon_snapshot(self) -> None:
+        self._to_copy.clear()
+        if self._writer is not None:
+            self._writer.abandon()
 
     # ---- tickets and credits ----
 
+    def _wanted(self, channel: Channel, header: Header, buffer: Buffer) -> bool:
+        """Are we the shard's primary? If not, its sender has an older view, and will send it where it belongs."""
+        if self.machine.is_primary(header.shard):
+            return True
+        buffer.release()
+        channel.send(Header(Kind.CREDIT, self._number, replica=1), urgent=True)
+        return False
+
     def _ticket(self, channel: Channel, header: Header, buffer: Buffer) -> int:
         self._next_ticket += 1
-        self._tickets[self._next_ticket] = _Arrived(channel, buffer, header.length)
+        self._tickets[self._next_ticket] = _Arrived(header.shard, channel, buffer, header.length)
         return self._next_ticket
 
     def _settle(self, ticket: int) -> Buffer:

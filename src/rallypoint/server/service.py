@@ -1,43 +1,49 @@
-"""A server's connections: workers that push and follow, other servers that tell their measures, the coordinator."""
+"""A server's connections: workers that push and follow, other servers that tell and replicate, the coordinator."""
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
 from rallypoint.config import JobConfig, parse
 from rallypoint.core import clip
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import View, ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.errors import AccessDenied, DamagedSnapshot, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind
+from rallypoint.net.dialer import Dialer
+from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import introduce
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import (
     Aborted,
+    Capture,
     Finished,
     GiveUp,
     Hello,
     Message,
     Prepare,
-    Prepared,
+    Refused,
     Skipped,
+    Turn,
     Welcome,
+    expect,
 )
 from rallypoint.net.pool import BufferPool
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.reducer import Reducer
+from rallypoint.server.snapshots import SnapshotWriter
+from rallypoint.store.manifest import Compression
+from rallypoint.store.record import decode_record
 
-CONNECT_TIMEOUT_S = 10.0
+_PAYLOADS = (Kind.PUSH, Kind.INITIAL, Kind.REPLICATE)
 
 
 class ServerService:
@@ -55,17 +61,14 @@ class ServerService:
         self._coordinator, self._token, self._bind = coordinator, token, bind
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
-        self._folder = ""
-        self._trace_steps = (0, 0)
-        self._job: tuple[JobRecord, JobConfig, View] | None = None
+        self._job: tuple[JobRecord, JobConfig] | None = None
+        self._view: View | None = None
         self._pool: BufferPool | None = None
-        self._prepared = threading.Event()
+        self._changed = threading.Condition()  # a new view, or the end
         self._over = threading.Event()
         self._failure: str | None = None
-        self._peers: dict[str, Channel] = {}
-        self._reducer = Reducer(
-            tracer=self._tracer, tell=self._tell_peers, not_finite=self._on_not_finite, failed=self._on_reducer_failed
-        )
+        self._peers: dict[tuple[str, int], Dialer] = {}
+        self._reducer = Reducer(me=id, tracer=self._tracer, surroundings=self)
 
     def start(self) -> None:
         """Listen, join the coordinator. AddressInUse, AccessDenied or LinkError when that fails."""
@@ -74,12 +77,12 @@ class ServerService:
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, token=self._token, role="server", id=self.id,
                 listening_at=self._gate.address, on_message=self._on_message, on_lost=self._on_coordinator_lost,
+                on_admitted=lambda new: self._reducer.inbox.put(lambda: self._reducer.admitted(new)),
             )  # fmt: skip
         except BaseException:
             self._gate.close()
             self._reducer.stop()
             raise
-        self._folder, self._trace_steps = self._link.welcome.folder, self._link.welcome.trace
         self._link.start()
 
     def wait(self) -> str | None:
@@ -91,31 +94,33 @@ class ServerService:
         """End every connection and thread. May be called at any time after `start`."""
         self._end(None)
         self._gate.close()
+        self._link.close()
         for peer in self._peers.values():
             peer.close()
-        self._link.close()
         self._reducer.stop()
-        if self._folder:
-            self._tracer.save(Path(self._folder))
+        if self._link.welcome.folder:
+            self._tracer.save(Path(self._link.welcome.folder))
 
     def _end(self, failure: str | None) -> None:
-        if not self._over.is_set():
-            self._failure = failure
-            self._over.set()
-            self._prepared.set()
+        with self._changed:
+            if not self._over.is_set():
+                self._failure = failure
+                self._over.set()
+                self._changed.notify_all()
 
     # ---- the coordinator's words ----
 
     def _on_message(self, message: Message) -> None:
         match message:
-            case Prepare(record=record, view=view):
-                try:
-                    self._prepare(record, view)
-                except RallypointError as error:  # of ours or a peer's making: the coordinator is not to blame
-                    self._give_up(f"server {self.id} could not prepare: {error}")
+            case Prepare(record=record):
+                self._prepare(record)
+            case Turn(view=view):
+                self._turn(view)
+            case Capture(snapshot=snapshot, version=version):
+                self._reducer.inbox.put(lambda: self._reducer.capture(snapshot, version))
             case Finished():
                 self._end(None)
-            case Aborted(reason=reason):
+            case Aborted(reason=reason) | Refused(reason=reason):
                 self._end(reason)
             case _:
                 raise ProtocolError(f"a server has no use for a {type(message).__name__} message")
@@ -123,42 +128,74 @@ class ServerService:
     def _on_coordinator_lost(self, error: RallypointError) -> None:
         self._end(f"the coordinator is gone: {error}")
 
-    def _prepare(self, record: JobRecord, view: View) -> None:
-        config = parse(record.config)
-        self._job = (record, config, view)
-        self._pool = BufferPool(record.layout.largest_shard)
-        if config.decides:
-            for member in view.servers:
-                if member.id != self.id:
-                    self._peers[member.id] = self._connect_peer(member.id, member.address)
-        self._reducer.inbox.put(lambda: self._reducer.prepare(record, config, view, self.id))
-        self._prepared.set()
-        self._link.send(Prepared())
+    def _prepare(self, record: JobRecord) -> None:
+        if self._job is not None:
+            return  # said again to somebody who had been given up
+        config, about = parse(record.config), self._link.welcome
+        self._job = (record, config)
+        pool = self._pool = BufferPool(record.layout.largest_shard)
+        writer = None
+        if about.snapshots:
+            writer = SnapshotWriter(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
+        self._reducer.inbox.put(lambda: self._reducer.prepare(record, config, pool, writer, about.snapshots))
 
-    def _connect_peer(self, peer: str, address: str) -> Channel:
-        connection = self._transport.connect(address, CONNECT_TIMEOUT_S)
-        try:
-            introduce(connection, self._token, role="server", id=self.id, host=socket.gethostname())
-        except BaseException:
-            connection.close()
-            raise
-        return Channel(connection, peer, self._tracer)
+    def _turn(self, view: View) -> None:
+        if self._job is None or (self._view is not None and view.number <= self._view.number):
+            return
+        self._reducer.inbox.put(lambda: self._reducer.adopt(view))
+        with self._changed:
+            self._view = view  # from now on what waited for this view goes into the inbox, behind it
+            self._changed.notify_all()
+        self._dial_peers(view)
+
+    def _dial_peers(self, view: View) -> None:
+        others = {(m.id, m.birth): m for m in view.servers if m.id != self.id}
+        needed = self._job is not None and (self._job[1].decides or bool(view.backup))
+        for key in [key for key in self._peers if key not in others]:
+            self._peers.pop(key).close()
+        for key, member in others.items():
+            if needed and key not in self._peers:
+                self._peers[key] = self._dial(member)
+                self._peers[key].start()
+
+    def _dial(self, member: Member) -> Dialer:
+        standing: list[Channel] = []
+
+        def up(channel: Channel) -> None:
+            standing[:] = [channel]
+            self._reducer.inbox.put(lambda: self._reducer.peer_linked(member.id, channel))
+
+        def down(_: RallypointError) -> None:
+            channel = standing[0]
+            self._reducer.inbox.put(lambda: self._reducer.peer_lost(member.id, channel))
+
+        return Dialer(
+            transport=self._transport, peer=member, role="server", id=self.id, token=self._token, tracer=self._tracer,
+            view=lambda: self._number, up=up, serve=lambda channel: self._receive_acks(member.id, channel), down=down,
+        )  # fmt: skip
+
+    def _receive_acks(self, peer: str, channel: Channel) -> None:
+        while True:
+            header = channel.receive_header()
+            if header.kind is Kind.REFUSE:
+                raise AccessDenied(expect(channel.receive_bytes(header), Refused).reason)
+            if header.kind is not Kind.ACK:
+                raise ProtocolError(f"a {header.kind.name} frame from server {peer}")
+            self._reducer.inbox.put(
+                lambda h=header: self._reducer.acked(peer, channel, h.shard, h.step)  # type: ignore[misc]
+            )
 
     # ---- the reducer's words ----
 
-    def _tell_peers(self, tell: clip.Tell) -> None:
-        data = memoryview(msgspec.msgpack.encode(tell.measures))
-        for peer in self._peers.values():
-            peer.send(Header(Kind.MEASURES, self._number, step=tell.step, length=len(data)), data, urgent=True)
+    def say(self, message: Message) -> None:
+        self._link.send(message)
 
-    def _on_not_finite(self, verdict: clip.Verdict) -> None:
-        assert self._job is not None
-        _, config, view = self._job
-        if view.primary[0] != self.id:
+    def not_finite(self, verdict: clip.Verdict) -> None:
+        if self._job is None or self._view is None or self._view.primary[0] != self.id:
             return  # all servers see the same: one of them speaks
         if verdict.scale is None:
             self._link.send(Skipped(verdict.step, verdict.not_finite))
-        elif config.nonfinite == "stop":
+        elif self._job[1].nonfinite == "stop":
             self._link.send(
                 GiveUp(
                     f"the gradient of step {verdict.step} is not finite although every loss was; lower the learning "
@@ -166,10 +203,8 @@ class ServerService:
                 )
             )
 
-    def _on_reducer_failed(self, error: BaseException) -> None:
-        self._give_up(f"server {self.id} failed: {type(error).__name__}: {error}")
-
-    def _give_up(self, reason: str) -> None:
+    def failed(self, error: BaseException) -> None:
+        reason = f"server {self.id} failed: {type(error).__name__}: {error}"
         self._link.send(GiveUp(reason))
         self._end(reason)
 
@@ -182,54 +217,90 @@ class ServerService:
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         """Receive one connection's frames until it ends. Runs in that connection's own thread."""
-        self._prepared.wait()  # a worker may be quicker than our own Prepare
+        self._wait_for(hello.view)  # whoever connects may be quicker than our own coordinator link
         self._check_member(hello)
         try:
             while not self._over.is_set():
                 header = channel.receive_header()
                 if hello.role == "server":
-                    self._receive_measures(channel, header, hello.id)
+                    self._receive_from_server(channel, header, hello.id)
                 else:
                     self._receive_from_worker(channel, header)
         finally:
             self._reducer.inbox.put(lambda: self._reducer.unfollow(channel))
 
+    def _wait_for(self, number: ViewNumber) -> None:
+        """Until the view of that number has come here too (I10): what is said under it is meant for it."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._over.is_set() or (self._view is not None and self._view.number >= number)
+            )
+
     def _check_member(self, hello: Hello) -> None:
         """ProtocolError for whoever has the token but no part in this job's view."""
-        if self._job is None:
+        view = self._view
+        if view is None:
             return
-        _, _, view = self._job
         members = view.servers if hello.role == "server" else view.workers
         if hello.id not in {member.id for member in members}:
             raise ProtocolError(f"{hello.role} {hello.id} is not in view {view.number}")
 
-    def _receive_measures(self, channel: Channel, header: Header, sender: str) -> None:
-        assert self._job is not None
-        _, config, view = self._job
-        if header.kind is not Kind.MEASURES:
-            raise ProtocolError(f"a {header.kind.name} frame from another server")
+    def _receive_from_server(self, channel: Channel, header: Header, sender: str) -> None:
+        match header.kind:
+            case Kind.MEASURES:
+                self._receive_measures(channel, header)
+            case Kind.REPLICATE:
+                self._receive_payload(channel, header, sender)
+            case Kind.STATE:
+                self._receive_state(channel, header, sender)
+            case _:
+                raise ProtocolError(f"a {header.kind.name} frame from another server")
+
+    def _receive_measures(self, channel: Channel, header: Header) -> None:
+        record, config = self._expect_job()
         try:
             measures = msgspec.msgpack.decode(channel.receive_bytes(header), type=list[clip.Measure])
         except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"measures that cannot be read: {error}") from None
-        if header.step >= config.steps or any(view.primary.get(m.shard) != sender for m in measures):
-            raise ProtocolError(f"server {sender} told measures that are not its own to tell")
+        parameters = {shard.index for shard in record.layout.shards if shard.group >= 0}
+        if header.step >= config.steps or any(measure.shard not in parameters for measure in measures):
+            raise ProtocolError("measures of a step or of a shard that this job does not have")
+        self._wait_for(header.view)
         if not self._stale(header):
             self._reducer.inbox.put(lambda: self._reducer.told(header.step, measures))
 
+    def _receive_state(self, channel: Channel, header: Header, sender: str) -> None:
+        record, _ = self._expect_job()
+        try:
+            state = decode_record(bytes(channel.receive_bytes(header)))
+        except DamagedSnapshot as error:
+            raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
+        words = record.layout.shards[state.shard].words if 0 <= state.shard < len(record.layout.shards) else -1
+        if state.shard != header.shard or any(len(array) != words for array in state.arrays.values()):
+            raise ProtocolError(f"a state of shard {state.shard} that does not fit this job's layout")
+        self._wait_for(header.view)
+        if not self._stale(header):
+            self._reducer.inbox.put(lambda: self._reducer.filled(channel, sender, state))
+
     def _receive_from_worker(self, channel: Channel, header: Header) -> None:
-        self._tracer.on = self._trace_steps[0] <= header.step < self._trace_steps[1]
+        trace = self._link.welcome.trace
+        self._tracer.on = trace[0] <= header.step < trace[1]
         match header.kind:
             case Kind.PUSH | Kind.INITIAL:
-                self._receive_payload(channel, header)
+                self._receive_payload(channel, header, "")
             case Kind.FOLLOW:
+                self._wait_for(header.view)
                 self._reducer.inbox.put(lambda: self._reducer.follow(channel))
+            case Kind.UNFOLLOW:
+                self._reducer.inbox.put(lambda: self._reducer.unfollow(channel))
             case Kind.FETCH:
+                self._wait_for(header.view)
+                self._check_shard(header)
                 self._reducer.inbox.put(lambda: self._reducer.fetch(channel, header.shard, header.step))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")
 
-    def _receive_payload(self, channel: Channel, header: Header) -> None:
+    def _receive_payload(self, channel: Channel, header: Header, sender: str) -> None:
         assert self._pool is not None
         self._check_payload(header)
         buffer = self._pool.take()
@@ -239,32 +310,44 @@ class ServerService:
         except LinkError:
             buffer.release()
             raise
-        if self._stale(header):
+        self._wait_for(header.view)
+        if self._stale(header) or self._over.is_set():
             buffer.release()
             channel.send(Header(Kind.CREDIT, self._number, replica=1), urgent=True)
         elif header.kind is Kind.PUSH:
             self._reducer.inbox.put(lambda: self._reducer.contribute(channel, header, buffer))
-        else:
+        elif header.kind is Kind.INITIAL:
             self._reducer.inbox.put(lambda: self._reducer.initialise(channel, header, buffer))
+        else:
+            self._reducer.inbox.put(lambda: self._reducer.replicated(channel, sender, header, buffer))
 
     def _check_payload(self, header: Header) -> None:
-        """ProtocolError unless the frame carries exactly one shard of ours, with a sensible weight."""
-        assert self._job is not None
-        record, _, view = self._job
-        if view.primary.get(header.shard) != self.id:
-            raise ProtocolError(f"shard {header.shard} is not on server {self.id}")
-        expected = record.layout.shards[header.shard].nbytes
-        if header.length != expected:
+        """ProtocolError unless the frame carries exactly one shard of the job, with a sensible weight."""
+        self._check_shard(header)
+        record, _ = self._expect_job()
+        expected = 0 if header.flags & SKIP else record.layout.shards[header.shard].nbytes
+        if header.length != expected or (header.flags & SKIP and header.kind is not Kind.REPLICATE):
             raise ProtocolError(f"{header.length} bytes for shard {header.shard}, which has {expected}")
         if header.kind is Kind.PUSH and header.weight <= 0:
             raise ProtocolError(f"a contribution of weight {header.weight}: weights are positive")
 
+    def _check_shard(self, header: Header) -> None:
+        record, _ = self._expect_job()
+        if header.shard >= len(record.layout.shards):
+            raise ProtocolError(f"shard {header.shard} of a job that has {len(record.layout.shards)}")
+
+    def _expect_job(self) -> tuple[JobRecord, JobConfig]:
+        if self._job is None:
+            raise LinkError("the job ended before it began")
+        return self._job
+
     @property
     def _number(self) -> ViewNumber:
-        return self._job[2].number if self._job is not None else ViewNumber()
+        return self._view.number if self._view is not None else ViewNumber()
 
     def _stale(self, header: Header) -> bool:
-        return header.view.epoch < self._number.epoch  # from before a roll-back: nobody accepts it (I10)
+        """Is it from before a roll-back? Nobody accepts that any more (I10)."""
+        return self._view is not None and header.view < self._view.since
 
 
 def run_servers(services: Sequence[ServerService]) -> str | None:

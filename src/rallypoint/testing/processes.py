@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rallypoint.coordinator.service import CoordinatorService, Reception
+from rallypoint.core.cluster import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.net.handshake import new_token
 from rallypoint.server.service import ServerService, run_servers
@@ -48,6 +49,8 @@ class ProcessCluster:
     workers: int
     servers: int
     overrides: dict[str, Any] = field(default_factory=dict)
+    terms: Terms | None = None
+    folder: str = ""
     timeout: float = _TIMEOUT_S
     _started: list[_Process] = field(default_factory=list)
     _token: str = field(default_factory=new_token)
@@ -66,7 +69,9 @@ class ProcessCluster:
 
     def run(self, train: TrainFunction, *args: Any) -> list[Any]:
         """Train on the whole cluster; see the class."""
-        coordinator = self._start(_coordinator_main, self.workers, self.servers, self.overrides)
+        terms = self.terms or Terms(workers_start=self.workers, workers_max=self.workers, servers=self.servers)
+        about = Reception(self.overrides, self.folder, snapshots=self.folder and f"{self.folder}/snapshots")
+        coordinator = self._start(_coordinator_main, terms, about)
         address = self._answer(coordinator)
         for index in range(self.servers):
             self._start(_server_main, f"server{index}", address)
@@ -113,8 +118,8 @@ def _child(pipe: Connection, main: Callable[..., None], token: str, *args: Any) 
         pipe.send(("error", traceback.format_exc()))
 
 
-def _coordinator_main(pipe: Connection, token: str, workers: int, servers: int, overrides: dict[str, Any]) -> None:
-    service = CoordinatorService(workers=workers, servers=servers, token=token, reception=Reception(overrides))
+def _coordinator_main(pipe: Connection, token: str, terms: Terms, reception: Reception) -> None:
+    service = CoordinatorService(terms=terms, token=token, reception=reception)
     service.start()
     pipe.send(("value", service.address))
     service.wait()

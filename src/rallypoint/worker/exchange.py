@@ -8,15 +8,16 @@ synchronisation takes of a worker's memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from rallypoint.core import worker as machine
 from rallypoint.core.layout import Layout
-from rallypoint.core.view import View
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import WorkerMachine
-from rallypoint.errors import JobAborted, ProtocolError, RallypointError
+from rallypoint.errors import AccessDenied, JobAborted, ProtocolError, RallypointError
 from rallypoint.net.frames import NOT_FINITE, Header, Kind
 from rallypoint.net.pool import bytes_of
 from rallypoint.net.transport import Transport
@@ -25,52 +26,83 @@ from rallypoint.observe.waits import wait_until
 from rallypoint.worker.link import ServerLink
 
 
+class Rewound(BaseException):
+    """The micro-batch in progress belongs to a past that is void; ``with micro:`` ends here, the loop yields another.
+
+    Not an Exception: no handler of the user's code shall take it for a fault.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an exchange needs to know of this process."""
+
+    me: str
+    token: str
+    transport: Transport
+    tracer: Tracer
+    say: Callable[[str], None]
+
+
 class Exchange:
     """One worker's data plane in one job.
 
-    The main thread fills slots and waits for versions; each link's thread lands versions. One lock guards the machine;
-    tensors are touched outside it, by the slot's current owner only.
+    The main thread fills slots and waits for versions; each link's thread lands versions; the coordinator's link brings
+    views. One lock guards the machine; tensors are touched outside it, by the slot's current owner only.
     """
 
-    def __init__(
-        self, *, layout: Layout, view: View, me: str, token: str, window: int, steps: int, transport: Transport,
-        tracer: Tracer, say: Callable[[str], None], pinned: bool = False,
-    ) -> None:  # fmt: skip
-        self.layout, self.view, self.me = layout, view, me
+    def __init__(self, layout: Layout, around: Surroundings, *, window: int, steps: int, pinned: bool = False) -> None:
+        self.layout, self.me = layout, around.me
         self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
         self._bytes = bytes_of(self.buffer)
+        self._around, self._window, self._steps = around, window, steps
         self._machine = WorkerMachine(
-            shards=len(layout.shards),
+            me=around.me, shards=len(layout.shards), steps=steps,
             buffer_shards=frozenset(s.index for s in layout.shards if s.role == "buffers"),
-            replicas=view.deal[me],
-            steps=steps,
-        )
+        )  # fmt: skip
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._installable = -1
+        self._finished = False
         self._claiming = False
+        self._computing = False
+        self._leaving = False
         self._weight, self._finite = 1.0, True
-        self._say = say
         self._links: dict[str, ServerLink] = {}
-        try:
+        self._turning = threading.Lock()  # one view after the other
+
+    # ---- the coordinator's words ----
+
+    def turn(self, view: View) -> None:
+        """A new view has come."""
+        with self._turning:
+            self._end_links_but(view)
+            with self._changed:
+                effects = self._machine.handle(machine.Viewed(view))
+                self._changed.notify_all()
+            self._run(effects)
             for server in view.servers:
-                self._links[server.id] = ServerLink(
-                    transport=transport, server=server, me=me, token=token, window=window, arrivals=self,
-                    on_lost=self._link_lost(server.id), tracer=tracer,
-                )  # fmt: skip
-        except BaseException:
-            self.close()
-            raise
+                if server.id not in self._links:
+                    link = self._links[server.id] = ServerLink(
+                        transport=self._around.transport, server=server, me=self.me, token=self._around.token,
+                        window=self._window, arrivals=self, view=lambda: self._number, tracer=self._around.tracer,
+                    )  # fmt: skip
+                    link.start()  # only now: what comes of it looks for it among the links
 
-    def start(self) -> None:
-        """Follow all servers."""
-        for link in self._links.values():
-            link.start(self.view.number)
+    def assist(self, step: int, replica: int) -> None:
+        """The coordinator asks for one more replica."""
+        self._handle(machine.Assisted(step, replica))
 
-    def close(self) -> None:
-        """End every link."""
-        for link in self._links.values():
-            link.close()
+    def finish(self) -> None:
+        """The job is over: nobody waits for anything any more."""
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def leave(self) -> None:
+        """This worker was told to go: it does once nothing is dealt to it."""
+        with self._changed:
+            self._leaving = True
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """Whoever waits here, now or later, gets this error."""
@@ -78,7 +110,26 @@ class Exchange:
             self._failure = self._failure or error
             self._changed.notify_all()
 
+    def close(self) -> None:
+        """End every link."""
+        with self._turning:
+            for link in self._links.values():
+                link.close()
+
+    def _end_links_but(self, view: View) -> None:
+        """Links to servers that have been replaced end, threads and all, before the machine hears of the view."""
+        for id, link in list(self._links.items()):
+            if link.server not in view.servers:
+                del self._links[id]
+                link.close()
+
     # ---- the main thread ----
+
+    @property
+    def view(self) -> View:
+        """The view in force; only after the first has come."""
+        assert self._machine.view is not None
+        return self._machine.view
 
     @property
     def step(self) -> int:
@@ -86,128 +137,197 @@ class Exchange:
         return self._machine.step
 
     @property
-    def next_replica(self) -> int | None:
-        """The replica to compute now, None when this step's are done."""
-        return self._machine.next_replica
+    def following(self) -> bool:
+        """Does this worker take part at all now (or stand by)?"""
+        return self._machine.following
+
+    @property
+    def idle(self) -> bool:
+        """Is there nothing to do at this moment?"""
+        with self._changed:
+            return self._machine.next_action() is None
+
+    def next_action(self) -> machine.Action | None:
+        """What to do now; waits until there is something. None when the job is over, or this worker is to go."""
+        with self._changed:
+            self._wait(lambda: self._over() or self._machine.next_action() is not None, self._where_missing)
+            return None if self._over() else self._machine.next_action()
+
+    @property
+    def gone(self) -> bool:
+        """Has this worker handed back everything, as it was told?"""
+        view = self._machine.view
+        return self._leaving and view is not None and not view.takes_part(self.me, self._machine.step)
+
+    def _over(self) -> bool:
+        return self._finished or self.gone
 
     def initialise(self) -> None:
-        """Push what the buffer holds as version 0 of everything (the lead worker, once)."""
+        """Push what the buffer holds as version 0 of everything (the first worker, once)."""
+        view = self.view
+        with self._changed:
+            self._machine.initialised()
         for shard in self.layout.shards:
-            header = Header(Kind.INITIAL, self.view.number, shard=shard.index, length=shard.nbytes)
-            self._link_of(shard.index).push(header, self._slot_bytes(shard.index), sent=_nothing)
+            header = Header(Kind.INITIAL, view.number, shard=shard.index, length=shard.nbytes)
+            if (link := self._links.get(view.primary[shard.index])) is not None:
+                link.push(header, self._slot_bytes(shard.index), sent=_nothing)
 
-    def begin_replica(self, weight: float, finite: bool) -> None:
+    def begin_replica(self, replica: int) -> None:
+        """Begin to compute this replica."""
+        with self._changed:
+            self._machine.begin(replica)
+            self._computing = True
+
+    def begin_push(self, weight: float, finite: bool) -> None:
         """What the contributions from now on weigh, and whether their loss was finite."""
         self._weight, self._finite = weight, finite
 
-    def claim(self, shard: int) -> torch.Tensor:
-        """The slot's words, once the gradient that was in it has left."""
+    @property
+    def rewound(self) -> bool:
+        """Is what is being computed void?"""
+        return self._machine.rewound
+
+    def check(self) -> None:
+        """Rewound when what is being computed is void; the error of whatever has failed."""
+        if self._computing and self._machine.rewound:
+            raise Rewound
+        if self._failure is not None:
+            raise self._failure
+
+    def claim(self, shard: int) -> bool:
+        """May the main thread write this slot (it waits until the gradient before has left)? Or need it not be?"""
         with self._changed:
             self._claiming = True
-            self._wait(lambda: self._machine.may_fill(shard), lambda: f"room in shard {shard}: {self._where_unsent()}")
+            self._wait(
+                lambda: self._machine.rewound or self._machine.may_fill(shard) is not False,
+                lambda: f"room in shard {shard}: {self._by_server(self._machine.unsent)}",
+            )
             self._claiming = False
-        place = self.layout.shards[shard]
-        return self.buffer[place.start : place.stop]
+            if self._machine.rewound:
+                raise Rewound
+            may = bool(self._machine.may_fill(shard))
+            if may:
+                self._machine.fill(shard)
+        return may
 
     def filled(self, shard: int) -> None:
         """The slot holds the whole gradient of the replica in progress: push it."""
-        with self._changed:
-            effects = self._machine.handle(machine.Filled(shard))
-        self._run(effects)
+        self._handle(machine.Filled(shard))
 
     def replica_computed(self) -> None:
         """The replica in progress is over."""
-        with self._changed:
-            effects = self._machine.handle(machine.ReplicaComputed())
-        self._run(effects)
+        self._computing = False
+        self._handle(machine.ReplicaComputed())
 
-    def wait_version(self) -> int:
-        """Until every shard of the next version is in the buffer; its number."""
-        with self._changed:
-            version = self._machine.wanted
-            self._wait(lambda: self._installable == version, lambda: f"version {version}: {self._where_missing()}")
-        return version
+    def replica_abandoned(self) -> None:
+        """The replica in progress was given up, and nobody writes slots any more."""
+        self._computing = False
+        self._handle(machine.ReplicaAbandoned())
 
     def installed(self) -> None:
-        """The model holds the version that `wait_version` returned; the slots are free."""
-        with self._changed:
-            effects = self._machine.handle(machine.Installed())
-        self._run(effects)
+        """The model holds the version that was to be installed; the slots are free."""
+        self._handle(machine.Installed())
 
     def _wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        wait_until(self._changed, lambda: self._failure is not None or ready(), describe, self._say)
+        wait_until(self._changed, lambda: self._failure is not None or ready(), describe, self._around.say)
         if self._failure is not None:
             raise self._failure
 
     # ---- the links' threads ----
 
-    def arriving(self, shard: int, version: int, nbytes: int) -> memoryview | None:
+    def arriving(self, shard: int, version: int, nbytes: int, view: ViewNumber) -> memoryview | None:
         if not 0 <= shard < len(self.layout.shards) or nbytes != self.layout.shards[shard].nbytes:
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard}, which is not in this job's layout")
         with self._changed:
-            effects = self._machine.handle(machine.Arriving(shard, version))
+            effects = self._machine.handle(machine.Arriving(shard, version, view))
+            moved_on = self._machine.target > self._machine.step + 1 or self._claiming
+            if moved_on:
+                self._changed.notify_all()
+        self._run(effects[1:])
         return self._slot_bytes(shard) if isinstance(effects[0], machine.Land) else None
 
     def landed(self, shard: int) -> None:
         with self._changed:
             effects = self._machine.handle(machine.Landed(shard))
-            for effect in effects:
-                if isinstance(effect, machine.Install):
-                    self._installable = effect.version
-                    self._changed.notify_all()
+            if not self._computing and self._machine.next_action() is not None:
+                self._changed.notify_all()
+        self._run(effects)
 
-    def _sent(self, shard: int, step: int) -> None:
+    def link_up(self, server: Member) -> None:
+        self._handle(machine.LinkUp(server.id))
+
+    def link_lost(self, server: Member, error: RallypointError) -> None:
+        if isinstance(error, (AccessDenied, ProtocolError)):
+            self.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
+        self._handle(machine.LinkLost(server.id))
+
+    def _sent(self, shard: int, serial: int) -> None:
         with self._changed:
-            self._machine.handle(machine.Sent(shard, step))
+            self._machine.handle(machine.Sent(shard, serial))
             if self._claiming:  # else the main thread waits for a version, and would wake for every shard in vain
                 self._changed.notify_all()
 
-    def _link_lost(self, server: str) -> Callable[[RallypointError], None]:
-        def lost(error: RallypointError) -> None:
-            self.fail(JobAborted(f"the link to server {server} is gone: {error}"))
-
-        return lost
-
     # ---- effects ----
 
-    def _run(self, effects: list[machine.Effect]) -> None:
+    def _handle(self, event: machine.Event) -> None:
+        with self._changed:
+            effects = self._machine.handle(event)
+            self._changed.notify_all()
+        self._run(effects)
+
+    def _run(self, effects: Sequence[machine.Effect]) -> None:
         for effect in effects:
             match effect:
-                case machine.Send(shard=shard):
-                    self._push(effect, shard)
-                case machine.Fetch(shard=shard, version=version):
-                    self._link_of(shard).fetch(shard, version, self.view.number)
+                case machine.Send():
+                    self._push(effect)
+                case machine.Fetch(shard=shard, version=version, server=server):
+                    if (link := self._links.get(server)) is not None:
+                        link.fetch(shard, version, self._number)
+                case machine.Follow(server=server, on=on):
+                    if (link := self._links.get(server)) is not None:
+                        link.follow(self._number, on=on)
                 case _:
                     raise AssertionError(f"an effect that cannot follow here: {effect}")
 
-    def _push(self, send: machine.Send, shard: int) -> None:
-        place = self.layout.shards[shard]
+    def _push(self, send: machine.Send) -> None:
+        place = self.layout.shards[send.shard]
         header = Header(
-            Kind.PUSH, self.view.number, shard=shard, replica=send.replica, step=send.step, length=place.nbytes,
+            Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=place.nbytes,
             weight=1.0 if place.role == "buffers" else self._weight, flags=0 if self._finite else NOT_FINITE,
         )  # fmt: skip
-        self._link_of(shard).push(header, self._slot_bytes(shard), sent=lambda: self._sent(shard, send.step))
+        if (link := self._links.get(send.server)) is not None:
+            link.push(header, self._slot_bytes(send.shard), sent=lambda: self._sent(send.shard, send.serial))
 
     def _slot_bytes(self, shard: int) -> memoryview:
         place = self.layout.shards[shard]
         return self._bytes[place.start * 4 : place.stop * 4]
 
-    def _link_of(self, shard: int) -> ServerLink:
-        return self._links[self.view.primary[shard]]
+    @property
+    def _number(self) -> ViewNumber:
+        return self._machine.view.number if self._machine.view is not None else ViewNumber()
 
     def _where_missing(self) -> str:
-        return self._by_server(self._machine.missing)
-
-    def _where_unsent(self) -> str:
-        return self._by_server(self._machine.unsent)
+        view = self._machine.view
+        if view is None:
+            return "the first view"
+        if self._machine.step >= self._steps:
+            return "the other workers to finish"
+        if not view.takes_part(self.me, self._machine.step):
+            return "a replica to compute (standing by)"
+        return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 
     def _by_server(self, shards: list[int]) -> str:
         homes: dict[str, int] = {}
         for shard in shards:
             homes[self.view.primary[shard]] = homes.get(self.view.primary[shard], 0) + 1
-        return "; ".join(
-            f"{count} shards from server {home} ({self.view.server(home).address})" for home, count in homes.items()
-        )
+        return "; ".join(f"{count} shards from {self._describe(home)}" for home, count in homes.items())
+
+    def _describe(self, server: str) -> str:
+        link = self._links.get(server)
+        if link is None:
+            return f"server {server}"
+        member = link.server
+        return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
 
 
 def _nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from rallypoint.errors import ModelError
@@ -17,7 +19,9 @@ class GradientHooks:
     then contributes zeros, so nothing ever waits for it.
     """
 
-    def __init__(self, tensors: ModelTensors, exchange: Exchange, staging: Staging) -> None:
+    def __init__(
+        self, model: torch.nn.Module, tensors: ModelTensors, exchange: Exchange, staging: Staging
+    ) -> None:
         self._tensors, self._exchange, self._staging = tensors, exchange, staging
         layout = exchange.layout
         self._shards_of = [
@@ -34,6 +38,8 @@ class GradientHooks:
             placed.tensor.register_post_accumulate_grad_hook(self._hook(index, placed))  # type: ignore[no-untyped-call]
             for index, placed in enumerate(tensors.parameters)
         ]
+        # A rewind unwinds a forward too, at the next module.
+        self._handles += [m.register_forward_pre_hook(self._check) for m in model.modules()]
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -44,20 +50,31 @@ class GradientHooks:
         """A backward begins; with `last`, shards leave as they become whole."""
         self._last = last
 
-    def end_replica(self) -> None:
+    def end_replica(self, replica: int) -> None:
         """The last backward is over: send what is still here, and the buffers if this is replica 0."""
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
-        if self._exchange.next_replica == 0:
+        if replica == 0:
             self._send_buffers()
         self._reset()
         self._staging.drain()
         self._exchange.replica_computed()
 
+    def abandon(self) -> None:
+        """The replica in progress is void: forget its gradients."""
+        self._staging.drain()
+        for placed in self._tensors.parameters:
+            placed.tensor.grad = None
+        self._reset()
+        self._exchange.replica_abandoned()
+
+    def _check(self, *_: object) -> None:
+        self._exchange.check()
+
     def _reset(self) -> None:
         self._left = list(self._parameters_in)
-        self._claimed: set[int] = set()
+        self._claimed: dict[int, bool] = {}  # False: nobody needs this shard's contribution from us
         self._touched: set[int] = set()
         self._done: set[int] = set()
 
@@ -80,39 +97,57 @@ class GradientHooks:
                 f"parameter {placed.entry.spec.name} got a gradient twice in one backward (reentrant checkpointing?): "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        self._claim(index)
-        self._staging.write(placed.of(self._exchange.buffer), gradient, add=index in self._touched)
+        for shard, slot, part in self._pieces(index, placed, gradient):
+            if self._claim(shard):
+                self._staging.write(slot, part, add=index in self._touched)
         self._touched.add(index)
         parameter.grad = None  # in its slot now: the memory is free for the rest of the backward
 
-    def _claim(self, index: int) -> None:
-        for shard in self._shards_of[index]:
-            if shard not in self._claimed:
-                self._exchange.claim(shard)
-                self._claimed.add(shard)
+    def _pieces(
+        self, index: int, placed: Placed, gradient: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The parameter's gradient shard by shard: the shard, its place in the exchange buffer, the values."""
+        shards = self._shards_of[index]
+        if len(shards) == 1:
+            yield shards[0], placed.of(self._exchange.buffer), gradient
+            return
+        flat, entry = gradient.reshape(-1), placed.entry
+        for shard in shards:
+            place = self._exchange.layout.shards[shard]
+            start, stop = max(entry.start, place.start), min(entry.stop, place.stop)
+            yield shard, self._exchange.buffer[start:stop], flat[start - entry.start : stop - entry.start]
+
+    def _claim(self, shard: int) -> bool:
+        if shard not in self._claimed:
+            self._claimed[shard] = self._exchange.claim(shard)
+        return self._claimed[shard]
 
     def _release(self, index: int) -> None:
         self._done.add(index)
         for shard in self._shards_of[index]:
             self._left[shard] -= 1
-            if self._left[shard] == 0:
+            if self._left[shard] == 0 and self._claim(shard):
                 self._staging.then(lambda shard=shard: self._exchange.filled(shard))  # type: ignore[misc]
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
         if placed.tensor.grad is not None:
             self._write(index, placed, placed.tensor)
         elif index not in self._touched:
-            self._claim(index)
-            placed.of(self._exchange.buffer).zero_()
+            for shard, slot, _ in self._pieces(index, placed, placed.tensor.detach()):
+                if self._claim(shard):
+                    slot.zero_()
         self._release(index)
 
     def _send_buffers(self) -> None:
+        buffer, layout = self._exchange.buffer, self._exchange.layout
+        places = [place for place in layout.shards if place.role == "buffers"]
+        wanted = {place.index for place in places if self._claim(place.index)}
+        if not wanted:
+            return
+        whole = torch.zeros(places[-1].stop - places[0].start)
         for placed in self._tensors.buffers:
-            for shard in self._exchange.layout.shards_touching(placed.entry.start, placed.entry.stop):
-                if shard not in self._claimed:
-                    self._exchange.claim(shard).zero_()
-                    self._claimed.add(shard)
-            placed.of(self._exchange.buffer).copy_(placed.tensor)
-        for place in self._exchange.layout.shards:
-            if place.role == "buffers":
+            placed.of_part(whole, places[0].start).copy_(placed.tensor)
+        for place in places:
+            if place.index in wanted:
+                buffer[place.start : place.stop].copy_(whole[place.start - places[0].start :][: place.words])
                 self._exchange.filled(place.index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -11,115 +10,133 @@ from typing import Protocol
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
+from rallypoint.net.dialer import Dialer
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import introduce
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 
-CONNECT_TIMEOUT_S = 10.0
-
 
 class Arrivals(Protocol):
-    """Where versions go: the exchange."""
+    """Where versions, and news of the link itself, go: the exchange."""
 
-    def arriving(self, shard: int, version: int, nbytes: int) -> memoryview | None:
+    def arriving(self, shard: int, version: int, nbytes: int, view: ViewNumber) -> memoryview | None:
         """The bytes to receive this version into; None to read and forget it. ProtocolError if it cannot be."""
 
     def landed(self, shard: int) -> None:
         """The version that `arriving` made room for is whole."""
 
+    def link_up(self, server: Member) -> None:
+        """The link stands (again)."""
+
+    def link_lost(self, server: Member, error: RallypointError) -> None:
+        """The link has ended, and touches no slot any more; it will be made again."""
+
 
 class ServerLink:
-    """Connects in the constructor (LinkError, AccessDenied); `start` begins to receive.
+    """Keeps a connection to one server, from threads of its own, from `start` until it is closed.
 
     At most `window` contributions are on their way without the server's credit: that bounds the server's memory, and
-    keeps many workers from flooding one server's switch port at once (incast). `on_lost` is called once, from the
-    link's thread, unless the link was closed here.
+    keeps many workers from flooding one server's switch port at once (incast).
     """
 
     def __init__(
-        self, *, transport: Transport, server: Member, me: str, token: str, window: int,
-        arrivals: Arrivals, on_lost: Callable[[RallypointError], None], tracer: Tracer,
+        self, *, transport: Transport, server: Member, me: str, token: str, window: int, arrivals: Arrivals,
+        view: Callable[[], ViewNumber], tracer: Tracer,
     ) -> None:  # fmt: skip
-        connection = transport.connect(server.address, CONNECT_TIMEOUT_S)
-        try:
-            introduce(connection, token, role="worker", id=me, host=socket.gethostname())
-        except BaseException:
-            connection.close()
-            raise
         self.server = server
-        self._channel = Channel(connection, server.id, tracer)
-        self._arrivals, self._on_lost, self._tracer = arrivals, on_lost, tracer
-        self._credits = window
+        self._window = window
+        self._arrivals, self._tracer = arrivals, tracer
+        self._channel: Channel | None = None
+        self._credits = 0
         self._waiting: deque[tuple[Header, memoryview, Callable[[], None]]] = deque()
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
-        self._closed = False
-        self._thread = threading.Thread(target=self._receive_all, name=f"from {server.id}", daemon=True)
+        self._dialer = Dialer(
+            transport=transport, peer=server, role="worker", id=me, token=token, tracer=tracer, view=view,
+            up=self._up, serve=self._receive_all, down=self._down,
+        )  # fmt: skip
 
-    def start(self, number: ViewNumber) -> None:
-        """Begin to receive: every shard's newest version, and each one that follows."""
-        self._thread.start()
-        self._channel.send(Header(Kind.FOLLOW, number), urgent=True)
+    def start(self) -> None:
+        """Begin to connect."""
+        self._dialer.start()
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection now; "" while there is one."""
+        return self._dialer.trouble
 
     def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None:
-        """Queue a contribution; `sent` is called when its bytes may be reused."""
+        """Queue a contribution; `sent` is called when its bytes may be reused, unless the link is lost first."""
         with self._lock:
+            channel = self._channel
+            if channel is None:
+                return
             if self._credits == 0:
                 self._waiting.append((header, payload, sent))
                 return
             self._credits -= 1
-        self._channel.send(header, payload, sent)
+        channel.send(header, payload, sent)
 
     def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
         """Ask for one version again."""
-        self._channel.send(Header(Kind.FETCH, number, shard=shard, step=version), urgent=True)
+        self._send(Header(Kind.FETCH, number, shard=shard, step=version))
+
+    def follow(self, number: ViewNumber, *, on: bool) -> None:
+        """Ask for every shard's newest version and each one that follows; or for no more."""
+        self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number))
 
     def close(self) -> None:
         """End the link and its threads."""
-        self._closed = True
-        self._channel.close()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._dialer.close()
 
-    def _receive_all(self) -> None:
-        try:
-            while True:
-                self._receive(self._channel.receive_header())
-        except RallypointError as error:
-            self._channel.connection.close()
-            if not self._closed:
-                self._on_lost(error)
+    def _send(self, header: Header) -> None:
+        if (channel := self._channel) is not None:
+            channel.send(header, urgent=True)
 
-    def _receive(self, header: Header) -> None:
-        match header.kind:
-            case Kind.VERSION:
-                self._receive_version(header)
-            case Kind.CREDIT:
-                self._credit(header.replica)
-            case Kind.REFUSE:
-                reason = expect(self._channel.receive_bytes(header), Refused).reason
-                raise AccessDenied(f"server {self.server.id} ({self.server.address}) ended the link: {reason}")
-            case _:
-                raise ProtocolError(f"a {header.kind.name} frame from server {self.server.id}")
+    # ---- the dialer's thread ----
 
-    def _receive_version(self, header: Header) -> None:
-        place = self._arrivals.arriving(header.shard, header.step, header.length)
+    def _up(self, channel: Channel) -> None:
+        with self._lock:
+            self._channel, self._credits = channel, self._window
+        self._arrivals.link_up(self.server)
+
+    def _down(self, error: RallypointError) -> None:
+        with self._lock:
+            self._channel = None
+            self._waiting.clear()
+        self._arrivals.link_lost(self.server, error)
+
+    def _receive_all(self, channel: Channel) -> None:
+        while True:
+            header = channel.receive_header()
+            match header.kind:
+                case Kind.VERSION:
+                    self._receive_version(channel, header)
+                case Kind.CREDIT:
+                    self._credit(channel, header.replica)
+                case Kind.REFUSE:
+                    reason = expect(channel.receive_bytes(header), Refused).reason
+                    raise AccessDenied(f"server {self.server.id} ({self.server.address}) ended the link: {reason}")
+                case _:
+                    raise ProtocolError(f"a {header.kind.name} frame from server {self.server.id}")
+
+    def _receive_version(self, channel: Channel, header: Header) -> None:
+        place = self._arrivals.arriving(header.shard, header.step, header.length, header.view)
         if place is None:
             if len(self._scratch) < header.length:
                 self._scratch = memoryview(bytearray(header.length))
-            self._channel.receive_into(self._scratch[: header.length])
+            channel.receive_into(self._scratch[: header.length])
             return
         with self._tracer.span("pull", shard=header.shard, version=header.step):
-            self._channel.receive_into(place)
+            channel.receive_into(place)
         self._arrivals.landed(header.shard)
 
-    def _credit(self, count: int) -> None:
+    def _credit(self, channel: Channel, count: int) -> None:
         for _ in range(count):
             with self._lock:
                 if not self._waiting:
                     self._credits += 1
                     continue
                 header, payload, sent = self._waiting.popleft()
-            self._channel.send(header, payload, sent)
+            channel.send(header, payload, sent)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rallypoint.errors import UsageError
+from rallypoint.worker.exchange import Rewound
 
 if TYPE_CHECKING:
     from rallypoint.worker.run import Run
@@ -25,17 +26,21 @@ class Micro:
     def __init__(self, run: Run, *, step: int, replica: int, index: int, batch: Any) -> None:
         self._run = run
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
-        self._finished = False
+        self._finished = self.abandoned = False
 
     def __enter__(self) -> Micro:
         self._run.enter_micro(self)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        if isinstance(error, Rewound):
+            self.abandoned = True  # the loop will yield what is to be computed instead
+            return True
         if error is None and not self._finished:
             raise UsageError(
                 f"step {self.step}, replica {self.replica}: the micro-batch ended without micro.backward(loss)"
             )
+        return False
 
     def backward(self, loss: torch.Tensor, *, weight: float = 1.0) -> None:
         """Back-propagate `loss` (a scalar tensor: the mean over this micro-batch); call it once.

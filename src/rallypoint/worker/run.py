@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,13 +11,14 @@ from typing import Any, TypeVar
 import torch
 
 from rallypoint.config import JobConfig
+from rallypoint.core import worker as machine
 from rallypoint.core.order import derive_seed
 from rallypoint.data.loader import MicroBatches, seed_everything
 from rallypoint.errors import NonFiniteLoss, UsageError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.observe.trace import Tracer
-from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.exchange import Exchange, Rewound
 from rallypoint.worker.hooks import GradientHooks
 from rallypoint.worker.micro import Micro
 from rallypoint.worker.staging import Staging
@@ -34,12 +36,13 @@ class Run:
 
     def __init__(
         self, *, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, batches: MicroBatches,
-        exchange: Exchange, staging: Staging, coordinator: CoordinatorLink, tracer: Tracer, finish: Callable[[], None],
+        exchange: Exchange, staging: Staging, coordinator: CoordinatorLink, tracer: Tracer, done: Callable[[], None],
+        leads: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._model, self._tensors, self._config, self._batches = model, tensors, config, batches
         self._exchange, self._staging, self._coordinator, self._tracer = exchange, staging, coordinator, tracer
-        self._finish = finish
-        self._hooks = GradientHooks(tensors, exchange, staging)
+        self._done, self._leads = done, leads
+        self._hooks = GradientHooks(model, tensors, exchange, staging)
         self._trace_steps = coordinator.welcome.trace
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._buffers_at_start: list[torch.Tensor] = []
@@ -62,8 +65,8 @@ class Run:
 
     @property
     def lead(self) -> bool:
-        """Does this worker compute replica 0? It evaluates and saves."""
-        return self._exchange.view.lead == self._exchange.me
+        """Is it this worker that evaluates (now) and saves (when the job is over)?"""
+        return self._leads()
 
     @property
     def folder(self) -> Path:
@@ -92,33 +95,55 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        self._install_next()
-        while self._exchange.step < self._config.steps:
-            with self._tracer.span("step", step=self._exchange.step):
-                while (replica := self._exchange.next_replica) is not None:
-                    yield from self._replica(self._exchange.step, replica)
-                self._prefetch()
-                self._install_next()
-            self._evaluate()
+        while (action := self._next_action()) is not None:
+            match action:
+                case machine.Initialise():
+                    self._tensors.write_to(self._exchange.buffer)
+                    self._exchange.initialise()
+                case machine.Install(version=version):
+                    self._install(version)
+                    self._evaluate()
+                    if version == self._config.steps:
+                        self._done()
+                case machine.Compute(step=step, replica=replica):
+                    yield from self._replica(step, replica)
+        if self._exchange.gone:
+            raise SystemExit(0)  # told to go, and nothing is left here to be done
         self._end()
+
+    def _next_action(self) -> machine.Action | None:
+        self._prefetch()
+        with self._tracer.span("wait", step=self._exchange.step):
+            return self._exchange.next_action()
 
     # ---- one replica ----
 
     def _replica(self, step: int, replica: int) -> Iterator[Micro]:
         self._restore_buffers()
         self._losses = []
+        began = time.monotonic()
+        self._exchange.begin_replica(replica)
         for index in range(self._config.accumulate):
             micro = Micro(self, step=step, replica=replica, index=index, batch=self._load(step, replica, index))
             yield micro
+            if micro.abandoned:
+                self._hooks.abandon()
+                return
             if len(self._losses) <= index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._hooks.end_replica()
+        try:
+            self._hooks.end_replica(replica)
+        except Rewound:
+            self._hooks.abandon()
+            return
         items = self._config.batch * self._config.items_per_sample
         loss = math.fsum(self._losses) / len(self._losses)
-        self._coordinator.send(Report(step, replica, loss, self._weight, items))
+        seconds = time.monotonic() - began
+        self._coordinator.send(Report(step, replica, loss, self._weight, items, seconds))
 
     def enter_micro(self, micro: Micro) -> None:
         """``with micro:`` begins (called by Micro)."""
+        self._exchange.check()
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
@@ -133,7 +158,7 @@ class Run:
         last = micro.index == self._config.accumulate - 1
         self._hooks.begin_micro(last=last)
         if last:
-            self._exchange.begin_replica(weight, all(math.isfinite(loss) for loss in self._losses))
+            self._exchange.begin_push(weight, all(math.isfinite(loss) for loss in self._losses))
         with self._tracer.span("backward", step=micro.step, replica=micro.replica):
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
@@ -159,17 +184,18 @@ class Run:
 
     def _prefetch(self) -> None:
         """Load the next step's first micro-batch while versions come in; on this thread, so its randomness is safe."""
-        replicas = self._exchange.view.deal[self._exchange.me]
-        if replicas and self._exchange.step + 1 < self._config.steps:
-            place = (self._exchange.step + 1, replicas[0], 0)
+        step = self._exchange.step
+        if not self._exchange.following or not 0 <= step < self._config.steps - 1:
+            return
+        replicas = self._exchange.view.hand(self._exchange.me, step + 1)
+        place = (step + 1, replicas[0], 0) if replicas else None
+        if place is not None and self._exchange.idle and (self._prefetched is None or self._prefetched[0] != place):
             self._prefetched = (place, self._load(*place))
 
     # ---- versions ----
 
-    def _install_next(self) -> None:
-        with self._tracer.span("wait", version=self._exchange.step + 1):
-            self._exchange.wait_version()
-        with self._tracer.span("install", version=self._exchange.step + 1):
+    def _install(self, version: int) -> None:
+        with self._tracer.span("install", version=version):
             self._tensors.read_from(self._exchange.buffer)
         self._exchange.installed()
         self._buffers_at_start = [placed.tensor.clone() for placed in self._tensors.buffers]
@@ -184,7 +210,7 @@ class Run:
     def _evaluate(self) -> None:
         step = self._exchange.step
         due = [fn for every, fn in self._evaluations if step % every == 0 or step == self._config.steps]
-        if not due or not self.lead:
+        if step == 0 or not due or not self.lead:
             return
         training = self._model.training
         self._model.eval()
@@ -202,4 +228,3 @@ class Run:
     def _end(self) -> None:
         self.release_model()
         self._restore_buffers()
-        self._finish()

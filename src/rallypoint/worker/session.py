@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Callable
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -18,15 +19,29 @@ from rallypoint.core.view import View
 from rallypoint.data.loader import MapDataset, MicroBatches
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Aborted, Done, Finished, GiveUp, Message, Propose, Refused, Say, Start
+from rallypoint.net.messages import (
+    Aborted,
+    Assist,
+    Done,
+    Finished,
+    GiveUp,
+    Leaving,
+    Message,
+    Propose,
+    Refused,
+    Say,
+    Turn,
+)
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.exchange import Exchange, Surroundings
 from rallypoint.worker.run import Run
 from rallypoint.worker.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
+
+LEAVE_WITHIN_S = 10.0
 
 
 class Job:
@@ -42,14 +57,16 @@ class Job:
         self._tracer = Tracer(id)
         self._changed = threading.Condition()
         self._view: View | None = None
-        self._finished = False
+        self._record: JobRecord | None = None
+        self._finished = self._done = self._leaving = False
+        self._lead = ""
         self._failure: BaseException | None = None
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
         self._run: Run | None = None
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, token=token, role="worker", id=id,
-            on_message=self._on_message, on_lost=self._on_lost,
+            on_message=self._on_message, on_lost=self._on_lost, on_admitted=self._on_admitted,
         )  # fmt: skip
         self._link.start()
 
@@ -65,47 +82,69 @@ class Job:
         tensors = ModelTensors(model, config)
         batches = MicroBatches(dataset, config, tensors.device)
         record = JobRecord(msgspec.to_builtins(config), tensors.layout, tensors.frozen_hashes())
-        exchange = self.open_exchange(record, config, tensors.write_to, pinned=tensors.device.type == "cuda")
+        exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
         staging = self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, staging=staging,
-            coordinator=self._link, tracer=self._tracer, finish=self.done,
+            coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
         )  # fmt: skip
         return self._run
 
-    def open_exchange(
-        self, record: JobRecord, config: JobConfig, initial: Callable[[torch.Tensor], None], *, pinned: bool = False
-    ) -> Exchange:
-        """Propose `record`, wait until all members are here and agree, and connect to every server.
+    def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
+        """Propose `record`, wait until the job begins (or goes on without us so far), and connect to every server.
 
-        `initial` writes version 0 into the flat vector; it is called on the lead worker only. This is the data plane
-        under `train`, without a model: what `benchmarks/reduce.py` measures.
+        This is the data plane under `train`, without a model: what `benchmarks/reduce.py` measures.
         """
-        self._link.send(Propose(record))
-        view = self._wait_for_view()
-        exchange = self._exchange = Exchange(
-            layout=record.layout, view=view, me=self.id, token=self._token, window=config.window, steps=config.steps,
-            transport=self._transport, tracer=self._tracer, say=self._complain, pinned=pinned,
-        )  # fmt: skip
         with self._changed:
-            if self._failure is not None:
-                exchange.fail(self._failure)
-        if view.lead == self.id:
-            initial(exchange.buffer)
-            exchange.initialise()
-        exchange.start()
+            self._record = record
+        self._link.send(Propose(record))
+        self._wait_for_view()
+        around = Surroundings(self.id, self._token, self._transport, self._tracer, self._complain)
+        exchange = Exchange(record.layout, around, window=config.window, steps=config.steps, pinned=pinned)
+        with self._changed:
+            self._exchange = exchange
+            view, failure = self._view, self._failure
+        assert view is not None
+        exchange.turn(view)
+        if failure is not None:
+            exchange.fail(failure)
+        if self._leaving:
+            exchange.leave()
         return exchange
 
     def done(self) -> None:
-        """Say that this worker holds the last version; wait until all do."""
+        """Say that this worker holds the last version."""
+        self._done = True
         self._link.send(Done())
-        self._wait_finished()
+
+    def leave(self) -> None:
+        """Hand this worker's replicas back and go (a spot machine's notice): its loop ends with SystemExit.
+
+        Safe to call from a signal handler. After a heartbeat the process goes anyway: nothing is lost by that.
+        """
+        self._leaving = True
+        threading.Thread(target=self._leave, name="leave", daemon=True).start()
+
+    def _leave(self) -> None:
+        self._link.send(Leaving())
+        if self._exchange is not None:
+            self._exchange.leave()
+        time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat))
+        os._exit(0)
+
+    def _leads(self) -> bool:
+        if self._finished:
+            return self._lead == self.id
+        exchange = self._exchange
+        return exchange is not None and exchange.view.lead(exchange.step) == self.id
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None and not isinstance(error, JobAborted):
+        if isinstance(error, SystemExit) and not error.code:
+            pass  # it has left, and said so
+        elif error is not None and not isinstance(error, JobAborted):
             self._link.send(GiveUp(_sentence(error)))
         elif error is None and self._exchange is not None and not self._finished:
             self._link.send(GiveUp("its loop ended before the last step"))
@@ -125,40 +164,56 @@ class Job:
 
     # ---- waiting ----
 
-    def _wait_for_view(self) -> View:
+    def _wait_for_view(self) -> None:
         with self._changed:
-            self._wait(lambda: self._view is not None, lambda: "the other members of the job")
-            assert self._view is not None
-            return self._view
-
-    def _wait_finished(self) -> None:
-        with self._changed:
-            self._wait(lambda: self._finished, lambda: "the other workers to finish")
-
-    def _wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
-        wait_until(self._changed, lambda: self._failure is not None or ready(), describe, self._complain)
-        if self._failure is not None:
-            raise self._failure
+            wait_until(
+                self._changed, lambda: self._failure is not None or self._view is not None,
+                lambda: "the other members of the job", self._complain,
+            )  # fmt: skip
+            if self._failure is not None:
+                raise self._failure
 
     def _complain(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
 
     # ---- the coordinator's words, on the link's thread ----
 
+    def _on_admitted(self, new: bool) -> None:
+        """The coordinator has taken us (back); what it cannot know of somebody new is said (again)."""
+        with self._changed:
+            record = self._record
+        if new and record is not None:
+            self._link.send(Propose(record))
+        if self._done:
+            self._link.send(Done())
+        if self._leaving:
+            self._link.send(Leaving())
+
     def _on_message(self, message: Message) -> None:
         match message:
-            case Start(view=view):
+            case Turn(view=view):
+                self._turn(view)
+            case Assist(step=step, replica=replica):
+                if self._exchange is not None:
+                    self._exchange.assist(step, replica)
+            case Finished(lead=lead):
                 with self._changed:
-                    self._view = view
-                    self._changed.notify_all()
-            case Finished():
-                with self._changed:
-                    self._finished = True
-                    self._changed.notify_all()
+                    self._finished, self._lead = True, lead
+                if self._exchange is not None:
+                    self._exchange.finish()
             case Aborted(reason=reason) | Refused(reason=reason):
                 self._fail(JobAborted(reason))
             case _:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
+
+    def _turn(self, view: View) -> None:
+        with self._changed:
+            self._done = self._done and (self._view is None or self._view.since == view.since)
+            self._view = view
+            exchange = self._exchange
+            self._changed.notify_all()
+        if exchange is not None:
+            exchange.turn(view)
 
     def _on_lost(self, error: RallypointError) -> None:
         if not self._finished:

@@ -20,7 +20,11 @@ class Placed:
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
         """This tensor's part of a flat fp32 vector, in the tensor's shape (and, for a buffer, its dtype)."""
-        words = vector[self.entry.start : self.entry.stop]
+        return self.of_part(vector, 0)
+
+    def of_part(self, vector: torch.Tensor, start: int) -> torch.Tensor:
+        """The same of a vector that begins at word `start` of the whole one."""
+        words = vector[self.entry.start - start : self.entry.stop - start]
         if self.entry.spec.group >= 0:
             return words.view(self.entry.spec.shape)
         raw = words.view(torch.uint8)[: self.tensor.numel() * self.tensor.element_size()]

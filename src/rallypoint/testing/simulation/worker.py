@@ -246,7 +246,7 @@ class SimulatedWorker:
 
     def _transmit(self, wire: Wire, send: machine.Send) -> None:
         content = self.slots[send.shard]  # what is in the slot when the bytes leave
-        wire.send(0, ("push", self._number, send.shard, send.step, send.replica, content))
+        wire.send(0, ("push", send.view, send.shard, send.step, send.replica, content))
         if self.node.world.random.random() < 0.02:
-            wire.send(0, ("push", self._number, send.shard, send.step, send.replica, content))
+            wire.send(0, ("push", send.view, send.shard, send.step, send.replica, content))
         self.node.later(self.node.world.latency() / 4, lambda: self._handle(machine.Sent(send.shard, send.serial)))

@@ -1,0 +1,76 @@
+"""What outlives a coordinator: the job's record and the state of its cluster, in SQLite (I7)."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import msgspec
+
+from rallypoint.core.cluster import ClusterState
+from rallypoint.core.job import JobRecord
+from rallypoint.errors import DataError
+
+JOURNAL = "journal.sqlite"
+_SCHEMA = """
+create table if not exists record (id integer primary key check (id = 1), body blob not null);
+create table if not exists state (id integer primary key check (id = 1), body blob not null);
+create table if not exists views (epoch integer, count integer, body blob, primary key (epoch, count));
+"""
+
+
+class Journal:
+    """The journal in `folder`; without one it forgets. DataError when what is there cannot be read."""
+
+    def __init__(self, folder: str) -> None:
+        path = str(Path(folder) / JOURNAL) if folder else ":memory:"
+        self._path = path
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        try:
+            self._db.execute("pragma journal_mode=wal")
+            self._db.execute("pragma synchronous=full")  # views are rare, and a lost one would be published twice
+            self._db.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            self._db.close()
+            raise self._unreadable(error) from None
+        self._recorded = False
+
+    def save(self, state: ClusterState) -> None:
+        """Write the state down; it is durable when this returns. The record, which never changes, is written once."""
+        self._db.execute("begin immediate")
+        try:
+            if state.record is not None and not self._recorded:
+                self._db.execute("insert or replace into record values (1, ?)", (msgspec.msgpack.encode(state.record),))
+            if state.view is not None:
+                row = (state.view.number.epoch, state.view.number.count, msgspec.msgpack.encode(state.view))
+                self._db.execute("insert or replace into views values (?, ?, ?)", row)
+            body = msgspec.msgpack.encode(msgspec.structs.replace(state, record=None))
+            self._db.execute("insert or replace into state values (1, ?)", (body,))
+        except BaseException:
+            self._db.execute("rollback")
+            raise
+        self._db.execute("commit")
+        self._recorded = state.record is not None
+
+    def load(self) -> ClusterState | None:
+        """What the coordinator before us wrote; None when there was none."""
+        try:
+            row = self._db.execute("select body from state where id = 1").fetchone()
+            record = self._db.execute("select body from record where id = 1").fetchone()
+            if row is None:
+                return None
+            state = msgspec.msgpack.decode(row[0], type=ClusterState)
+            if record is None:
+                return state
+            return msgspec.structs.replace(state, record=msgspec.msgpack.decode(record[0], type=JobRecord))
+        except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
+            raise self._unreadable(error) from None
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(sqlite3.Error):
+            self._db.close()
+
+    def _unreadable(self, error: Exception) -> DataError:
+        return DataError(f"the journal {self._path} cannot be read ({error}): move it away to start the job anew")

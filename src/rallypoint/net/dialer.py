@@ -1,0 +1,91 @@
+"""A connection that is made again whenever it is lost, until it is no longer wanted."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+
+from rallypoint.core.view import Member, ViewNumber
+from rallypoint.errors import AccessDenied, LinkError, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.handshake import introduce
+from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
+
+CONNECT_TIMEOUT_S = 2.0
+_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between tries; the last one from then on
+
+
+class Dialer:
+    """Keeps a channel to `peer` from a thread of its own, from `start` on.
+
+    `up(channel)` is called when a connection stands, `serve(channel)` then receives until it raises, and `down(error)`
+    says why it did: from then on nothing of the channel runs any more. All from the dialer's thread. `view` tells the
+    newest view that this process knows, so that the other side can wait until it knows it too.
+    """
+
+    def __init__(
+        self, *, transport: Transport, peer: Member, role: str, id: str, token: str, tracer: Tracer,
+        view: Callable[[], ViewNumber], up: Callable[[Channel], None], serve: Callable[[Channel], None],
+        down: Callable[[RallypointError], None],
+    ) -> None:  # fmt: skip
+        self.peer = peer
+        self._transport, self._role, self._id, self._token, self._tracer = transport, role, id, token, tracer
+        self._view, self._up, self._serve, self._down = view, up, serve, down
+        self._closed = threading.Event()
+        self._channel: Channel | None = None
+        self.trouble = ""  # why there is no connection now
+        self._thread = threading.Thread(target=self._run, name=f"link to {peer.id}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the connection and the thread; `down` is not called any more."""
+        self._closed.set()
+        if (channel := self._channel) is not None:
+            channel.connection.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        tries = 0
+        while not self._closed.is_set():
+            try:
+                channel = self._channel = self._dial()
+            except RallypointError as error:
+                self.trouble = str(error)
+                self._closed.wait(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+                tries += 1
+                continue
+            tries, self.trouble = 0, ""
+            self._keep(channel)
+
+    def _dial(self) -> Channel:
+        connection = self._transport.connect(self.peer.address, CONNECT_TIMEOUT_S)
+        try:
+            introduce(
+                connection, self._token, role=self._role, id=self._id, host=socket.gethostname(), view=self._view()
+            )
+        except BaseException:
+            connection.close()
+            raise
+        return Channel(connection, self.peer.id, self._tracer)
+
+    def _keep(self, channel: Channel) -> None:
+        error: RallypointError = LinkError("the link was closed")
+        try:
+            if not self._closed.is_set():
+                self._up(channel)
+                self._serve(channel)
+        except RallypointError as lost:
+            error = lost
+        self._channel = None
+        channel.close()  # and with it its sending thread: whoever owned the payloads may have them back
+        self.trouble = str(error)
+        if not self._closed.is_set():
+            self._down(error)
+            if isinstance(error, AccessDenied):
+                self._closed.wait(_PAUSES_S[-1])

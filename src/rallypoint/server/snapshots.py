@@ -1,0 +1,94 @@
+"""A server's part of a snapshot: shards are copied one by one as they come to its version, and stored from a thread.
+
+Copy-on-write: a shard's moments are copied when its owner has nothing else to do, or else right before its next update;
+nobody waits for the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from rallypoint.errors import RallypointError
+from rallypoint.net.messages import NotStored, Stored
+from rallypoint.store.manifest import Compression
+from rallypoint.store.record import ShardRecord
+from rallypoint.store.snapshots import SnapshotStore
+
+_NICE = 10  # compressing for a snapshot shall not take the processor from a step
+
+
+class _Abandoned(RallypointError):
+    """The snapshot is not wanted any more."""
+
+
+class SnapshotWriter:
+    """Stores this server's part of one snapshot after the other; `tell` gets Stored or NotStored."""
+
+    def __init__(
+        self, url: str, compression: Compression, part: str, tell: Callable[[Stored | NotStored], None]
+    ) -> None:
+        self._store = SnapshotStore(url)
+        self._compression, self._part, self._tell = compression, part, tell
+        self._jobs: queue.SimpleQueue[tuple[str, int, queue.SimpleQueue[ShardRecord | None]] | None]
+        self._jobs = queue.SimpleQueue()
+        self._current: queue.SimpleQueue[ShardRecord | None] | None = None
+        self._thread = threading.Thread(target=self._run, name="store snapshots", daemon=True)
+        self._thread.start()
+
+    def begin(self, snapshot: str, shards: int) -> None:
+        """A snapshot of so many shards of ours begins; one that is still under way is abandoned."""
+        self.abandon()
+        self._current = queue.SimpleQueue()
+        self._jobs.put((snapshot, shards, self._current))
+
+    def put(self, record: ShardRecord) -> None:
+        """One of the shards (its arrays are ours from now on)."""
+        if self._current is not None:
+            self._current.put(record)
+
+    def abandon(self) -> None:
+        """What is under way is not wanted any more."""
+        if self._current is not None:
+            self._current.put(None)
+            self._current = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self.abandon()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        while (job := self._jobs.get()) is not None:
+            snapshot, shards, records = job
+            try:
+                part = self._store.write_part(snapshot, self._part, _so_many(records, shards), self._compression)
+            except _Abandoned:
+                continue
+            except (RallypointError, OSError) as error:
+                self._tell(NotStored(snapshot, str(error)))
+                continue
+            entries = {s: (e.file, e.offset, e.length, e.checksum) for s, e in part.shards.items()}
+            self._tell(Stored(snapshot, part.files, entries))
+
+
+def own_copy(record: ShardRecord) -> ShardRecord:
+    """The record with arrays that nobody else changes."""
+    arrays = {name: np.array(array, copy=True) for name, array in record.arrays.items()}
+    return ShardRecord(record.shard, record.version, arrays, dict(record.scalars))
+
+
+def _so_many(records: queue.SimpleQueue[ShardRecord | None], count: int) -> Iterator[ShardRecord]:
+    for _ in range(count):
+        record = records.get()
+        if record is None:
+            raise _Abandoned("a newer snapshot, or a new view, has come")
+        yield record
