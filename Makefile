@@ -7,7 +7,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test check format bench clean
+.PHONY: help setup train test simulate chaos check format bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -29,6 +29,12 @@ train: setup ## Train a small GPT on real text through 2 workers and 2 servers; 
 test: setup ## Run the tests; ARGS="-k name" for some of them
 	$(BIN)/python -m pytest $(ARGS)
 
+simulate: setup ## Play SEEDS=1000 seeded plans of faults on a simulated cluster
+	$(BIN)/python -m rallypoint.testing.simulation --seeds $(or $(SEEDS),1000)
+
+chaos: setup ## Kill 40 processes under a training run: the same bytes?
+	@$(BIN)/rallypoint chaos --kills 40 --resizes 4,1,3 gpt --steps 1500 --validate-every 500 $(ARGS)
+
 check: setup ## Lint, types, import directions
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -40,6 +46,7 @@ format: setup ## Sort imports, mend what ruff can mend
 bench: setup ## Run the benchmarks one after another (root: they use network namespaces)
 	$(BIN)/python benchmarks/reduce.py --goals --json benchmarks/reduce.json
 	$(BIN)/python benchmarks/train.py --goals --json benchmarks/train.json
+	$(BIN)/python benchmarks/recovery.py --json benchmarks/recovery.json
 
 clean: ## Remove the environment and caches, not the runs
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build

@@ -16,6 +16,7 @@ import torch
 
 import rallypoint as rp
 from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core.cluster import Terms
 from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
 
 SCRIPT = '''
@@ -99,6 +100,13 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
         (("run", "--set", "steps", "here.py"), "error: --set steps: write it as key=value, such as steps=200"),
         (("run", "--config", "no.toml", "here.py"), "error: the configuration file no.toml cannot be read"),
         (("run", "--trace-steps", "5", "here.py"), "error: '5' is not a range of steps: write it as 5:7"),
+        (("run", "--workers", "8:2", "here.py"), "error: '8:2' is not a number of workers: write 4, or 2:8"),
+        (("run", "--servers", "1", "--replication", "2", "here.py"), "error: --replication 2 needs at least two servers"),
+        (("run", "--compression", "zip", "here.py"), "error: 'zip' is no compression: choose zstd, zstd-planes or none"),
+        (("resume", "."), "error: . is not the folder of a run: there is no run.json in it"),
+        (("snapshot", "."), "error: no run is under way in ."),
+        (("export", "nowhere", "--to", "model.onnx"), "error: model.onnx has no known ending"),
+        (("export", "nowhere", "--to", "model.pt"), "error: "),
         (("run", "--bind", "4700", "here.py"), "'4700' is not an address: write host:port"),
         (("run", "--bind", "203.0.113.1:0", "here.py"), "cannot listen at 203.0.113.1:0"),
     ],
@@ -122,7 +130,7 @@ def test_a_port_in_use_is_one_sentence(run: Callable[..., Outcome]) -> None:
 
 
 def test_a_wrong_token_is_one_sentence(tmp_path: Path) -> None:
-    coordinator = CoordinatorService(workers=1, servers=1, token="the right token of this job")
+    coordinator = CoordinatorService(terms=Terms(), token="the right token of this job")
     coordinator.start()
     try:
         outcome = rallypoint(

@@ -96,6 +96,39 @@ def train(
     _launch(_recipe_argv(recipe, context.args), context.params)
 
 
+@app.command(context_settings=_PASS_ON)
+def chaos(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to it.")] = "gpt",
+    kills: Annotated[int, typer.Option(min=0, help="SIGKILLs, spread over workers, servers and the coordinator.")] = 10,
+    stops: Annotated[int, typer.Option(min=0, help="SIGSTOPs of a worker, for twice the heartbeat.")] = 1,
+    resizes: Annotated[str, typer.Option(help="Numbers of workers to change to on the way, as 4,1,3.")] = "",
+    everything: Annotated[bool, typer.Option(help="Kill every process at once in the middle, and resume.")] = False,
+    schedule: Annotated[str, typer.Option(help="Your own: kill worker, stop server, resize 4, everything, ...")] = "",
+    seed: Annotated[int, typer.Option(help="Of the random schedule and its victims.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Write the report to this file too.")] = None,
+    workers: Workers = "2", servers: Servers = 2, standby: Standby = 1, replication: Replication = 2,
+    heartbeat: Heartbeat = 3.0, backup_tasks: BackupTasks = False, snapshot_seconds: SnapshotSeconds = 10.0,
+    snapshot_steps: SnapshotSteps = 0, snapshots: Snapshots = "", compression: Compression = "zstd",
+    keep_last: KeepLast = 3, keep_every: KeepEvery = 0, keep_best: KeepBest = "",
+    threads: Threads = 1, config: ConfigFile = None, sets: Sets = None,
+    folder: Folder = None, trace: Trace = None, trace_steps: TraceSteps = "5:7", bind: Bind = "127.0.0.1:0",
+) -> None:  # fmt: skip
+    """Train a recipe twice, in peace and while its processes are killed: do both end with the same bytes?
+
+    Example: [bold]rallypoint chaos --kills 40 --resizes 4,1,3 gpt --steps 1500[/bold]
+    """
+    from rich.console import Console
+
+    from rallypoint.launch.chaos import chaos as play
+    from rallypoint.launch.chaos import parse_blows, random_blows
+
+    sizes = _sizes(resizes)
+    blows = parse_blows(schedule) or random_blows(kills, sizes, stops, everything, servers, seed)
+    plan = _plan(_recipe_argv(recipe, context.args), context.params)
+    raise typer.Exit(play(plan, blows, seed, Console(highlight=False), json=json))
+
+
 @app.command()
 def resume(
     run: RunFolder,
@@ -241,6 +274,12 @@ def _plan(argv: list[str], options: dict[str, Any]) -> Launch:
         trace=str(options["trace"] or ""), trace_steps=_steps(options["trace_steps"]),
         **{name: options[name] for name in _PLAIN},
     )  # fmt: skip
+
+
+def _sizes(text: str) -> list[int]:
+    if not all(part.strip().isdigit() for part in text.split(",") if part.strip()):
+        raise ConfigError(f"'{text}' is not a list of numbers of workers: write it as 4,1,3")
+    return [int(part) for part in text.split(",") if part.strip()]
 
 
 def _steps(text: str) -> tuple[int, int]:

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.frames import HEADER_BYTES, NOT_FINITE, PROTOCOL, Header, Kind, pack, unpack
+from rallypoint.net.frames import HEADER_BYTES, NOT_FINITE, PROTOCOL, SKIP, Header, Kind, pack, unpack
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-EMPTY = {Kind.CREDIT, Kind.FOLLOW, Kind.FETCH}
+EMPTY = {Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.ACK}
 HEADERS = st.builds(
     Header, kind=st.sampled_from(Kind), view=st.builds(ViewNumber, U32, U32), shard=U32, replica=U32, step=U64,
     weight=st.floats(allow_nan=False, allow_infinity=False),
-    flags=st.sampled_from([0, NOT_FINITE]), length=st.just(0), codec=st.just(0),
+    flags=st.sampled_from([0, NOT_FINITE, SKIP, NOT_FINITE | SKIP]), length=st.just(0), codec=st.just(0),
 )  # fmt: skip
 LAYOUT = struct.Struct("<4sBBBBIIIIQdII")
 GOOD = {
@@ -58,7 +58,7 @@ def test_the_header_is_what_the_docstring_says() -> None:
         ({"kind": 0}, "a frame of unknown kind 0"),
         ({"kind": 255}, "a frame of unknown kind 255"),
         ({"codec": 1}, "a PUSH frame .*codec 1.* impossible"),
-        ({"flags": 2}, "flags 2.* impossible"),
+        ({"flags": 4}, "flags 4.* impossible"),
         ({"flags": 255}, "impossible"),
         ({"weight": math.nan}, "weight nan.* impossible"),
         ({"weight": math.inf}, "weight inf.* impossible"),
@@ -75,7 +75,14 @@ def test_an_impossible_header_is_refused_and_says_why(changed: dict[str, object]
 @pytest.mark.parametrize("kind", Kind)
 def test_every_kind_has_a_limit(kind: Kind) -> None:
     with pytest.raises(ProtocolError, match=rf"a {kind.name} frame of \d+ bytes: at most \d+ are allowed"):
+        unpack(raw(kind=kind, length=(384 << 20) + 1))
+
+
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.STATE}))
+def test_only_a_whole_state_may_be_longer_than_a_shard(kind: Kind) -> None:
+    with pytest.raises(ProtocolError, match=rf"a {kind.name} frame of \d+ bytes: at most \d+ are allowed"):
         unpack(raw(kind=kind, length=(64 << 20) + 1))
+    assert unpack(raw(kind=Kind.STATE, length=(64 << 20) + 1)).kind is Kind.STATE
 
 
 @pytest.mark.parametrize("kind", sorted(EMPTY))

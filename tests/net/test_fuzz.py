@@ -17,10 +17,13 @@ import torch
 
 from rallypoint.config import AdamW
 from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core.cluster import Terms
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net import messages
-from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
+from rallypoint.net.frames import HEADER_BYTES, SKIP, Header, Kind, pack, unpack
 from rallypoint.net.handshake import introduce
 from rallypoint.net.messages import encode
 from rallypoint.net.tcp import TcpConnection, TcpTransport
@@ -37,7 +40,6 @@ SERVERS = ("server0", "server1")
 PATIENCE_S = 20.0
 
 
-
 @dataclass
 class Cluster:
     """A job of one worker, on threads and TCP, whose worker takes a step each time it may."""
@@ -48,7 +50,9 @@ class Cluster:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self.coordinator = CoordinatorService(workers=1, servers=len(SERVERS), token=TOKEN)
+        self.coordinator = CoordinatorService(
+            terms=Terms(servers=len(SERVERS), heartbeat=10 * PATIENCE_S), token=TOKEN
+        )
         self.coordinator.start()
         self.servers = [ServerService(id=id, coordinator=self.coordinator.address, token=TOKEN) for id in SERVERS]
         for server in self.servers:
@@ -123,9 +127,12 @@ class Fuzzer:
         self.ports = cluster.ports
         self.transport = TcpTransport()
         assert cluster.servers[0]._job is not None
-        record, _, self.view = cluster.servers[0]._job
+        assert cluster.servers[0]._view is not None
+        record, _ = cluster.servers[0]._job
+        self.view = cluster.servers[0]._view
         self.layout = record.layout
-        self.record = record
+        other = build_layout([TensorSpec("another", (99,), "float32", 0)], shard_bytes=512)
+        self.another_model = JobRecord(record.config, other)
         self.thrown = 0
         self.connections = 0
 
@@ -165,8 +172,11 @@ class Fuzzer:
         if role == "observer":
             self._throw(connection, self._frame(self._kind()), last=True)
             return
+        if role == "worker":  # refused for that, and not listened to from then on
+            self._throw(connection, self._frame(Kind.CONTROL, encode(messages.Propose(self.another_model))))
         for _ in range(self.rng.randrange(4)):
-            self._throw(connection, self._frame(Kind.CONTROL, encode(self._message())))
+            message = self._void_message() if role == "worker" else self._pointless_message()
+            self._throw(connection, self._frame(Kind.CONTROL, encode(message)))
         self._throw(connection, self._bad_control(), last=True)
 
     def _at_a_server_as_a_worker(self, connection: TcpConnection, who: str) -> None:
@@ -177,7 +187,7 @@ class Fuzzer:
             self._throw(connection, self._harmless(who))
         bad: list[Callable[[], bytes]] = [
             self._noise, self._truncated, self._oversized, self._impossible,
-            lambda: self._frame(self._kind(without={Kind.PUSH, Kind.INITIAL, Kind.FOLLOW, Kind.FETCH})),
+            lambda: self._frame(self._kind(without={Kind.PUSH, Kind.INITIAL, Kind.FOLLOW, Kind.UNFOLLOW, Kind.FETCH})),
             lambda: self._bad_contribution(who, stranger=id != "worker0"),
         ]  # fmt: skip
         self._throw(connection, self.rng.choice(bad)(), last=True)
@@ -188,21 +198,25 @@ class Fuzzer:
             return
         for _ in range(self.rng.randrange(20)):
             self._throw(connection, self._old_measures(peer))
-            self._throw(connection, self._unknown_measures())
+            self._throw(connection, self._replica_of_nobody(peer))
         bad: list[Callable[[], bytes]] = [
             self._noise, self._truncated, self._oversized, self._impossible,
-            lambda: self._frame(self._kind(without={Kind.MEASURES})),
-            lambda: self._frame(Kind.MEASURES, b"\xc1" + self.rng.randbytes(self.rng.randrange(60))),
+            self._unknown_measures, lambda: self._bad_replica(who),
+            lambda: self._frame(self._kind(without={Kind.MEASURES, Kind.REPLICATE, Kind.STATE})),
+            lambda: self._frame(
+                self.rng.choice([Kind.MEASURES, Kind.STATE]), b"\xc1" + self.rng.randbytes(self.rng.randrange(60))
+            ),
         ]  # fmt: skip
         self._throw(connection, self.rng.choice(bad)(), last=True)
 
     # ---- frames that a role may send, and that change nothing ----
 
     def _harmless(self, who: str) -> bytes:
-        kind = self.rng.choice([Kind.FETCH, Kind.FOLLOW, Kind.PUSH, Kind.INITIAL])
-        if kind in (Kind.FETCH, Kind.FOLLOW):
-            return self._header(kind, shard=self.rng.randrange(2 * len(self.layout.shards)), step=self.rng.randrange(9))
-        shard = self.layout.shards[self.rng.choice(self.view.shards_of(who))]
+        kind = self.rng.choice([Kind.FETCH, Kind.FOLLOW, Kind.UNFOLLOW, Kind.PUSH, Kind.INITIAL])
+        if kind in (Kind.FETCH, Kind.FOLLOW, Kind.UNFOLLOW):
+            shard, step = self.rng.randrange(2 * len(self.layout.shards)), self.rng.randrange(9)
+            return pack(Header(kind, self.view.number, shard=shard, step=step))
+        shard = self.layout.shards[self.rng.randrange(len(self.layout.shards))]  # whether it is held here or not
         header = Header(
             kind, self.view.number, shard=shard.index, replica=self.rng.randrange(REPLICAS if shard.group >= 0 else 1),
             step=self.rng.randrange(FIRST_STEPS), weight=self.rng.random() + 0.01, length=shard.nbytes,
@@ -212,6 +226,14 @@ class Fuzzer:
     def _old_measures(self, peer: str) -> bytes:
         shards = self.rng.sample(self.view.shards_of(peer), k=min(2, len(self.view.shards_of(peer))))
         return self._measures([(shard, self.rng.random(), (0,)) for shard in shards], self.rng.randrange(FIRST_STEPS))
+
+    def _replica_of_nobody(self, peer: str) -> bytes:
+        """An update of a shard that the sender does own, for a server that is not its backup."""
+        shard = self.layout.shards[self.rng.choice(self.view.shards_of(peer))]
+        header = Header(
+            Kind.REPLICATE, self.view.number, shard=shard.index, step=self.rng.randrange(STEPS), length=shard.nbytes
+        )
+        return pack(header) + self.rng.randbytes(shard.nbytes)
 
     def _unknown_measures(self) -> bytes:
         unknown = [(len(self.layout.shards) + self.rng.randrange(99), self.rng.random(), (1,)) for _ in range(3)]
@@ -231,18 +253,17 @@ class Fuzzer:
         return whole[: self.rng.randrange(1, HEADER_BYTES)]
 
     def _oversized(self) -> bytes:
-        kind = self._kind()
-        return self._header(kind, length=self.rng.randrange((64 << 20) + 1, 2**32))
+        return self._header(self._kind(), length=self.rng.randrange((384 << 20) + 1, 2**32))
 
     def _impossible(self) -> bytes:
         data = bytearray(self._frame(self._kind()))
         match self.rng.randrange(5):
             case 0:
-                data[4] = self.rng.choice([0, 2, 255])  # protocol
+                data[4] = self.rng.choice([0, 1, 3, 255])  # protocol
             case 1:
                 data[5] = self.rng.choice([0, 7, 15, 99, 255])  # kind
             case 2:
-                data[6] |= 1 << self.rng.randrange(1, 8)  # flags
+                data[6] |= 1 << self.rng.randrange(2, 8)  # flags
             case 3:
                 data[7] = self.rng.randrange(1, 256)  # codec
             case _:
@@ -259,13 +280,11 @@ class Fuzzer:
         return self._frame(Kind.CONTROL, b"\xc1" + self.rng.randbytes(self.rng.randrange(100)))
 
     def _bad_contribution(self, who: str, *, stranger: bool) -> bytes:
-        own = self.view.shards_of(who)
-        other = [shard.index for shard in self.layout.shards if shard.index not in own]
-        shard, length = self.rng.choice(own), 0
+        shard, length, flags = self.rng.choice(self.view.shards_of(who)), 0, 0
         step, replica, weight = STEPS + 10, 0, 1.0  # a step that nobody has begun
-        match self.rng.randrange(6 if stranger else 5):
+        match self.rng.randrange(7 if stranger else 6):
             case 0:
-                shard = self.rng.choice([*other, len(self.layout.shards), 2**32 - 1])
+                shard = self.rng.choice([len(self.layout.shards), 2**32 - 1])
             case 1:
                 length = self.rng.choice([-4, 1, 4, 1000])
             case 2:
@@ -274,20 +293,43 @@ class Fuzzer:
                 replica, step = self.rng.randrange(REPLICAS, 2**32), 0
             case 4:
                 step = self.rng.randrange(STEPS + 1, 2**64)
+            case 5:
+                flags = SKIP
             case _:
                 step, weight = self.rng.randrange(FIRST_STEPS, STEPS), 1e6
         nbytes = self.layout.shards[shard].nbytes + length if shard < len(self.layout.shards) else 64
         header = Header(
-            Kind.PUSH, self.view.number, shard=shard, replica=replica, step=step, weight=weight, length=nbytes
-        )
+            Kind.PUSH, self.view.number, shard=shard, replica=replica, step=step, weight=weight, length=nbytes,
+            flags=flags,
+        )  # fmt: skip
         return pack(header) + self.rng.randbytes(nbytes)
 
-    def _message(self) -> messages.Message:
+    def _bad_replica(self, who: str) -> bytes:
+        """An update for a backup, too long, too short, or of a shard that there is not."""
+        shard = self.layout.shards[self.rng.choice(self.view.shards_of(who))]
+        index, length = self.rng.choice([(shard.index, 4), (shard.index, shard.nbytes + 4), (2**31, 64)])
+        header = Header(Kind.REPLICATE, self.view.number, shard=index, step=FIRST_STEPS, length=length)
+        return pack(header) + self.rng.randbytes(length)
+
+    def _void_message(self) -> messages.Message:
+        """Something that would end or change the job, were it said by a member."""
         return self.rng.choice(
             [
-                messages.Done(), messages.Prepared(), messages.GiveUp("fuzz"), messages.Finished(),
-                messages.Report(self.rng.randrange(2**40), self.rng.randrange(3), 0.0, 0.0, 1),
-                messages.Propose(self.record), messages.Aborted("fuzz"), messages.Skipped(1, (0,)),
+                messages.Done(), messages.GiveUp("fuzz"), messages.Finished(), messages.Aborted("fuzz"),
+                messages.Report(self.rng.randrange(2**40), self.rng.randrange(3), 0.0, 1.0, 1),
+                messages.Turn(self.view), messages.Skipped(1, (0,)), messages.Leaving(),
+            ]
+        )  # fmt: skip
+
+    def _pointless_message(self) -> messages.Message:
+        """Something that a new server may say, and that is about nothing of its own."""
+        shard = self.rng.randrange(2 * len(self.layout.shards))
+        return self.rng.choice(
+            [
+                messages.Done(), messages.Leaving(), messages.Beat(), messages.InStep({shard: self.rng.randrange(9)}),
+                messages.Stored("step-00000009-9", {"x.shards": 9}, {shard: ("x.shards", 0, 9, "00")}),
+                messages.NotStored("step-00000009-9", "fuzz", 2**40), messages.Metrics(3, {"fuzz": 1.0}),
+                messages.Propose(self.another_model),
             ]
         )  # fmt: skip
 

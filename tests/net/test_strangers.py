@@ -9,20 +9,37 @@ import time
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
 import pytest
 
 from rallypoint.config import resolve
 from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core.cluster import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.errors import RallypointError
+from rallypoint.core.view import ViewNumber
+from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.handshake import introduce
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Done, GiveUp, Message, Prepared, Propose, Report, encode
+from rallypoint.net.messages import (
+    Done,
+    GiveUp,
+    InStep,
+    Leaving,
+    Message,
+    Propose,
+    Refused,
+    Report,
+    Turn,
+    decode,
+    encode,
+    expect,
+)
 from rallypoint.net.transport import Connection
 from rallypoint.server.service import ServerService
+from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.testing.contracts import receive
 
 PATIENCE_S = 10.0
@@ -49,7 +66,8 @@ class Job:
 
     def __init__(self) -> None:
         self.transport = InprocTransport()
-        self.coordinator = CoordinatorService(workers=1, servers=2, bind="coordinator:0", transport=self.transport)
+        terms = Terms(servers=2, replication=2, heartbeat=10 * PATIENCE_S)  # nobody is given up for the test's silence
+        self.coordinator = CoordinatorService(terms=terms, bind="coordinator:0", transport=self.transport)
         self.coordinator.start()
         self.servers = [
             ServerService(id=id, coordinator=self.coordinator.address, bind="server:0", transport=self.transport)
@@ -58,13 +76,15 @@ class Job:
         for server in self.servers:
             server.start()
         self.channels: list[Channel] = []
-        layout = build_layout([TensorSpec("w", (4 * WORDS, 1), "float32", 0)], shard_bytes=4 * WORDS)
-        config = resolve({"replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "shard_bytes": 4 * WORDS})
-        self.record = JobRecord(msgspec.to_builtins(config), layout)
+        self.record = record()
         self.member = self.enter(self.coordinator.address, "worker", "worker0")
         self.member.send_message(Propose(self.record))
-        assert self.member.receive_bytes(self.member.receive_header())  # Start: it runs
-        self.view = self.coordinator._machine.view
+        while not isinstance(message := decode(self.member.receive_bytes(self.member.receive_header())), Turn):
+            pass
+        self.view = message.view
+        for server in self.servers:  # as the member itself they wait until they have heard of the view
+            self.enter(server._gate.address, "worker", "worker0").send(Header(Kind.FOLLOW, self.view.number))
+            until(lambda server=server: len(server._reducer._followers) == 1)  # type: ignore[misc]
 
     def enter(self, address: str, role: str, id: str) -> Channel:
         connection = self.transport.connect(address, PATIENCE_S)
@@ -75,8 +95,9 @@ class Job:
         return channel
 
     def stranger_says(self, *messages: Message) -> None:
-        """A worker too many comes, and talks until it is shown out."""
-        connection = Eager(self.transport.connect(self.coordinator.address, PATIENCE_S), messages)
+        """A worker with another model comes, and talks until it is shown out."""
+        speech = (Propose(record(9)), *messages)
+        connection = Eager(self.transport.connect(self.coordinator.address, PATIENCE_S), speech)
         connection.set_timeout(PATIENCE_S)
         with contextlib.suppress(RallypointError):
             introduce(connection, "", role="worker", id="stranger", host="here")
@@ -86,11 +107,19 @@ class Job:
         self.settle()
 
     def settle(self) -> None:
-        """Until the coordinator's owner has handled what has come: its inbox answers in order."""
-        handled = threading.Event()
-        self.coordinator._inbox.put(handled.set)
-        while not handled.wait(0.05):
-            assert self.coordinator._thread.is_alive(), "the coordinator's owner is dead"
+        """Until those who own the machines have handled what has come: their inboxes answer in order."""
+        owners = [(self.coordinator._inbox, self.coordinator._thread)]
+        owners += [(server._reducer.inbox, server._reducer._thread) for server in self.servers]
+        for inbox, thread in owners:
+            handled = threading.Event()
+            inbox.put(handled.set)
+            while not handled.wait(0.05):
+                assert thread.is_alive(), f"the owner '{thread.name}' is dead"
+
+    def version(self, server: int, shard: int) -> int:
+        machine = self.servers[server]._reducer.machine.machine(shard)
+        assert machine is not None
+        return machine.version
 
     def runs(self) -> bool:
         return not self.coordinator._over.is_set() and self.coordinator._machine.phase.value == "running"
@@ -101,6 +130,12 @@ class Job:
         for server in self.servers:
             server.close()
         self.coordinator.close()
+
+
+def record(words: int = 4 * WORDS) -> JobRecord:
+    config = resolve({"replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "shard_bytes": 4 * WORDS})
+    layout = build_layout([TensorSpec("w", (words, 1), "float32", 0)], shard_bytes=4 * WORDS)
+    return JobRecord(msgspec.to_builtins(config), layout)
 
 
 @pytest.fixture
@@ -116,15 +151,25 @@ def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     [
         GiveUp("for fun"),
         Done(),
+        Leaving(),
         Report(0, 0, 0.0, 1.0, 1),
+        Propose(record()),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None:
     job.stranger_says(message)
     assert job.runs()
+    assert "stranger" not in job.coordinator._machine._workers
     assert job.coordinator._tally is not None
     assert job.coordinator._tally.missing() == (0, [0, 1])
+
+
+def test_a_members_name_is_not_given_twice(job: Job) -> None:
+    with pytest.raises(AccessDenied, match="the id worker0 is taken"):
+        job.enter(job.coordinator.address, "worker", "worker0")
+    job.member.send_message(Report(0, 0, 0.0, 1.0, 1))
+    until(lambda: job.coordinator._tally is not None and job.coordinator._tally.missing() == (0, [1]))
 
 
 def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
@@ -136,86 +181,144 @@ def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
 
 def test_proposing_twice_does_not_start_the_job_again(job: Job) -> None:
     job.member.send_message(Propose(job.record))
-    wait_a_little(lambda: job.coordinator._machine.view is not job.view)
-    assert job.coordinator._machine.view is job.view
+    wait_a_little(lambda: job.coordinator._machine.view != job.view)
+    assert job.coordinator._machine.view == job.view
 
 
-def test_a_stranger_does_not_contribute(job: Job) -> None:
-    assert job.view is not None
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_a_stranger_is_shown_out_of_a_server(job: Job, role: str) -> None:
     shard = job.view.shards_of("server0")[0]
-    with contextlib.suppress(RallypointError):
-        stranger = job.enter(job.servers[0]._gate.address, "worker", "stranger")
-        payload = memoryview(bytes(4 * WORDS))
-        stranger.send(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload)), payload)
-        while stranger.receive_header().kind is not Kind.CREDIT:
-            pass
-        assert job.servers[0]._reducer._owned[shard].machine.version == -1
+    stranger = job.enter(job.servers[0]._gate.address, role, "stranger")
+    payload = memoryview(bytes(4 * WORDS))
+    with contextlib.suppress(LinkError):  # it may have been shown out before it has said a word
+        stranger.connection.send(
+            pack(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload))), payload
+        )
+    assert f"{role} stranger is not in view {job.view.number}" in refusal(stranger)
+    job.settle()
+    assert job.version(0, shard) == -1
 
 
 def test_measures_of_unknown_shards_do_not_end_the_job(job: Job) -> None:
     data = memoryview(msgspec.msgpack.encode([(shard, 1.0, ()) for shard in range(100, 104)]))
-    with contextlib.suppress(RallypointError):
-        peer = job.enter(job.servers[0]._gate.address, "server", "server1")
-        peer.send(Header(Kind.MEASURES, job.servers[0]._number, length=len(data), step=0), data)
-        assert peer.flush(PATIENCE_S)
-    wait_a_little(lambda: not job.runs())
+    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
+    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=0), data)
+    assert "measures of a step or of a shard that this job does not have" in refusal(peer)
+    job.settle()
     assert job.runs()
 
 
-def test_a_strangers_measures_do_not_decide(job: Job) -> None:
+def test_measures_of_a_step_that_never_comes_do_not_decide(job: Job) -> None:
     data = memoryview(msgspec.msgpack.encode([(shard, 1.0, ()) for shard in range(4)]))
-    with contextlib.suppress(RallypointError):
-        peer = job.enter(job.servers[0]._gate.address, "server", "stranger")
-        peer.send(Header(Kind.MEASURES, job.servers[0]._number, length=len(data), step=2**40), data)
-        assert peer.flush(PATIENCE_S)
-    clip = job.servers[0]._reducer._clip
+    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
+    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=2**40), data)
+    assert "measures of a step or of a shard that this job does not have" in refusal(peer)
+    job.settle()
+    clip = job.servers[0]._reducer.machine._clip
     assert clip is not None
-    wait_a_little(lambda: clip._decided >= 0)
-    assert clip._decided == -1
+    assert clip._verdicts == {}
 
 
 def test_deeply_nested_measures_are_a_protocol_error(job: Job) -> None:
     data = memoryview(b"\x91\x94\x01\xca\0\0\0\0\x90" + b"\x91" * 200_000)
     peer = job.enter(job.servers[0]._gate.address, "server", "server1")
-    peer.send(Header(Kind.MEASURES, job.servers[0]._number, length=len(data)), data)
-    assert peer.receive_header().kind is Kind.REFUSE
+    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data)), data)
+    assert "measures that cannot be read" in refusal(peer)
 
 
 def test_following_twice_is_following(job: Job) -> None:
     peer = job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    followers = job.servers[0]._reducer._followers
+    before = len(job.servers[0]._reducer._followers)
     for _ in range(5):
         peer.send(Header(Kind.FOLLOW))
-    assert peer.flush(PATIENCE_S)
-    wait_a_little(lambda: len(followers) > 1)
-    assert len(followers) == 1
+    payload = memoryview(bytes(4 * WORDS))
+    peer.send(Header(Kind.PUSH, ViewNumber(), weight=1.0, length=len(payload)), payload)  # stale: answered at once
+    assert peer.receive_header().kind is Kind.CREDIT
+    job.settle()
+    followers = job.servers[0]._reducer._followers
+    assert len(followers) == before + 1
+    peer.close()
+    until(lambda: len(followers) == before)  # its end is the end of its following
 
 
-def test_a_server_that_says_prepared_again_changes_nothing(job: Job) -> None:
-    job.servers[0]._link.send(Prepared())
+# ---- what only the shard's own primary may say (I10) -----------------------------------------------------------
+
+
+def test_a_server_is_in_step_only_for_its_own_shards(job: Job) -> None:
+    theirs = job.view.shards_of("server1")
+    births = {member.id: member.birth for member in job.view.servers}
+    before = set(job.coordinator._machine._in_step)
+    job.servers[0].say(InStep(dict.fromkeys(theirs, births["server0"])))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     job.settle()
+    assert job.coordinator._machine._in_step == before
     assert job.runs()
+
+
+@pytest.mark.parametrize("kind", [Kind.REPLICATE, Kind.STATE])
+def test_a_server_does_not_write_into_shards_of_others(job: Job, kind: Kind) -> None:
+    own = job.view.shards_of("server0")[0]
+    payload = memoryview(bytes(4 * WORDS) if kind is Kind.REPLICATE else state(own))
+    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
+    peer.send(Header(kind, job.view.number, shard=own, length=len(payload)), payload)
+    assert peer.flush(PATIENCE_S)
+    peer.send(Header(Kind.FETCH))  # the last word: what came before it is in the inbox once it is refused
+    assert "a FETCH frame from another server" in refusal(peer)
+    job.settle()
+    assert job.version(0, own) == -1
+    assert job.runs()
+
+
+@pytest.mark.parametrize(
+    ("words", "damage", "sentence"),
+    [
+        (WORDS, 1, "a shard's state that cannot be read"),
+        (WORDS - 1, 0, "that does not fit this job's layout"),
+        (WORDS + 1, 0, "that does not fit this job's layout"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(job: Job, words: int, damage: int, sentence: str) -> None:
+    theirs = job.view.shards_of("server1")[0]
+    data = state(theirs, words)
+    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
+    peer.send(Header(Kind.STATE, job.view.number, shard=theirs, length=len(data) - damage), memoryview(data)[damage:])
+    assert sentence in refusal(peer)
+    job.settle()
+    assert job.runs()
+
+
+def test_what_was_said_before_a_roll_back_is_void(job: Job) -> None:
+    shard = job.view.shards_of("server0")[0]
+    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    payload = memoryview(bytes(4 * WORDS))
+    old = ViewNumber(job.view.since.epoch, job.view.since.count - 1)
+    worker.send(Header(Kind.INITIAL, old, shard=shard, length=len(payload)), payload)
+    assert worker.receive_header().kind is Kind.CREDIT
+    job.settle()
+    assert job.version(0, shard) == -1
+    worker.send(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload)), payload)
+    until(lambda: job.version(0, shard) == 0)
 
 
 def test_a_message_from_an_observer_closes_its_connection(job: Job) -> None:
     observer = job.enter(job.coordinator.address, "observer", "eyes")
     data = encode(GiveUp("for fun"))
     observer.send(Header(Kind.CONTROL, length=len(data)), memoryview(data))
-    receive_until_refused(observer)
+    assert "a GiveUp message from observer eyes" in refusal(observer)
+    job.settle()
     assert job.runs()
 
 
 def test_reports_that_weigh_nothing_do_not_end_the_coordinator(job: Job) -> None:
     for replica in range(2):
         job.member.send_message(Report(0, replica, 0.0, 0.0, 1))
-    receive_until_refused(job.member)
+    assert "a report of weight 0.0" in refusal(job.member)
     job.settle()
 
 
 def test_a_proposal_without_settings_does_not_end_the_coordinator() -> None:
     transport = InprocTransport()
-    coordinator = CoordinatorService(workers=1, servers=1, bind="coordinator:0", transport=transport)
+    coordinator = CoordinatorService(terms=Terms(), bind="coordinator:0", transport=transport)
     coordinator.start()
     server = ServerService(id="server0", coordinator=coordinator.address, bind="server:0", transport=transport)
     server.start()
@@ -223,16 +326,31 @@ def test_a_proposal_without_settings_does_not_end_the_coordinator() -> None:
     introduce(connection, "", role="worker", id="worker0", host="here")
     channel = Channel(connection, "coordinator")
     channel.send_message(Propose(JobRecord({}, build_layout([TensorSpec("w", (4,), "float32", 0)]))))
-    receive_until_refused(channel)
+    assert "a job record whose settings are not resolved" in refusal(channel)
     alive = coordinator._thread.is_alive()
     for thing in (channel, server, coordinator):
         thing.close()
     assert alive
 
 
-def receive_until_refused(channel: Channel) -> None:
+def state(shard: int, words: int = WORDS) -> bytes:
+    """A shard's whole state, as a primary sends it to its backup."""
+    values = np.ones(words, dtype=np.float32)
+    return encode_record(ShardRecord(shard, 0, {"master": values, "wire-0": values}, {}), "none")
+
+
+def refusal(channel: Channel) -> str:
+    """The sentence with which the other side closes this connection, whatever it says before."""
     while (header := channel.receive_header()).kind is not Kind.REFUSE:
         channel.receive_bytes(header)
+    return expect(channel.receive_bytes(header), Refused).reason
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.005)
 
 
 def wait_a_little(happened: Callable[[], bool]) -> None:

@@ -15,13 +15,17 @@ class StepTally:
         self._replicas = replicas
         self._reports: dict[int, dict[int, Report]] = {}
         self.done = -1
+        self.again = 0
 
     def add(self, report: Report) -> StepDone | None:
         """The step that this report completes, if it does."""
-        if report.step <= self.done or not 0 <= report.replica < self._replicas:
+        if not 0 <= report.replica < self._replicas:
             return None
-        reports = self._reports.setdefault(report.step, {})
-        reports.setdefault(report.replica, report)
+        reports = self._reports.setdefault(report.step, {}) if report.step > self.done else {}
+        if report.step <= self.done or report.replica in reports:
+            self.again += 1
+            return None
+        reports[report.replica] = report
         if len(reports) < self._replicas:
             return None
         self.done = report.step
@@ -31,7 +35,7 @@ class StepTally:
         del self._reports[report.step]
         weight = sum(r.weight for r in reports.values())
         loss = sum(reports[replica].loss * reports[replica].weight for replica in sorted(reports)) / weight
-        return StepDone(report.step, loss, sum(r.items for r in reports.values()))
+        return StepDone(report.step, loss, sum(r.items for r in reports.values()), self.again)
 
     def rewind(self, done: int) -> None:
         """The job goes on after step `done`: what was reported of later ones is void."""

@@ -46,6 +46,7 @@ from rallypoint.net.messages import (
     Prepare,
     Propose,
     Report,
+    Resize,
     Say,
     Skipped,
     Snapshotted,
@@ -98,6 +99,7 @@ class CoordinatorService:
         self._planned: Planned | None = None
         self._metrics: dict[str, float] = {}
         self._since = ""
+        self._announced: Members | None = None
         self._last_news = self._last_word = time.monotonic()
         self._over = threading.Event()
         self._failure: str | None = None
@@ -175,7 +177,7 @@ class CoordinatorService:
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
                 message = _checked(decode(channel.receive_bytes(header)))
-                if hello.role == "observer" and not isinstance(message, SnapshotWanted):
+                if hello.role == "observer" and not isinstance(message, (SnapshotWanted, Resize)):
                     raise ProtocolError(f"a {type(message).__name__} message from observer {hello.id}")
                 self._inbox.put(lambda message=message: self._received(channel, hello, message))  # type: ignore[misc]
         except LinkError as error:
@@ -232,7 +234,7 @@ class CoordinatorService:
 
     def _received(self, channel: Channel, hello: Hello, message: Message) -> None:
         if hello.role == "observer":
-            self._handle(cluster.SnapshotWanted())
+            self._handle(cluster.Resized(message.workers) if isinstance(message, Resize) else cluster.SnapshotWanted())
             return
         if self._members.get(hello.id) is not channel:
             return  # it was refused: what it says does not count
@@ -283,6 +285,8 @@ class CoordinatorService:
         effects = self._machine.handle(event)
         self._write_state()
         self._run_effects(effects)
+        if isinstance(event, cluster.InStep) and self._machine.view is not None:
+            self._announce_members(self._machine.view)
 
     def _write_state(self) -> None:
         """Before anybody hears of it: the next coordinator must know at least as much as the members."""
@@ -324,13 +328,18 @@ class CoordinatorService:
             self._tally.rewind(self._machine.furthest)
         for member in members:
             self._send(member, Turn(view))
+        self._announce_members(view)
+
+    def _announce_members(self, view: View) -> None:
         busy = {worker for deal in view.deals for worker, hand in deal.hands.items() if hand}
         workers = [member.id for member in view.workers]
-        members_now = Members(
+        now = Members(
             str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
-            tuple(member.id for member in view.servers),
+            tuple(member.id for member in view.servers), self._machine.exposed,
         )  # fmt: skip
-        self._announce(members_now)
+        if now != self._announced:
+            self._announced = now
+            self._announce(now)
 
     def _run_snapshot_effect(self, effect: cluster.Effect) -> None:
         keeper = self._keeper

@@ -69,6 +69,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     epoch: int
     begun: bool
     furthest: int
+    workers_max: int
     over: bool = False
 
 
@@ -155,6 +156,13 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
+class Resized:
+    """So many workers are to compute at most from now on."""
+
+    workers: int
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotWanted:
     """Somebody asks for a snapshot."""
 
@@ -193,8 +201,8 @@ class Found:
 
 
 Event = (
-    Joined | Proposed | Progress | InStep | Leaving | Done | Left | Failed | Heard | Tick | SnapshotWanted | Captured
-    | SnapshotLost | Committed | Found
+    Joined | Proposed | Progress | InStep | Leaving | Done | Left | Failed | Heard | Tick | Resized | SnapshotWanted
+    | Captured | SnapshotLost | Committed | Found
 )  # fmt: skip
 
 
@@ -313,6 +321,7 @@ class ClusterMachine:
     view: View | None = None
     revision: int = 0
     furthest: int = -1  # the furthest step that a report has come of
+    _workers_max: int = 1
     _epoch: int = 1
     _births: int = 0
     _begun: bool = False  # the first weights are safe, or a step has been computed: they cannot be brought again
@@ -335,6 +344,7 @@ class ClusterMachine:
     _last_number: ViewNumber = field(default_factory=ViewNumber)
 
     def __post_init__(self) -> None:
+        self._workers_max = self.terms.workers_max
         if self.resume is not None:
             self.record, self._origin, self.furthest = self.resume[0], self.resume[1], self.resume[2] - 1
             self._begun = True
@@ -348,7 +358,7 @@ class ClusterMachine:
         """To be written down when `revision` has risen."""
         return ClusterState(
             self.record, self.view, tuple(sorted(self._in_step)), self._births, self._epoch, self._begun, self.furthest,
-            self.phase is Phase.OVER,
+            self._workers_max, self.phase is Phase.OVER,
         )  # fmt: skip
 
     def _recover(self, state: ClusterState) -> None:
@@ -357,7 +367,7 @@ class ClusterMachine:
         if self.resume is not None:
             return  # whoever was there is gone; only the numbers go on
         self.record, self.view, self._begun = state.record, state.view, state.begun
-        self._in_step, self.furthest = set(state.in_step), state.furthest
+        self._in_step, self.furthest, self._workers_max = set(state.in_step), state.furthest, state.workers_max
         if state.view is None or state.over:
             self.phase = Phase.OVER if state.over else Phase.GATHERING
             return
@@ -389,6 +399,11 @@ class ClusterMachine:
             case _:
                 return None
 
+    @property
+    def exposed(self) -> int:
+        """How many shards would be lost with one server."""
+        return 0 if self.view is None else len(self.view.primary.keys() - self._in_step)
+
     def lateness(self) -> Mapping[str, tuple[float, float]]:
         """Every worker's seconds per replica: median and 99th percentile of the last ones."""
         return self._speeds.percentiles()
@@ -418,6 +433,10 @@ class ClusterMachine:
                 return self._turn()
             case Done(worker=worker):
                 return self._worker_done(worker)
+            case Resized(workers=workers):
+                self._workers_max = max(1, workers)
+                self.revision += 1
+                return self._turn()
             case Failed(member=member, reason=reason):
                 return self._abort(f"{member}: {reason}") if self._is_member(member) else []
             case Left(member=member, reason=reason):
@@ -573,7 +592,7 @@ class ClusterMachine:
     def _active(self) -> list[str]:
         """The workers that compute, the longest here first; the others stand by."""
         able = [worker for worker in self._workers if worker in self._proposed and worker not in self._leaving]
-        return able[: self.terms.workers_max] if len(able) >= self.terms.workers_min else []
+        return able[: self._workers_max] if len(able) >= self.terms.workers_min else []
 
     def _deals(self) -> tuple[Deal, ...]:
         active = self._active()

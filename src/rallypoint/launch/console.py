@@ -50,9 +50,11 @@ class RunConsole:
         self._start = time.monotonic()
         self._last_plain = 0.0
         self._total_items = 0
-        self.steps_done: list[tuple[float, int]] = []  # when each step's last report came
+        self.steps_done = 0
+        self.again = 0
         self.members: Members | None = None
         self.snapshots = 0
+        self._said_done = False
 
     def relay(self, child: str, line: str) -> None:
         """A line that a child printed; a worker's own words stand without a prefix once the job is over."""
@@ -96,7 +98,8 @@ class RunConsole:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-        if self.finished and self._plan is not None:
+        if self.finished and self._plan is not None and not self._said_done:
+            self._said_done = True
             seconds = time.monotonic() - self._start
             self.console.print(
                 f"[bold]done[/bold]: {self._plan.steps} steps, {self._total_items:,} {escape(self._plan.item)} "
@@ -134,7 +137,7 @@ class RunConsole:
 
     def _step(self, done: StepDone) -> None:
         now = time.monotonic()
-        self.steps_done.append((now, done.step))
+        self.steps_done, self.again = done.step + 1, done.again
         self._total_items += done.items
         self._recent.append((now, done.items))
         while self._recent[0][0] < now - _RATE_OVER_S and len(self._recent) > 2:

@@ -19,6 +19,7 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.local import Child, LocalCluster
 from rallypoint.net.handshake import new_token
 from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
 from rallypoint.store.retention import Retention
@@ -134,7 +135,7 @@ class LocalRun:
 
     def __init__(self, plan: Launch, console: RunConsole) -> None:
         self.plan, self.console = plan, console
-        self.workers_wanted = max(plan.workers[1], plan.workers_start) + plan.standby
+        self.workers_wanted = plan.workers[1] + plan.standby
         self.servers_wanted = plan.servers
         self._token = new_token()
         self.cluster = LocalCluster(token=self._token, threads=plan.threads, relay=console.relay)
@@ -178,6 +179,17 @@ class LocalRun:
         if role == "server":
             return self.cluster.start_server(name)
         return self.cluster.start_worker(name, self.plan.worker)
+
+    def resize(self, workers: int) -> None:
+        """Let so many workers compute from now on: start more, or tell some to hand over and go."""
+        assert self._observer is not None
+        self.workers_wanted = workers + self.plan.standby
+        self._observer.send(Resize(workers))
+        alive = self.cluster.of_role("worker")
+        for child in alive[self.workers_wanted :]:
+            child.signal(signal.SIGTERM)
+        for _ in range(self.workers_wanted - len(alive)):
+            self.add("worker")
 
     def watch(self, meddle: Callable[[LocalRun], None]) -> int:
         """Until the job is over: the exit status."""

@@ -80,11 +80,12 @@ class Report(_Message, frozen=True):
 
 
 class Applied(_Message, frozen=True):
-    """The ledger: the primary of the first shard has applied `step`, with so many replicas; `late` says how long after
-    the first contribution each worker's last one came."""
+    """The ledger: a holder of the first shard has applied `step`, made of so many contributions, at `at` (unix time);
+    `late` says how long after the first contribution each worker's last one came."""
 
     step: int
     replicas: int
+    at: float
     late: dict[str, float] = {}
 
 
@@ -116,6 +117,12 @@ class NotStored(_Message, frozen=True):
 
 class SnapshotWanted(_Message, frozen=True):
     """An observer asks for a snapshot now."""
+
+
+class Resize(_Message, frozen=True):
+    """An observer asks for so many workers that compute; more stand by."""
+
+    workers: int
 
 
 class Metrics(_Message, frozen=True):
@@ -211,11 +218,13 @@ class Planned(_Message, frozen=True):
 
 
 class StepDone(_Message, frozen=True):
-    """All replicas have reported `step`; `loss` is their weighted mean."""
+    """All replicas have reported `step`; `loss` is their weighted mean. `again` counts reports so far of what had been
+    reported before: work done twice."""
 
     step: int
     loss: float
     items: int
+    again: int = 0
 
 
 class Waiting(_Message, frozen=True):
@@ -225,12 +234,13 @@ class Waiting(_Message, frozen=True):
 
 
 class Members(_Message, frozen=True):
-    """A new view, for those who watch: who is here, and how often anything was rolled back."""
+    """A new view, for those who watch: who is here; `exposed` counts the shards that only one server holds."""
 
     view: str
     workers: tuple[str, ...]
     standby: tuple[str, ...]
     servers: tuple[str, ...]
+    exposed: int = 0
 
 
 class Snapshotted(_Message, frozen=True):
@@ -244,8 +254,8 @@ class Snapshotted(_Message, frozen=True):
 
 Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | InStep | Leaving | Stored | NotStored
-    | SnapshotWanted | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare | Turn | Assist | Capture | Finished
-    | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
+    | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare | Turn | Assist | Capture
+    | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -17,8 +17,9 @@ def wait_until(
     first_word: float = FIRST_WORD_S,
 ) -> None:
     """Wait on `changed` (held by the caller) until `ready()`; after `first_word` seconds, and then at doubling
-    intervals, `say` what `describe` tells."""
+    intervals, `say` what `describe` tells (nothing if that is "")."""
     start, patience = time.monotonic(), first_word
     while not changed.wait_for(ready, timeout=max(0.0, start + patience - time.monotonic())):
-        say(f"waiting for {describe()}, {time.monotonic() - start:.0f} s so far")
+        if what := describe():
+            say(f"waiting for {what}, {time.monotonic() - start:.0f} s so far")
         patience *= 2

@@ -9,6 +9,7 @@ import math
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,6 +31,7 @@ from rallypoint.server.snapshots import SnapshotWriter, own_copy
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import SnapshotStore
 
+_LEDGER = 64  # entries that are said again to a coordinator that took over
 _measures = msgspec.msgpack.Encoder()
 
 
@@ -77,6 +79,8 @@ class Reducer:
         self._snapshot = ""
         self._to_copy: dict[int, int] = {}
         self._arrivals: dict[str, float] = {}
+        self._added = self._told_added = 0  # contributions in the first shard's sum, here and at its primary
+        self._ledger: deque[Applied] = deque(maxlen=_LEDGER)
         self._snapshots_url = ""
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self._thread.start()
@@ -146,8 +150,12 @@ class Reducer:
 
     def admitted(self, new: bool) -> None:
         """The coordinator has taken us (back): what it may have forgotten is said again."""
-        if not new and self._machine is not None and self._machine.in_step:
+        if new or self._machine is None:
+            return
+        if self._machine.in_step:
             self._around.say(InStep(self._machine.in_step))
+        for entry in self._ledger:
+            self._around.say(entry)
 
     def peer_linked(self, peer: str, channel: Channel) -> None:
         """The link to another server stands."""
@@ -206,6 +214,8 @@ class Reducer:
         self._tickets[ticket].credited = True  # servers give each other no credit
         self._held_bytes += header.length
         self._answer_to = channel
+        if header.shard == 0:
+            self._told_added = header.replica
         self._handle(header.shard, shard.Replicated(header.step, bool(header.flags & SKIP), ticket))
         self._answer_to = None
 
@@ -269,9 +279,11 @@ class Reducer:
         match effect:
             case shard.Take(ticket=ticket, weight=weight):
                 owned.take(self._settle(ticket), weight)
+                self._count(index, first=True)
             case shard.Add(ticket=ticket, weight=weight):
                 with self._tracer.span("reduce", shard=index):
                     owned.add(self._settle(ticket), weight)
+                self._count(index, first=False)
             case shard.Hold(ticket=ticket):
                 self._hold(ticket)
             case shard.Drop(ticket=ticket, fault=fault):
@@ -318,12 +330,14 @@ class Reducer:
             self._copy(index)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(effect.step, effect.scale, hand_over=effect.replicate)
+        if index == 0:
+            self._enter(effect.step)
         if finished is None:
             return
         skip = effect.scale is None
         header = Header(
             Kind.REPLICATE, self._number, shard=index, step=effect.step, length=0 if skip else owned.shard.nbytes,
-            flags=SKIP if skip else 0,
+            flags=SKIP if skip else 0, replica=self._added if index == 0 else 0,
         )  # fmt: skip
         payload = None if skip else finished.bytes[: owned.shard.nbytes]
         self._backup_of(index).send(header, payload, sent=finished.release)
@@ -340,11 +354,20 @@ class Reducer:
     def _publish(self, index: int, version: int) -> None:
         for channel in self._followers:
             self._send_version(channel, index, version)
-        if index == 0 and version > 0:
-            first = min(self._arrivals.values(), default=0.0)
-            late = {worker: round(when - first, 4) for worker, when in self._arrivals.items()}
-            self._arrivals.clear()
-            self._around.say(Applied(version - 1, self._config.replicas, late))
+
+    def _count(self, index: int, *, first: bool) -> None:
+        if index == 0:
+            self._added = 1 if first else self._added + 1
+
+    def _enter(self, step: int) -> None:
+        """The ledger of the first shard, which primary and backup both keep: one of them may die."""
+        first = min(self._arrivals.values(), default=0.0)
+        late = {worker: round(when - first, 4) for worker, when in self._arrivals.items()}
+        self._arrivals.clear()
+        added = self._added if self.machine.is_primary(0) else self._told_added
+        entry = Applied(step, added, time.time(), late)
+        self._ledger.append(entry)
+        self._around.say(entry)
 
     def _send_version(self, channel: Channel, index: int, version: int) -> None:
         owned = self._owned[index]

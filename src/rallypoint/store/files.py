@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-import fsspec.core  # type: ignore[import-untyped]
-from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+import fsspec.core
+from fsspec.implementations.local import LocalFileSystem
 
 from rallypoint.errors import ConfigError
 

@@ -17,7 +17,7 @@ from rallypoint.core import worker as machine
 from rallypoint.core.layout import Layout
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import WorkerMachine
-from rallypoint.errors import AccessDenied, JobAborted, ProtocolError, RallypointError
+from rallypoint.errors import JobAborted, ProtocolError, RallypointError
 from rallypoint.net.frames import NOT_FINITE, Header, Kind
 from rallypoint.net.pool import bytes_of
 from rallypoint.net.transport import Transport
@@ -257,7 +257,7 @@ class Exchange:
         self._handle(machine.LinkUp(server.id))
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
-        if isinstance(error, (AccessDenied, ProtocolError)):
+        if isinstance(error, ProtocolError):  # a refusal may pass: we may have been given up, and be taken back
             self.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
         self._handle(machine.LinkLost(server.id))
 
@@ -313,7 +313,7 @@ class Exchange:
         if self._machine.step >= self._steps:
             return "the other workers to finish"
         if not view.takes_part(self.me, self._machine.step):
-            return "a replica to compute (standing by)"
+            return ""  # standing by is no wait that anybody need hear of
         return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 
     def _by_server(self, shards: list[int]) -> str:

@@ -135,6 +135,7 @@ class World:
         self._events: list[tuple[float, int, Call]] = []
         self._numbers = itertools.count()
         self._partitions: dict[frozenset[str], float] = {}
+        self._traps: set[str] = set()
 
     def at(self, seconds: float, call: Call) -> None:
         """Run `call` after `seconds`."""
@@ -152,6 +153,16 @@ class World:
     def latency(self) -> float:
         """How long a message takes."""
         return SLOW_S if self.random.random() < 0.01 else self.random.uniform(*LATENCY_S)
+
+    def trap(self, name: str) -> None:
+        """Let something happen the next time that somebody comes by."""
+        self._traps.add(name)
+
+    def spring(self, name: str) -> bool:
+        """Was a trap of this name waiting?"""
+        waiting = name in self._traps
+        self._traps.discard(name)
+        return waiting
 
     def partition(self, a: str, b: str, seconds: float) -> None:
         """These two cannot reach each other for a while."""

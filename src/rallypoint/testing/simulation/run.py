@@ -45,7 +45,7 @@ class Plan:
 
 _KINDS = (
     "crash", "crash", "crash", "pause", "pause", "long pause", "drop", "drop", "partition", "join", "leave",
-    "disk full", "torn write", "everything",
+    "disk full", "torn write", "everything", "half said",
 )  # fmt: skip
 
 
@@ -56,11 +56,12 @@ def make_plan(seed: int) -> Plan:
         shards=rng.randint(1, 8), buffers=0, replicas=rng.randint(1, 6), steps=rng.randint(4, 14),
         clip=rng.choice([None, 1.0]),
     )  # fmt: skip
-    if job.shards > 2 and rng.random() < 0.5:
-        job = SimulatedJob(job.shards, 1, job.replicas, job.steps, job.clip)
+    buffers = int(job.shards > 2 and rng.random() < 0.5)
+    job = SimulatedJob(job.shards, buffers, job.replicas, job.steps, job.clip, skip=rng.random() < 0.25)
     workers, servers = rng.randint(1, 4), rng.randint(1, 4)
+    workers_max = rng.choice([workers, workers + 2, max(1, workers - 1)])
     terms = Terms(
-        workers_start=workers, workers_min=1, workers_max=rng.choice([workers, workers + 2, max(1, workers - 1)]),
+        workers_start=workers, workers_min=rng.choice([1, 1, min(2, workers, workers_max)]), workers_max=workers_max,
         servers=servers, replication=rng.choice([1, 2, 2]), heartbeat=2.0, backup_tasks=rng.random() < 0.3,
         snapshot_seconds=rng.choice([0.5, 1.0, 3.0]), snapshot_steps=rng.choice([0, 0, 2]), snapshots=True,
     )  # fmt: skip
@@ -71,7 +72,7 @@ def make_plan(seed: int) -> Plan:
         kind = rng.choice(_KINDS)
         role = rng.choice(["worker", "worker", "server", "server", "coordinator"])
         seconds = {"pause": rng.uniform(0.1, 1.5), "long pause": rng.uniform(2.0, 6.0)}.get(kind, rng.uniform(0.1, 5.0))
-        faults.append(Fault(at, kind, role, seconds))
+        faults.append(Fault(0.0 if kind == "drop first" else at, kind, role, seconds))
     return Plan(seed, job, terms, workers, servers, tuple(faults))
 
 
@@ -154,6 +155,9 @@ class Simulation:
                     self.world.at(fault.seconds, lambda: setattr(self.store, "full", False))
             case "torn write":
                 self.store.tear()
+            case "half said" | "drop first":
+                self.world.trap(fault.kind)
+                self._watch_coordinator()
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
@@ -184,8 +188,12 @@ class Simulation:
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
                     self.world.partition(name, other, fault.seconds)
-            case "leave" if fault.role == "worker" and len(self._alive("worker")) > 1:
+            case "leave" if fault.role == "worker" and self._staying() > self.plan.terms.workers_min:
                 self.workers[name].leave()
+
+    def _watch_coordinator(self) -> None:
+        self.start_coordinator()
+        self.world.at(0.5, self._watch_coordinator)
 
     def _crash(self, role: str, name: str, back_after: float) -> None:
         self.world.nodes[name].kill()
@@ -196,6 +204,9 @@ class Simulation:
             return
         {"worker": self.start_worker, "server": self.start_server, "coordinator": self.start_coordinator}[role]()
 
+    def _staying(self) -> int:
+        return sum(not self.workers[name].leaving for name in self._alive("worker"))
+
     def _alive(self, role: str) -> list[str]:
         return [name for name in self.world.nodes if name.startswith(role)]
 
@@ -204,24 +215,24 @@ class Simulation:
     def _check(self) -> None:
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, f"stuck after {self.world.now:.1f} s: {self._where()}"
-        contents = self._final_contents()
         expected = self.plan.job.undisturbed()
-        assert contents == expected, f"other bytes in shards {[i for i, c in enumerate(contents) if c != expected[i]]}"
+        for shard, content in enumerate(expected):
+            contents = self._final_contents(shard)
+            assert contents, f"no server holds the last version of shard {shard}"
+            assert set(contents) == {content}, f"other bytes in shard {shard}"
+        for server in self.servers.values():
+            server.check_tickets()
         for name, worker in self.workers.items():
             if worker.node.alive and worker.done:
                 assert worker.model == expected, f"{name} ends with other bytes"
 
-    def _final_contents(self) -> list[int]:
-        assert self.coordinator is not None
-        view = self.coordinator.machine.view
-        assert view is not None
-        contents = []
-        for shard in range(self.plan.job.shards):
-            server = self.servers[view.primary[shard]]
+    def _final_contents(self, shard: int) -> list[int]:
+        """The last version on every server that has published it (the last view may not have come to all of them)."""
+        steps, contents = self.plan.job.steps, []
+        for server in self.servers.values():
             machine = server.machine.machine(shard)
-            assert machine is not None
-            assert machine.published == self.plan.job.steps, f"shard {shard} ends at version {machine.published}"
-            contents.append(server.held[shard].wire[machine.published])
+            if server.node.alive and machine is not None and machine.primary and machine.published == steps:
+                contents.append(server.held[shard].wire[steps])
         return contents
 
     def _where(self) -> str:

@@ -39,11 +39,12 @@ class SimulatedServer:
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store
+        parameters = frozenset(range(job.shards)) - job.buffer_shards
+        waiting = frozenset(range(job.shards)) if job.skip else parameters
         plan = Plan(
-            policy=Sync(), expected=[job.expected(s) for s in range(job.shards)],
-            measured=frozenset(range(job.shards)) - job.buffer_shards,
-            decides=frozenset(range(job.shards)) - job.buffer_shards if job.clip is not None else frozenset(),
-            clip=job.clip,
+            policy=Sync(), expected=[job.expected(s) for s in range(job.shards)], measured=parameters,
+            decides=waiting if job.skip or job.clip is not None else frozenset(), clip=job.clip,
+            skip_not_finite=job.skip,
         )  # fmt: skip
         self.machine = self._new_machine(plan)
         self.held: dict[int, Held] = {}
@@ -51,7 +52,8 @@ class SimulatedServer:
         self._prepared = False
         self._followers: list[Wire] = []
         self._waiting: deque[tuple[ViewNumber, Any]] = deque()
-        self._tickets: dict[int, Content] = {}
+        self._tickets: dict[int, tuple[int, Content]] = {}  # shard and payload
+        self._last_ticket = 0
         self._peers: dict[str, tuple[Member, Wire]] = {}
         self._trying: set[tuple[str, int]] = set()
         self._snapshot = ""
@@ -123,9 +125,10 @@ class SimulatedServer:
     def _take(self, wire: Wire, role: str, who: str, message: Any) -> None:
         match message:
             case ("push", _, shard, step, replica, content) if self.machine.is_primary(shard):
-                self._handle(shard, shards.Contribute(step, replica, 1.0, self._ticket(content)))
+                finite = self.job.is_finite(step, replica)
+                self._handle(shard, shards.Contribute(step, replica, 1.0, self._ticket(shard, content), finite))
             case ("initial", _, shard, content) if self.machine.is_primary(shard):
-                self._handle(shard, shards.Initialise(self._ticket(content)))
+                self._handle(shard, shards.Initialise(self._ticket(shard, content)))
             case ("follow", _, on):
                 self._unfollow(wire)
                 if on:
@@ -141,7 +144,7 @@ class SimulatedServer:
             case ("measures", _, step, measures):
                 self._run(self.machine.told(step, measures))
             case ("replicate", _, shard, step, skip, content) if self.machine.takes_from(shard, who):
-                self._answer_on(wire, shard, shards.Replicated(step, skip, self._ticket(content)))
+                self._answer_on(wire, shard, shards.Replicated(step, skip, self._ticket(shard, content)))
             case ("state", _, shard, version, master, wires) if self.machine.takes_from(shard, who):
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
@@ -201,10 +204,14 @@ class SimulatedServer:
     def _handle(self, index: int, event: shards.Event) -> None:
         self._run(self.machine.handle(index, event))
 
-    def _ticket(self, content: Content) -> int:
-        number = len(self._tickets) + 1
-        self._tickets[number] = content
-        return number
+    def _ticket(self, index: int, content: Content) -> int:
+        self._last_ticket += 1
+        self._tickets[self._last_ticket] = (index, content)
+        return self._last_ticket
+
+    def _payload(self, ticket: int) -> Content:
+        """It leaves here: a ticket that is used a second time is not found."""
+        return self._tickets.pop(ticket)[1]
 
     def _run(self, effects: Sequence[machine.Effect]) -> None:
         for effect in effects:
@@ -213,6 +220,7 @@ class SimulatedServer:
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):
                     del self.held[shard]
+                    self._tickets = {t: (index, c) for t, (index, c) in self._tickets.items() if index != shard}
                 case machine.Restore():
                     self.node.later(self.node.world.latency() * 4, lambda e=effect: self._restore(e))  # type: ignore[misc]
                 case Tell(step=step, measures=measures):
@@ -235,25 +243,23 @@ class SimulatedServer:
     def _run_on(self, index: int, held: Held, effect: shards.Effect) -> None:
         match effect:
             case shards.Install(ticket=ticket):
-                held.master = self._tickets[ticket]
+                held.master = self._payload(ticket)
                 held.keep(0)
             case shards.Take(ticket=ticket):
-                held.sum = self._tickets[ticket]
+                held.sum = self._payload(ticket)
             case shards.Add(ticket=ticket):
-                held.sum = combine(held.sum, self._tickets[ticket])
-            case shards.Drop(fault=fault):
+                held.sum = combine(held.sum, self._payload(ticket))
+            case shards.Drop(ticket=ticket, fault=fault):
+                self._payload(ticket)
                 assert not fault, f"{self.node.name}: shard {index}: {fault}"
             case shards.Finish(step=step, total_weight=total, measure=measure):
                 held.sum = combine(held.sum, int(total))
                 if measure:
-                    self._run(self.machine.measured(step, Measure(index, 1.0 + index)))
-            case shards.Apply(step=step, replicate=replicate):
-                self.applied.append((index, step))
-                held.master = self.job.update(held.master, held.sum, step)
-                if replicate:
-                    self._to_backup(index, "replicate", step, False, held.sum)
-                held.keep(step + 1)
+                    self._measure(index, step, held.sum, effect)
+            case shards.Apply():
+                self._apply(index, held, effect)
             case shards.Publish(version=version):
+                self._check_published(index, version)
                 for wire in list(self._followers):
                     self._send_version(wire, index, version)
             case shards.Fill(version=version):
@@ -266,6 +272,41 @@ class SimulatedServer:
                 self._store(index, version, held.master)
             case _:
                 pass
+
+    def _measure(self, index: int, step: int, finished: Content, finish: shards.Finish) -> None:
+        if index not in self.job.buffer_shards:
+            measure = Measure(index, self.job.norm(index, finished), finish.not_finite)
+            self._run(self.machine.measured(step, measure))
+
+    def _apply(self, index: int, held: Held, apply: shards.Apply) -> None:
+        self.applied.append((index, apply.step))
+        if apply.scale is not None:
+            held.sum = self.job.scaled(held.sum, apply.scale)
+            held.master = self.job.update(held.master, held.sum, apply.step)
+        if apply.replicate:
+            self._to_backup(index, "replicate", apply.step, apply.scale is None, held.sum)
+        held.keep(apply.step + 1)
+
+    def _check_published(self, index: int, version: int) -> None:
+        """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4)."""
+        content = self.held[index].wire[version]
+        assert content == self.job.trajectory[version][index], f"{self.node.name}: shard {index}: other bytes"
+        birth = self.machine.in_step.get(index)
+        for backup in self.node.world.acceptors.values():
+            if birth is None or not isinstance(backup, SimulatedServer) or backup.machine.birth != birth:
+                continue
+            theirs = backup.machine.machine(index)
+            if backup.node.alive and theirs is not None and backup.machine.view == self.machine.view:
+                assert theirs.version >= version, (
+                    f"{self.node.name} publishes version {version} of shard {index} while its backup "
+                    f"{backup.node.name} is at version {theirs.version}"
+                )
+
+    def check_tickets(self) -> None:
+        """No payload is forgotten: each one that is still here waits for its turn."""
+        held = {index: self.machine.machine(index) for index in self.machine.held}
+        waiting = sum(len(m._held) for m in held.values() if m is not None)
+        assert waiting == len(self._tickets), f"{self.node.name}: {len(self._tickets)} payloads, {waiting} of use"
 
     def _store(self, index: int, version: int, content: Content) -> None:
         id = self._snapshot

@@ -19,6 +19,8 @@ RETRY_S = 0.1
 class SimulatedWorker:
     """One worker process."""
 
+    install_s = 0.0  # at most, to copy a version into the model; 0: at once
+
     def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
         self.node, self.job, self.speed = Node(world, name), job, speed
         self.machine = WorkerMachine(name, job.shards, job.buffer_shards, job.steps)
@@ -30,7 +32,7 @@ class SimulatedWorker:
         self._todo: deque[int] = deque()
         self._replica = -1
         self._began = 0.0
-        self._blocked = self._acting = False
+        self._blocked = self._acting = self._installing = False
         self.membership = Membership(self.node, "worker", self._on_message, self._on_admitted)
 
     # ---- the coordinator's words ----
@@ -153,7 +155,7 @@ class SimulatedWorker:
 
     def _act(self) -> None:
         self._acting = False
-        if self._replica >= 0 or self._blocked:
+        if self._replica >= 0 or self._blocked or self._installing:
             return
         if not self.done and self.machine.step == self.job.steps:
             self.done = True
@@ -172,14 +174,27 @@ class SimulatedWorker:
         for shard in range(self.job.shards):
             _, wire = self._links[self.machine.view.primary[shard]]
             wire.send(0, ("initial", self._number, shard, self.job.first(shard)))
+        if self.node.world.spring("drop first"):
+            self.node.world.random.choice([wire for _, wire in self._links.values()]).cut()
         self.machine.initialised()
         self._poke()
 
     def _install(self, version: int) -> None:
-        assert GARBAGE not in self.slots, f"{self.node.name} would install {self.slots}"
+        begun = self.slots[::2]
+        if self.install_s:
+            self._installing = True
+            self.node.later(self.install_s * self.node.world.random.random(), lambda: self._installed(version, begun))
+        else:
+            self._installed(version, begun)
+
+    def _installed(self, version: int, begun: list[Content]) -> None:
+        """Links have gone on meanwhile: half of the slots have been copied at the beginning, half at the end."""
+        self._installing = False
         self.model = list(self.slots)
+        self.model[::2] = begun
+        assert self.model == self.job.trajectory[version], f"{self.node.name} installs {self.model} as {version}"
         self._run(self.machine.handle(machine.Installed()))
-        assert self.machine.step == version
+        assert self.machine.step == version, f"{self.node.name} has installed {version} as {self.machine.step}"
         self._poke()
 
     def _compute(self, replica: int) -> None:
@@ -246,7 +261,7 @@ class SimulatedWorker:
 
     def _transmit(self, wire: Wire, send: machine.Send) -> None:
         content = self.slots[send.shard]  # what is in the slot when the bytes leave
-        wire.send(0, ("push", send.view, send.shard, send.step, send.replica, content))
-        if self.node.world.random.random() < 0.02:
-            wire.send(0, ("push", send.view, send.shard, send.step, send.replica, content))
+        push = ("push", send.view, send.shard, send.step, send.replica, content)
+        for _ in range(2 if self.node.world.random.random() < 0.02 else 1):
+            wire.send(0, push)
         self.node.later(self.node.world.latency() / 4, lambda: self._handle(machine.Sent(send.shard, send.serial)))

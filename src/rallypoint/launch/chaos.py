@@ -1,0 +1,229 @@
+"""``rallypoint chaos``: the same run twice, once in peace and once with its processes being killed; the same bytes?"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from rallypoint.errors import ConfigError, JobAborted
+from rallypoint.launch.chaos_report import Event, Report, ledger_of, measure, show
+from rallypoint.launch.console import RunConsole
+from rallypoint.launch.launcher import Launch, LocalRun, launch
+from rallypoint.launch.local import Child
+from rallypoint.store.export import model_state
+from rallypoint.store.snapshots import SnapshotStore
+
+_SETTLE_S = 15.0  # after so long the next blow falls although the last one has not been made good
+_KINDS = ("kill", "stop", "resize", "everything")
+_ROLES = ("worker", "server", "coordinator")
+
+
+class Blow(msgspec.Struct, frozen=True):
+    """Something to do to the cluster: `what` is kill worker|server|coordinator, stop worker, resize N or everything."""
+
+    what: str
+
+    @property
+    def kind(self) -> str:
+        """kill, stop, resize or everything."""
+        return self.what.split()[0]
+
+    @property
+    def object(self) -> str:
+        """The role that is hit, or the number to resize to."""
+        return self.what.partition(" ")[2]
+
+
+class _EverythingDied(Exception):
+    """All processes were killed at once, by us."""
+
+
+def parse_blows(text: str) -> list[Blow]:
+    """``kill worker, resize 4, kill server``: a schedule as one writes it. ConfigError when it is none."""
+    blows = [Blow(" ".join(part.split())) for part in text.split(",") if part.strip()]
+    for blow in blows:
+        fits = (
+            (blow.kind in ("kill", "stop") and blow.object in _ROLES)
+            or (blow.kind == "resize" and blow.object.isdigit() and int(blow.object) > 0)
+            or blow.what == "everything"
+        )
+        if not fits:
+            raise ConfigError(
+                f"'{blow.what}' is nothing that chaos can do: say kill or stop worker, server or coordinator, "
+                "resize 4, or everything"
+            )
+    return blows
+
+
+def random_blows(
+    kills: int, resizes: Sequence[int], stops: int, everything: bool, servers: int, seed: int
+) -> list[Blow]:
+    """A schedule: kills spread over workers, servers (if there are two) and the coordinator, the rest in between."""
+    rng = random.Random(seed)
+    shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
+    total = sum(share for _, share in shares)
+    blows = [Blow(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
+    blows += [Blow("kill worker") for _ in range(kills - len(blows))]
+    blows += [Blow("stop worker") for _ in range(stops)]
+    rng.shuffle(blows)
+    for index, size in enumerate(resizes):
+        blows.insert((index + 1) * len(blows) // (len(resizes) + 1), Blow(f"resize {size}"))
+    if everything:
+        blows.insert(len(blows) // 2, Blow("everything"))
+    return blows
+
+
+class Chaos:
+    """Does the blows to a run, one after the other, each once the last has been made good."""
+
+    def __init__(self, blows: Sequence[Blow], steps: int, seed: int) -> None:
+        self._blows, self._steps = list(blows), steps
+        self._total = len(self._blows)
+        self._random = random.Random(seed)
+        self._last = time.monotonic()
+        self._stopped: list[tuple[float, Child]] = []
+        self.events: list[Event] = []
+
+    @property
+    def left(self) -> int:
+        """Blows that there was no time for."""
+        return len(self._blows)
+
+    def meddle(self, run: LocalRun) -> None:
+        """Called again and again while the run goes on."""
+        self._wake(run)
+        if not self._blows or not self._due(run):
+            return
+        blow = self._blows.pop(0)
+        self._last = time.monotonic()
+        whom = self._strike(blow, run)
+        number = f"{len(self.events) + 1}/{self._total}"
+        run.console.console.print(f"[bold red]chaos[/bold red] {number}: {blow.what} {whom}")
+        self.events.append(Event(time.time(), blow.what, whom, run.console.steps_done, run.console.again))
+        if blow.kind == "everything":
+            raise _EverythingDied
+
+    def _due(self, run: LocalRun) -> bool:
+        done = self._total - len(self._blows)
+        if run.console.steps_done < (done + 1) * self._steps // (self._total + 2):
+            return False
+        return self._made_good(run) or time.monotonic() - self._last > _SETTLE_S
+
+    def _made_good(self, run: LocalRun) -> bool:
+        """Is everybody here again, and every shard on two servers if it is to be?"""
+        members = run.console.members
+        if members is None or self._stopped:
+            return False
+        workers = len(members.workers) + len(members.standby)
+        safe = run.plan.replication < 2 or members.exposed == 0
+        here = workers >= run.workers_wanted and len(members.servers) >= run.servers_wanted
+        return here and safe and bool(run.cluster.of_role("coordinator"))
+
+    def _strike(self, blow: Blow, run: LocalRun) -> str:
+        match blow.kind:
+            case "kill" | "stop":
+                return self._hit(blow, run)
+            case "resize":
+                return self._resize(int(blow.object), run)
+            case _:
+                for child in run.cluster.running():
+                    child.signal(signal.SIGKILL)
+                return "processes at once"
+
+    def _hit(self, blow: Blow, run: LocalRun) -> str:
+        alive = run.cluster.of_role(blow.object)
+        busy = set(run.console.members.workers) if run.console.members is not None else set()
+        computing = [child for child in alive if child.name in busy]
+        if not alive:
+            return "(nobody there)"
+        victim = self._random.choice(computing or alive)
+        if blow.kind == "kill":
+            victim.signal(signal.SIGKILL)
+        else:
+            victim.signal(signal.SIGSTOP)
+            self._stopped.append((time.monotonic() + 2 * run.plan.heartbeat, victim))
+        return victim.name
+
+    def _wake(self, run: LocalRun) -> None:
+        for when, child in list(self._stopped):
+            if time.monotonic() >= when:
+                child.signal(signal.SIGCONT)
+                self._stopped.remove((when, child))
+                run.console.console.print(f"[bold red]chaos[/bold red]: {child.name} may go on")
+
+    def _resize(self, size: int, run: LocalRun) -> str:
+        before = run.workers_wanted - run.plan.standby
+        run.resize(size)
+        return f"from {before}"
+
+
+def chaos(plan: Launch, blows: Sequence[Blow], seed: int, console: Console, *, json: Path | None = None) -> int:
+    """Run `plan` in peace and then under `blows`; print the table and the verdict. 0 if the bytes are the same."""
+    peace = _peaceful(plan, console)
+    steps, batch = _size_of(peace)
+    console.rule(f"and now with {len(blows)} blows")
+    driver = Chaos(blows, steps, seed)
+    status = _under(plan, driver, console)
+    if status != 0:
+        return status
+    ledger = ledger_of(Path(plan.folder), steps, batch)
+    report = Report(
+        events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(peace), _hash(plan)), ledger=ledger
+    )
+    show(report, console)
+    if json is not None:
+        json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+    return 0 if report.same and report.ledger.exact else 1
+
+
+def _peaceful(plan: Launch, console: Console) -> Launch:
+    """The undisturbed run, with as many workers and servers and nothing of what makes it survive."""
+    folder = str(Path(plan.folder) / "undisturbed")
+    peace = msgspec.structs.replace(
+        plan, folder=folder, snapshots=str(Path(folder).resolve() / "snapshots"), standby=0, replication=1,
+        snapshot_seconds=0.0, snapshot_steps=0, workers=(1, plan.workers_start),
+    )  # fmt: skip
+    console.rule("the undisturbed run")
+    status = launch(peace, RunConsole(console))
+    if status != 0:
+        raise JobAborted("the undisturbed run has failed: chaos has nothing to compare with")
+    return peace
+
+
+def _under(plan: Launch, driver: Chaos, console: Console) -> int:
+    while True:
+        try:
+            return launch(plan, RunConsole(console), driver.meddle)
+        except _EverythingDied:
+            manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: console.print(text))
+            if manifest is None:
+                raise JobAborted("everything was killed before the first snapshot") from None
+            console.rule(f"every process is dead: resuming from {manifest.id}")
+            plan = msgspec.structs.replace(plan, resume=manifest.id)
+
+
+def _size_of(plan: Launch) -> tuple[int, int]:
+    """The job's steps, and the samples of one step."""
+    manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: None)
+    assert manifest is not None
+    config = manifest.job.config
+    return int(config["steps"]), int(config["replicas"]) * int(config["batch"])
+
+
+def _hash(plan: Launch) -> str:
+    """sha256 of the names and bytes of the model in the last snapshot."""
+    store = SnapshotStore(plan.snapshots)
+    manifest = store.latest_usable(lambda text: None)
+    assert manifest is not None
+    digest = hashlib.sha256(f"version {manifest.version}".encode())
+    for name, tensor in sorted(model_state(store, manifest).items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,147 @@
+"""What chaos did and what it cost: stalls from the times at which steps were applied, the ledger, the verdict."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+_WINDOW_S = 20.0  # a stall is looked for within so long of its cause
+
+
+class Event(msgspec.Struct, frozen=True):
+    """A blow: when (unix time), what, to whom, and what had been done by then."""
+
+    at: float
+    what: str
+    whom: str
+    step: int
+    again: int
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """An event and its price: the longest time without a finished step after it, and replicas computed again."""
+
+    event: Event
+    stall: float
+    again: int
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """Every step of the run as the holders of the first shard entered it: how often, with how many contributions."""
+
+    steps: int
+    samples_per_step: int
+    missing: list[int]
+    wrong: list[int]
+    times: list[float]
+
+    @property
+    def exact(self) -> bool:
+        """Was every step applied, each with all of its contributions?"""
+        return not self.missing and not self.wrong
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All of it. `hashes`: of the undisturbed run's weights and of these."""
+
+    events: list[Measured]
+    undone: int
+    hashes: tuple[str, str]
+    ledger: Ledger
+
+    @property
+    def same(self) -> bool:
+        """The same bytes?"""
+        return self.hashes[0] == self.hashes[1]
+
+
+class _Entry(msgspec.Struct):
+    type: str
+    step: int = -1
+    replicas: int = 0
+    at: float = 0.0
+
+
+def ledger_of(folder: Path, steps: int, samples_per_step: int) -> Ledger:
+    """Read the ledger of a run from its event log."""
+    applied: dict[int, set[int]] = {}
+    times: set[float] = set()
+    replicas = 0
+    for line in (folder / "events.jsonl").read_bytes().splitlines():
+        entry = msgspec.json.decode(line, type=_Entry)
+        if entry.type == "Planned":
+            replicas = entry.replicas
+        elif entry.type == "Applied":
+            applied.setdefault(entry.step, set()).add(entry.replicas)
+            times.add(entry.at)
+    return Ledger(
+        steps=steps, samples_per_step=samples_per_step, missing=[s for s in range(steps) if s not in applied],
+        wrong=[s for s in range(steps) if s in applied and applied[s] != {replicas}], times=sorted(times),
+    )  # fmt: skip
+
+
+def measure(events: Sequence[Event], ledger: Ledger) -> list[Measured]:
+    """The price of every event, up to the next one."""
+    measured = []
+    for event, following in zip(events, [*events[1:], None], strict=True):
+        end = min(event.at + _WINDOW_S, following.at if following is not None else float("inf"))
+        again = (following.again if following is not None else event.again) - event.again
+        measured.append(Measured(event, longest_gap(ledger.times, event.at, end), max(0, again)))
+    return measured
+
+
+def longest_gap(times: Sequence[float], start: float, end: float) -> float:
+    """The longest time without a finished step that is over after `start` and before `end`.
+
+    One that lasts beyond `end`, when the next blow falls, is that blow's.
+    """
+    first = max(0, bisect.bisect_left(times, start) - 1)
+    reaching = itertools.takewhile(lambda gap: gap[1] <= end, itertools.pairwise(times[first:]))
+    return max((b - a for a, b in reaching), default=0.0)
+
+
+def typical_gap(times: Sequence[float]) -> float:
+    """The median time between two finished steps."""
+    gaps = sorted(b - a for a, b in itertools.pairwise(times) if b - a > 1e-3)
+    return gaps[len(gaps) // 2] if gaps else 0.0
+
+
+def show(report: Report, console: Console) -> None:
+    """The table, the ledger and the verdict."""
+    table = Table("", "step", "blow", "to", "stall", "computed again")
+    for number, measured in enumerate(report.events, 1):
+        event = measured.event
+        table.add_row(
+            str(number), str(event.step), event.what, event.whom, f"{measured.stall:.2f} s", str(measured.again)
+        )
+    console.print(table)
+    usual = typical_gap(report.ledger.times)
+    console.print(f"longest time without a step, beside the {usual:.2f} s that a step usually takes:")
+    for what in sorted({measured.event.what for measured in report.events}):
+        stalls = sorted(m.stall for m in report.events if m.event.what == what)
+        console.print(f"  {what} ({len(stalls)}): p50 {stalls[len(stalls) // 2]:.2f} s, max {stalls[-1]:.2f} s")
+    if report.undone:
+        console.print(f"[yellow]{report.undone} blows did not fall: the run was over; give it more steps[/yellow]")
+    _show_ledger(report.ledger, console)
+    mine, theirs = report.hashes
+    verdict = "[bold green]same bytes: yes[/bold green]" if report.same else "[bold red]same bytes: NO[/bold red]"
+    console.print(f"undisturbed sha256 {mine}\nthis run    sha256 {theirs}\n{verdict}")
+
+
+def _show_ledger(ledger: Ledger, console: Console) -> None:
+    if ledger.exact:
+        console.print(
+            f"ledger: {ledger.steps} steps, each applied with all of its contributions; "
+            f"{ledger.steps * ledger.samples_per_step:,} sample positions, each used once"
+        )
+        return
+    console.print(
+        f"[bold red]ledger: steps missing {ledger.missing[:10]}, "
+        f"with other contributions than they should {ledger.wrong[:10]}[/bold red]"
+    )

@@ -1,0 +1,232 @@
+"""A dialer keeps one connection alive: it comes back whenever it is lost, and ends when it is told to."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from rallypoint.core.view import Member, ViewNumber
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.dialer import Dialer
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.gate import Gate
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.messages import Hello, Welcome
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
+
+PATIENCE_S = 20.0
+TOKEN = "a token that nobody guesses"
+
+
+@dataclass
+class Host:
+    """The other side: a gate whose connections the test holds in its hands."""
+
+    transport: Transport
+    address: str
+    token: str = TOKEN
+    came: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self.transport, self.address, self.token, lambda hello: Welcome(), self._serve)
+        self.address = self.gate.address
+
+    def next(self) -> tuple[Channel, Hello]:
+        return self.came.get(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        self.gate.close()
+
+    def _serve(self, channel: Channel, hello: Hello) -> None:
+        self.came.put((channel, hello))
+        while True:
+            channel.receive_header()
+
+
+class Caller:
+    """This side: what the dialer has called, in order, and from which thread."""
+
+    def __init__(self, transport: Transport, address: str, view: Callable[[], ViewNumber] = ViewNumber) -> None:
+        self.calls: queue.SimpleQueue[tuple[str, object]] = queue.SimpleQueue()
+        self.threads: set[str] = set()
+        self.serving = threading.Semaphore(0)
+        self.fault: RallypointError | None = None
+        self.dialer = Dialer(
+            transport=transport, peer=Member("server0", "there", address), role="worker", id="worker0", token=TOKEN,
+            tracer=Tracer("worker0"), view=view, up=lambda channel: self._called("up", channel), serve=self._serve,
+            down=lambda error: self._called("down", error),
+        )  # fmt: skip
+
+    def expect(self, name: str) -> object:
+        called, what = self.calls.get(timeout=PATIENCE_S)
+        assert called == name
+        return what
+
+    def _serve(self, channel: Channel) -> None:
+        self._called("serve", channel)
+        channel.receive_header()
+        if self.fault is not None:
+            raise self.fault
+        while True:
+            channel.receive_header()
+
+    def _called(self, name: str, what: object) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.calls.put((name, what))
+
+
+@pytest.fixture(params=["tcp", "inproc"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return TcpTransport() if request.param == "tcp" else InprocTransport()
+
+
+@pytest.fixture
+def host(transport: Transport) -> Iterator[Host]:
+    host = Host(transport, "127.0.0.1:0")
+    yield host
+    host.close()
+
+
+@pytest.fixture
+def caller(transport: Transport, host: Host) -> Iterator[Caller]:
+    caller = Caller(transport, host.address)
+    yield caller
+    caller.dialer.close()
+
+
+def test_it_introduces_itself_and_tells_the_newest_view(transport: Transport, host: Host) -> None:
+    number = ViewNumber(2, 1)
+    caller = Caller(transport, host.address, view=lambda: number)
+    caller.dialer.start()
+    there, hello = host.next()
+    assert (hello.role, hello.id, hello.view) == ("worker", "worker0", ViewNumber(2, 1))
+    number = ViewNumber(2, 2)
+    there.connection.close()
+    assert host.next()[1].view == ViewNumber(2, 2)
+    caller.dialer.close()
+
+
+def test_it_comes_back_whenever_it_is_lost(host: Host, caller: Caller) -> None:
+    caller.dialer.start()
+    for _ in range(4):
+        there, _ = host.next()
+        channel = caller.expect("up")
+        assert caller.expect("serve") is channel
+        assert caller.dialer.trouble == ""
+        there.connection.close()
+        assert isinstance(caller.expect("down"), LinkError)
+    assert caller.threads == {"link to server0"}
+
+
+def test_when_it_is_down_nothing_of_the_channel_runs_any_more(host: Host, caller: Caller) -> None:
+    caller.dialer.start()
+    there, _ = host.next()
+    channel = caller.expect("up")
+    assert isinstance(channel, Channel)
+    sent = threading.Event()
+    bulk = memoryview(bytes(32 << 20))  # more than any buffer on the way holds
+    channel.send(Header(Kind.PUSH, length=len(bulk)), bulk, sent.set)
+    caller.expect("serve")
+    assert not sent.is_set()
+    there.connection.close()
+    caller.expect("down")
+    assert sent.is_set()
+    assert not channel._thread.is_alive()
+
+
+@pytest.mark.parametrize("fault", [ProtocolError("a frame that has no business here"), AccessDenied("shown out")])
+def test_a_fault_in_what_came_is_told_and_it_dials_again(host: Host, caller: Caller, fault: RallypointError) -> None:
+    caller.fault = fault
+    caller.dialer.start()
+    for _ in range(2):
+        there, _ = host.next()
+        caller.expect("up")
+        caller.expect("serve")
+        there.send(Header(Kind.CREDIT))
+        assert caller.expect("down") is fault
+
+
+def test_nobody_there_is_no_reason_to_give_up(transport: Transport, host: Host) -> None:
+    host.close()
+    caller = Caller(transport, host.address)
+    caller.dialer.start()
+    until_trouble(caller, host.address)
+    assert caller.calls.empty(), "a connection that never stood cannot be lost"
+    again = Host(transport, host.address)
+    again.next()
+    caller.expect("up")
+    caller.dialer.close()
+    again.close()
+
+
+def test_a_host_that_restarts_is_found_again(transport: Transport, host: Host, caller: Caller) -> None:
+    caller.dialer.start()
+    caller.expect("up")
+    caller.expect("serve")
+    host.close()
+    caller.expect("down")
+    until_trouble(caller, host.address)
+    again = Host(transport, host.address)
+    again.next()
+    caller.expect("up")
+    caller.expect("serve")
+    caller.dialer.close()
+    again.close()
+
+
+def test_a_refusal_is_why_there_is_no_connection(transport: Transport) -> None:
+    host = Host(transport, "127.0.0.1:0", token="the right token of this job")
+    caller = Caller(transport, host.address)
+    caller.dialer.start()
+    until_trouble(caller, "the job token is wrong")
+    caller.dialer.close()
+    assert caller.calls.empty()
+    host.close()
+
+
+@pytest.mark.parametrize("state", ["not started", "dialling", "up"])
+def test_closing_joins_and_calls_nothing_any_more(transport: Transport, state: str) -> None:
+    host = Host(transport, "127.0.0.1:0")
+    if state == "dialling":
+        host.close()
+    caller = Caller(transport, host.address)
+    if state != "not started":
+        caller.dialer.start()
+    if state == "dialling":
+        until_trouble(caller, host.address)
+    if state == "up":
+        caller.expect("up")
+        caller.expect("serve")
+    caller.dialer.close()
+    caller.dialer.close()
+    assert not caller.dialer._thread.is_alive()
+    assert caller.calls.empty(), "its owner has closed it: that is no news"
+    host.close()
+
+
+def test_closing_again_and_again_in_the_middle_of_dialling_hangs_never(transport: Transport) -> None:
+    host = Host(transport, "127.0.0.1:0")
+    for _ in range(50):
+        caller = Caller(transport, host.address)
+        caller.dialer.start()
+        caller.dialer.close()
+        assert not caller.dialer._thread.is_alive()
+    host.close()
+
+
+def until_trouble(caller: Caller, words: str) -> None:
+    """Until the dialer says why it has no connection."""
+    gave_up = threading.Event()
+    timer = threading.Timer(PATIENCE_S, gave_up.set)
+    timer.start()
+    while words not in caller.dialer.trouble:
+        assert not gave_up.wait(0.005), f"no such trouble: {caller.dialer.trouble}"
+    timer.cancel()
+    timer.join()
