@@ -30,6 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rallypoint.core.cluster import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token
@@ -166,11 +167,16 @@ class Members:
             extra = {"GLOO_SOCKET_IFNAME": at.interface, _RESULT: str(self._result(f"worker{index}"))}
             self.start(place, f"worker{index}", argv, extra)
 
-    def start_rallypoint(self, at: Site, arguments: Sequence[str] = ()) -> None:
+    def start_rallypoint(self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0) -> None:
         """Start a coordinator and the servers, through the product's own command line."""
         read, write = os.pipe()
-        argv = ["-m", "rallypoint.cli", "coordinator", "--workers", str(len(at.workers))]
-        argv += ["--servers", str(len(at.servers)), "--bind", f"{at.coordinator.address}:0", *arguments]
+        terms = Terms(
+            workers_start=len(at.workers), workers_max=len(at.workers), servers=len(at.servers),
+            replication=replication, snapshots=snapshot_seconds > 0, snapshot_seconds=snapshot_seconds,
+        )  # fmt: skip
+        about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder)}
+        argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]
+        argv += ["--terms", msgspec.json.encode(terms).decode(), "--reception", msgspec.json.encode(about).decode()]
         with open(read, "rb") as announcement:
             try:
                 self.start(at.coordinator, "coordinator", argv, {environment.ANNOUNCE: str(write)}, fds=(write,))

@@ -3,6 +3,7 @@
     python benchmarks/train.py --goals                              # 4+4 on 1 Gbit/s links, then loopback with 2+1
     python benchmarks/train.py --workers 4 --servers 2 --rate 500   # one case (netlab: needs root)
     python benchmarks/train.py --loopback --workers 2 --servers 1   # plain loopback
+    python benchmarks/train.py --durable                            # what replication and snapshots cost
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from train_member import Design, Result, Task
 
 DESIGNS: tuple[Design, ...] = ("rallypoint", "ddp", "alone")
-NAMES: Mapping[Design, str] = {"rallypoint": "Rallypoint", "ddp": "DDP over Gloo", "alone": "compute only"}
-STATES: Mapping[Design, int] = {"rallypoint": 2, "ddp": 4, "alone": 2}
+DURABLE: tuple[Design, ...] = ("rallypoint", "replicated", "snapshots", "durable", "ddp", "alone")
+NAMES: Mapping[Design, str] = {
+    "rallypoint": "Rallypoint", "replicated": "+ replication 2", "snapshots": "+ snapshots every 10 s",
+    "durable": "+ both", "ddp": "DDP over Gloo", "alone": "compute only",
+}  # fmt: skip
+STATES: Mapping[Design, int] = {"rallypoint": 2, "replicated": 2, "snapshots": 2, "durable": 2, "ddp": 4, "alone": 2}
 """Vectors as long as the model in a worker: parameters and gradients; under DDP also AdamW's two."""
 
 GOALS = (Case(4, 4, 1000.0), Case(2, 1, None))
@@ -43,6 +48,7 @@ class Plan:
     warm_up: int
     rounds: int
     sets: Mapping[str, Any]
+    designs: tuple[Design, ...] = DESIGNS
 
     def settings(self, workers: int) -> dict[str, object]:
         """Those of `job.train`. One step more than measured: a step ends where the next begins."""
@@ -77,16 +83,16 @@ class Figures(msgspec.Struct, frozen=True):
 
 def measure(case: Case, plan: Plan, console: Console) -> list[Figures]:
     """All designs in turn, `rounds` times, on the same links."""
-    runs: dict[Design, list[Trained]] = {design: [] for design in DESIGNS}
+    runs: dict[Design, list[Trained]] = {design: [] for design in plan.designs}
     with site(case) as at:
         for number in range(plan.rounds):
-            for design in DESIGNS:
+            for design in plan.designs:
                 run = run_once(at, plan, design)
                 runs[design].append(run)
                 spread = Spread.of(run.steps).show()
                 console.print(f"{case.name}: {NAMES[design]}, round {number + 1}: {spread} s a step", style="dim")
     merged = {design: merge(found) for design, found in runs.items()}
-    return [figures(case, plan, design, merged) for design in DESIGNS]
+    return [figures(case, plan, design, merged) for design in plan.designs]
 
 
 def run_once(at: Site, plan: Plan, design: Design) -> Trained:
@@ -94,8 +100,11 @@ def run_once(at: Site, plan: Plan, design: Design) -> Trained:
     workers = len(at.workers)
     tasks = [Task(design, rank, workers, plan.model, plan.settings(workers)) for rank in range(workers)]
     with Members() as members:
-        if design == "rallypoint":
-            members.start_rallypoint(at)
+        if design not in ("ddp", "alone"):
+            members.start_rallypoint(
+                at, replication=2 if design in ("replicated", "durable") else 1,
+                snapshot_seconds=10.0 if design in ("snapshots", "durable") else 0.0,
+            )  # fmt: skip
         members.start_workers(at, "train_member.py", tasks)
         members.wait(900.0)
         results = members.results(at, Result)
@@ -126,7 +135,8 @@ def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Traine
 
 
 COLUMNS = (
-    "case", "design", "samples/s [min..max]", "tokens/s", "s a step", "x limit", "peak MB", "analytic MB", "last loss",
+    "case", "design", "samples/s [min..max]", "tokens/s", "s a step", "longest", "x limit", "peak MB", "analytic MB",
+    "last loss",
 )  # fmt: skip
 
 
@@ -134,6 +144,7 @@ def row(found: Figures) -> list[str]:
     """A line of the table."""
     return [
         found.case, NAMES[found.design], found.samples.show(2), f"{found.tokens:.0f}", f"{found.step.median:.3f}",  # type: ignore[index]
+        f"{found.step.greatest:.3f}",
         f"{found.step.median / found.limit:.2f}", f"{found.peak / 1e6:.0f}", f"{found.analytic / 1e6:.0f}",
         "" if found.final_loss is None else f"{found.final_loss:.4f}",
     ]  # fmt: skip
@@ -141,7 +152,8 @@ def row(found: Figures) -> list[str]:
 
 def curves(case: Case, found: Sequence[Figures]) -> Table:
     """The losses of both designs side by side, at a few steps."""
-    ours, theirs = (figure.losses for figure in found if figure.losses)
+    by_design = {figure.design: figure.losses for figure in found}
+    ours, theirs = by_design["rallypoint"], by_design["ddp"]
     points = sorted({round(i * (len(ours) - 1) / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)})
     lines = [
         [name, "nats/byte", *(f"{losses[step]:.4f}" for step in points)]
@@ -185,6 +197,7 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each one all designs, one after the other.")] = 3,
     shard_kib: Annotated[int | None, typer.Option(min=1, help="Rallypoint's shards, in KiB.")] = None,
     window: Annotated[int | None, typer.Option(min=1, help="Shards under way from a worker to a server.")] = None,
+    durable: Annotated[bool, typer.Option("--durable", help="Also with replication 2, snapshots, and both.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Train a GPT on text with Rallypoint and with DDP over Gloo: same model, samples, optimizer, links; interleaved.
@@ -195,7 +208,7 @@ def command(
     sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
     plan = Plan(
         GPTConfig(layers=layers, heads=8, width=width, block=block), batch, lr, steps, warm_up, rounds,
-        {name: value for name, value in sets.items() if value is not None},
+        {name: value for name, value in sets.items() if value is not None}, DURABLE if durable else DESIGNS,
     )  # fmt: skip
     run(GOALS if goals else (Case(workers, servers, None if loopback else rate),), plan, json)
 

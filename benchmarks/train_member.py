@@ -22,7 +22,7 @@ from rallypoint.optim.flat import build_optimizer
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.text import TextDataset, load_text
 
-Design = Literal["rallypoint", "ddp", "alone"]
+Design = Literal["rallypoint", "replicated", "snapshots", "durable", "ddp", "alone"]
 _TEXT_BYTES = 4 << 20  # enough for any benchmark, and read in no time
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     data, _ = load_text(block=task.model.block, budget=_TEXT_BYTES)
     recorder = Recorder()
-    {"rallypoint": rallypoint, "ddp": ddp, "alone": alone}[task.design](task, data, recorder)
+    {"ddp": ddp, "alone": alone}.get(task.design, rallypoint)(task, data, recorder)
     write_result(recorder.result())
 
 

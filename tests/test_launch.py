@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,6 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
+
+from rallypoint.launch import launcher
+from rallypoint.launch.console import RunConsole
 
 ROOT = Path(__file__).parent.parent
 LONG_RUN = """
@@ -81,16 +86,20 @@ def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, numbe
         assert not ports & {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
 
 
-def test_a_worker_that_is_killed_ends_the_job_with_a_sentence(tmp_path: Path) -> None:
-    with running(tmp_path, LONG_RUN) as (launcher, children):
-        victim = next(p for p in children if "script.py" in " ".join(p.cmdline()))
-        victim.kill()
-        output, _ = launcher.communicate(timeout=30)
-        _, alive = psutil.wait_procs(children, timeout=20)
-        assert alive == []
-        assert launcher.returncode == 1
-        assert "failed: worker" in output
-        assert "Traceback" not in output
+def test_workers_that_die_again_and_again_end_the_job_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(launcher, "_QUICK_DEATHS", 4)
+    said = io.StringIO()
+    plan = launcher.Launch(
+        worker=(sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), workers=(1, 1),
+        workers_start=1, servers=1, folder=str(tmp_path / "run"),
+    )  # fmt: skip
+    assert launcher.launch(plan, RunConsole(Console(file=said, width=1000, highlight=False))) == 1
+    output = said.getvalue()
+    assert output.count("was killed (SIGKILL): starting another") == 4
+    assert "failed: worker4 was killed (SIGKILL); it is not started again: 5 workers in a row died soon" in output
 
 
 def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:

@@ -132,6 +132,8 @@ def chaos(
 @app.command()
 def resume(
     run: RunFolder,
+    workers: Annotated[str, typer.Option("--workers", "-w", help="Other numbers than before, as 4 or 2:8.")] = "",
+    servers: Annotated[int, typer.Option("--servers", "-s", min=0, help="Another number of servers.")] = 0,
     bind: Bind = "127.0.0.1:0",
 ) -> None:
     """Go on with a run from its newest usable snapshot: nothing else is needed.
@@ -139,7 +141,7 @@ def resume(
     Example: [bold]rallypoint resume runs/20260131-235959[/bold]
     """
     from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.launcher import launch, read_plan
+    from rallypoint.launch.launcher import launch, parse_workers, read_plan
     from rallypoint.store.snapshots import SnapshotStore
 
     plan = read_plan(run)
@@ -150,6 +152,11 @@ def resume(
         raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
     print(f"going on from {manifest.id}, version {manifest.version}")
     plan = msgspec.structs.replace(plan, resume=manifest.id, bind=bind, folder=str(run))
+    if workers:
+        limits, start = parse_workers(workers)
+        plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
+    if servers:
+        plan = msgspec.structs.replace(plan, servers=servers, replication=min(plan.replication, servers))
     raise typer.Exit(launch(plan, RunConsole()))
 
 

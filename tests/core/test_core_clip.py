@@ -62,7 +62,7 @@ _NORMS = st.lists(st.floats(0.0, 1e6), min_size=1, max_size=8)
 
 @PURE
 @given(st.data(), st.lists(_NORMS, min_size=1, max_size=3), st.integers(1, 4), st.booleans(), st.integers(0, 999))
-def test_all_servers_reach_the_same_verdict_exactly_once_per_step(
+def test_all_servers_reach_the_same_verdict_in_every_step(
     data: st.DataObject, steps: list[list[float]], count: int, skip: bool, seed: int
 ) -> None:
     shards = min(len(norms) for norms in steps)
@@ -79,7 +79,8 @@ def test_all_servers_reach_the_same_verdict_exactly_once_per_step(
         expected = Verdict(step, norm, scale, (1, 3) if bad else ())
         assert {verdict for _, verdict in verdicts} == {expected}
     assert sorted(servers.verdicts) == list(range(len(steps)))
-    assert all(len(verdicts) == count for verdicts in servers.verdicts.values())
+    for verdicts in servers.verdicts.values():  # a late repeat may bring an old one again, the same
+        assert len(set(verdicts)) == count
 
 
 def test_the_others_are_told_once_all_own_shards_are_measured() -> None:
@@ -92,7 +93,7 @@ def test_the_others_are_told_once_all_own_shards_are_measured() -> None:
 def test_a_server_alone_decides_alone() -> None:
     machine = ClipMachine([4], frozenset({4}), None, False)
     assert machine.measured(3, Measure(4, 7.0)) == [Tell(3, (Measure(4, 7.0),)), Verdict(3, 7.0, 1.0)]
-    assert machine.measured(3, Measure(4, 7.0)) == []
+    assert machine.measured(3, Measure(4, 7.0)) == [Verdict(3, 7.0, 1.0)]  # a repeat changes nothing
 
 
 def test_the_first_measure_of_a_shard_counts_and_a_repeat_changes_nothing() -> None:
@@ -151,3 +152,56 @@ def test_a_nan_norm_scales_by_nan_as_torch_does() -> None:
 def test_a_measure_of_a_shard_that_does_not_exist_decides_nothing() -> None:
     machine = ClipMachine([0, 1], frozenset({0}), 1.0, False)
     assert machine.told(0, [Measure(0, 1.0), Measure(77, 1.0)]) == []
+
+
+# ---- servers that come and go ----
+
+
+def test_what_is_known_is_told_again_with_what_others_have_told() -> None:
+    machine = ClipMachine([0, 1, 2], frozenset({0, 2}), 1.0, False)
+    assert machine.retell() == []
+    machine.measured(4, Measure(2, 2.0))
+    machine.told(4, [Measure(1, 1.0)])
+    machine.told(5, [Measure(1, 9.0)])
+    assert machine.retell() == [Tell(4, (Measure(1, 1.0), Measure(2, 2.0))), Tell(5, (Measure(1, 9.0),))]
+
+
+def test_a_server_that_died_after_telling_only_some_is_made_up_for_by_those_that_heard_it() -> None:
+    heard, missed = (ClipMachine([0, 1, 2], frozenset({own}), None, False) for own in (1, 2))
+    heard.told(0, [Measure(0, 2.0)])  # from the server that dies now
+    heard.measured(0, Measure(1, 1.0))
+    missed.told(0, [Measure(1, 1.0)])
+    missed.measured(0, Measure(2, 2.0))
+    (told,) = heard.retell()
+    assert missed.told(told.step, told.measures) == [Verdict(0, 3.0, 1.0)]
+    (told,) = missed.retell()
+    assert heard.told(told.step, told.measures) == [Verdict(0, 3.0, 1.0)]
+
+
+def test_a_shard_that_is_measured_after_the_decision_gets_the_same_decision() -> None:
+    machine = ClipMachine([0, 1], frozenset({0}), 1.0, False)
+    machine.measured(3, Measure(0, 3.0))
+    (verdict,) = machine.told(3, [Measure(1, 4.0)])
+    machine.own = frozenset({0, 1})  # promoted
+    assert machine.measured(3, Measure(1, 4.0)) == [verdict]
+    assert machine.verdict(3) == verdict
+    assert machine.verdict(2) is None
+    assert machine.told(3, [Measure(1, 4.0)]) == []
+
+
+def test_old_decisions_and_measures_are_forgotten_and_what_is_told_of_them_is_not_kept() -> None:
+    machine = ClipMachine([0, 1], frozenset({0}), None, False)
+    for step in range(6):
+        machine.told(step, [Measure(1, 1.0)])
+        machine.measured(step, Measure(0, 1.0))
+    assert [machine.verdict(step) is not None for step in range(6)] == [False] * 4 + [True] * 2
+    assert machine.told(1, [Measure(0, 1.0), Measure(1, 1.0)]) == []
+    assert [told.step for told in machine.retell()] == [4, 5]
+
+
+@pytest.mark.xfail(reason="known defect: of the last step that has been forgotten a repeat is taken for news")
+def test_a_decision_is_taken_once_however_late_a_repeat_comes() -> None:
+    machine = ClipMachine([0], frozenset({0}), None, False)
+    for step in range(4):
+        machine.measured(step, Measure(0, 1.0))
+    assert [machine.told(step, [Measure(0, 1.0)]) for step in range(4)] == [[], [], [], []]

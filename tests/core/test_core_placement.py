@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.layout import Shard
-from rallypoint.core.placement import place, ranking
+from rallypoint.core.placement import place, place_backups, ranking
 
 PURE = settings(derandomize=True, deadline=None, max_examples=70)
 
@@ -94,14 +94,27 @@ def test_when_a_server_leaves_only_its_shards_move(sizes: list[int], count: int,
 
 @PURE
 @given(_EQUAL, st.integers(1, 8))
-def test_when_a_server_joins_exactly_the_shards_above_the_new_share_move(sizes: list[int], count: int) -> None:
+def test_when_a_server_joins_shards_move_to_it_alone_and_nobody_keeps_more_than_a_quarter_over_its_share(
+    sizes: list[int], count: int
+) -> None:
     shards, servers = _shards(sizes), _servers(count)
     before = place(shards, servers)
     after = place(shards, [*servers, "newcomer"], before)
     room = -(-len(sizes) // (count + 1))
-    surplus = sum(max(0, load // 64 - room) for load in _loads(shards, before).values())
-    assert len(_moved(before, after)) == surplus  # the least that any placement within the share can move
-    assert max(_loads(shards, after).values(), default=0) <= room * 64
+    kept = int(room * 64 * 1.25) // 64
+    surplus = sum(max(0, load // 64 - kept) for load in _loads(shards, before).values())
+    assert len(_moved(before, after)) == surplus  # the least that leaves nobody above what is tolerated
+    assert max(_loads(shards, after).values(), default=0) <= kept * 64
+
+
+def test_a_server_a_little_over_its_share_keeps_its_shards_when_another_joins() -> None:
+    shards = _shards([16] * 10)
+    before = dict.fromkeys(range(5), "a") | dict.fromkeys(range(5, 10), "b")
+    assert place(shards, ["a", "b", "c"], before) == before  # a share is 4 now, a quarter more is 5
+    crowded = dict.fromkeys(range(7), "a") | dict.fromkeys(range(7, 10), "b")
+    moved = _moved(crowded, place(shards, ["a", "b", "c"], crowded))
+    assert len(moved) == 2
+    assert all(crowded[shard] == "a" for shard in moved)
 
 
 @PURE
@@ -118,6 +131,58 @@ def test_a_shard_of_any_size_moves_only_if_its_server_is_gone_or_full(
     for index in _moved(before, after):
         home = before[index]
         assert home not in servers or kept[home] + shards[index].nbytes > share
+
+
+# ---- backups ----
+
+
+@PURE
+@given(_SIZES, st.integers(2, 6), st.integers(1, 4), st.data())
+def test_every_backup_is_on_another_server_and_on_another_host_if_there_is_one(
+    sizes: list[int], count: int, hosts: int, data: st.DataObject
+) -> None:
+    shards, servers = _shards(sizes), _servers(count)
+    host = {server: f"host{data.draw(st.integers(0, hosts - 1))}" for server in servers}
+    primary = place(shards, servers)
+    backup = place_backups(shards, servers, primary, hosts=host)
+    assert list(backup) == [shard.index for shard in shards]
+    for shard, home in primary.items():
+        assert backup[shard] in servers
+        assert backup[shard] != home
+        if len(set(host.values())) > 1:
+            assert host[backup[shard]] != host[home]
+
+
+@PURE
+@given(_SIZES, st.integers(2, 6), st.data())
+def test_a_backup_stays_as_long_as_its_server_is_here_and_is_not_the_primary(
+    sizes: list[int], count: int, data: st.DataObject
+) -> None:
+    shards, servers = _shards(sizes), _servers(count)
+    primary = place(shards, servers)
+    before = place_backups(shards, servers, primary)
+    gone = data.draw(st.sampled_from(servers))
+    here = [*(server for server in servers if server != gone), "newcomer"]
+    primary = {shard: before[shard] if home == gone else home for shard, home in primary.items()}  # promoted
+    after = place_backups(shards, here, primary, before)
+    for shard, home in before.items():
+        assert after[shard] in here
+        assert after[shard] != primary[shard]
+        if home in here and home != primary[shard]:
+            assert after[shard] == home
+
+
+@PURE
+@given(_EQUAL, st.integers(3, 6))
+def test_a_dead_server_s_load_is_shared_by_many(sizes: list[int], count: int) -> None:
+    shards, servers = _shards(sizes), _servers(count)
+    loads = _loads(shards, place_backups(shards, servers, place(shards, servers)))
+    assert max(loads.values(), default=0) <= (-(-len(sizes) // count) + 1) * 64 * 1.5 + 64
+
+
+def test_one_server_alone_has_nobody_to_back_it_up() -> None:
+    shards = _shards([16] * 3)
+    assert place_backups(shards, ["a"], place(shards, ["a"])) == {}
 
 
 def test_placement_is_the_same_in_every_process() -> None:

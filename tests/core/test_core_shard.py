@@ -12,18 +12,29 @@ from hypothesis import strategies as st
 from rallypoint.core.policy import Sync
 from rallypoint.core.policy import Verdict as Admission
 from rallypoint.core.shard import (
+    Abandon,
+    Acked,
+    Acknowledge,
     Add,
     Apply,
+    Assigned,
+    Capture,
+    CaptureAt,
     Contribute,
     Decide,
     Drop,
     Effect,
     Event,
+    Fill,
+    FillBackup,
     Finish,
     Hold,
     Initialise,
+    InStep,
     Install,
+    Loaded,
     Publish,
+    Replicated,
     ShardMachine,
     Take,
 )
@@ -239,11 +250,9 @@ def test_the_first_parameters_are_installed_and_later_ones_dropped_without_fault
     assert bench.machine.version == 1
 
 
-def test_nothing_is_taken_before_the_first_parameters_have_come() -> None:
+def test_nothing_is_taken_before_the_first_parameters_have_come_and_nobody_is_to_blame() -> None:
     bench = _Bench(ShardMachine(Sync(), 2))
-    (dropped,) = bench.push(0, 0)
-    assert isinstance(dropped, Drop)
-    assert "version -1" in dropped.fault
+    assert bench.push(0, 0) == [Drop(1)]  # sent under an older view: its worker will send it again
 
 
 @pytest.mark.parametrize(
@@ -268,3 +277,337 @@ def test_sync_admits_by_step_and_turn(step: int, replica: int, expected: Admissi
         bench.push(3, each)
     assert Sync().admit(bench.machine, step, replica) is expected
     assert not Sync().complete(bench.machine)
+
+
+# ---- primary and backup ----
+
+
+class _Pair:
+    """A primary and its backup, and the link between them: what is under way arrives in order, when a test says so."""
+
+    def __init__(self, expected: int = 1, decides: bool = False) -> None:
+        self.primary = ShardMachine(Sync(), expected, decides)
+        self.backup = ShardMachine(Sync(), expected, decides, primary=False)
+        self.down: list[Event] = []  # to the backup
+        self.up: list[Event] = []  # to the primary
+        self.published: list[int] = []
+        self.effects: list[Effect] = []
+        self.tickets = 0
+        self.out: Counter[int] = Counter()
+        self.run(Assigned(primary=True, backup=True, fresh=True))
+        self.at_backup(Assigned(primary=False, backup=False, fresh=False))
+
+    def ticket(self) -> int:
+        self.tickets += 1
+        return self.tickets
+
+    def run(self, event: Event) -> list[Effect]:
+        effects = self.primary.handle(event)
+        self._count(effects)
+        for effect in effects:
+            match effect:
+                case Publish(version=version):
+                    self.published.append(version)
+                case Fill(version=version):
+                    self.down.append(Loaded(version))
+                case Apply(step=step, scale=scale, replicate=True):
+                    self.down.append(Replicated(step, scale is None, self.ticket()))
+        self.effects += effects
+        return effects
+
+    def at_backup(self, event: Event) -> list[Effect]:
+        effects = self.backup.handle(event)
+        self._count(effects)
+        self.up += [Acked(effect.version) for effect in effects if isinstance(effect, Acknowledge)]
+        return effects
+
+    def _count(self, effects: list[Effect]) -> None:
+        self.out.update(effect.ticket for effect in effects if isinstance(effect, (Install, Take, Add, Drop)))
+
+    def step(self, step: int) -> list[Effect]:
+        for replica in range(self.primary.expected - 1):
+            self.run(Contribute(step, replica, 1.0, self.ticket()))
+        return self.run(Contribute(step, self.primary.expected - 1, 1.0, self.ticket()))
+
+    def deliver(self) -> None:
+        while self.down or self.up:
+            if self.down:
+                self.at_backup(self.down.pop(0))
+            if self.up:
+                self.run(self.up.pop(0))
+
+
+def _in_step(expected: int = 1, decides: bool = False) -> _Pair:
+    pair = _Pair(expected, decides)
+    pair.run(Initialise(pair.ticket()))
+    pair.run(FillBackup())
+    pair.deliver()
+    assert pair.primary.in_step
+    return pair
+
+
+def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
+    pair = _Pair()
+    assert pair.run(FillBackup()) == []  # there is nothing to send yet
+    assert pair.run(Initialise(pair.ticket())) == [Install(1), Publish(0)]
+    assert pair.primary.unfilled
+    assert pair.step(0)[1:] == [Finish(0, 1.0, False), Apply(0, 1.0), Publish(1)]
+    assert pair.run(FillBackup()) == [Fill(1)]
+    assert pair.run(FillBackup()) == []
+    assert pair.step(1)[1:] == [Finish(1, 1.0, False), Apply(1, 1.0, replicate=True), Publish(2)]
+    assert not pair.primary.in_step
+
+
+def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None:
+    pair = _Pair()
+    pair.run(Initialise(pair.ticket()))
+    pair.run(FillBackup())
+    pair.step(0)
+    assert pair.run(Acked(0)) == []  # version 1 has been published already
+    assert not pair.primary.in_step
+    pair.step(1)
+    assert pair.published == [0, 1]  # from the first acknowledgement on it is waited for
+    assert pair.run(Acked(1)) == [InStep()]
+    assert pair.run(Acked(2)) == [Publish(2)]
+
+
+def test_nothing_is_published_that_a_backup_in_step_does_not_hold() -> None:
+    pair = _in_step()
+    assert pair.step(0)[1:] == [Finish(0, 1.0, False), Apply(0, 1.0, replicate=True)]
+    assert (pair.primary.version, pair.primary.published) == (1, 0)
+    assert pair.run(Acked(1)) == [Publish(1)]
+    assert pair.run(Acked(0)) == []  # late news
+    assert pair.run(Acked(1)) == []
+
+
+@PURE
+@given(st.integers(1, 3), st.booleans(), st.lists(st.sampled_from(["step", "down", "up", "cut", "fill"]), max_size=60))
+def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_may_be_promoted(
+    expected: int, decides: bool, happenings: list[str]
+) -> None:
+    pair = _Pair(expected, decides)
+    pair.run(Initialise(pair.ticket()))
+    for what in happenings:
+        if what == "step" and pair.primary.version == pair.primary.published:
+            pair.step(pair.primary.version)
+            pair.run(Decide(pair.primary.version, None))
+        elif what == "down" and pair.down:
+            pair.at_backup(pair.down.pop(0))
+        elif what == "up" and pair.up:
+            pair.run(pair.up.pop(0))
+        elif what == "cut":
+            for lost in pair.down:
+                if isinstance(lost, Replicated):
+                    pair.out[lost.ticket] += 1
+            pair.down.clear()
+            pair.up.clear()
+            pair.primary.relinked()
+        elif what == "fill":
+            pair.run(FillBackup())
+        if pair.primary.in_step:
+            assert pair.backup.version >= pair.primary.published
+        assert pair.backup.version <= pair.primary.version
+    assert pair.published == list(range(len(pair.published)))
+    pair.run(FillBackup())
+    pair.deliver()
+    assert pair.primary.published == pair.primary.version == pair.backup.version
+    assert pair.out == Counter(range(1, pair.tickets + 1))  # every payload has gone out once, on one side or the other
+
+
+def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_passes_it_by() -> None:
+    pair = _in_step()
+    pair.step(0)
+    pair.down.clear()
+    pair.primary.relinked()
+    assert pair.primary.unfilled
+    assert pair.primary.in_step  # it may still be promoted: it holds all that has been published
+    assert pair.run(Acked(1)) == []  # from the link that was lost
+    assert pair.run(FillBackup()) == [Fill(1)]
+    assert pair.published == [0]
+    pair.deliver()
+    assert pair.published == [0, 1]
+    assert InStep() not in pair.effects[-2:]  # that was said
+
+
+def test_a_lost_link_before_the_first_state_was_sent_changes_nothing() -> None:
+    pair = _Pair()
+    pair.primary.relinked()
+    assert pair.primary.unfilled
+    pair.run(Initialise(pair.ticket()))
+    assert pair.run(FillBackup()) == [Fill(0)]
+
+
+def test_a_new_backup_starts_from_nothing_and_holds_nothing_up() -> None:
+    pair = _in_step()
+    pair.step(0)
+    assert pair.published == [0]
+    assert pair.run(Assigned(primary=True, backup=True, fresh=True)) == [Publish(1)]
+    assert (pair.primary.in_step, pair.primary.unfilled) == (False, True)
+    assert pair.run(Acked(1)) == []  # from the one before
+    assert pair.step(1)[-1] == Publish(2)
+
+
+def test_without_a_backup_what_waited_for_it_is_published() -> None:
+    pair = _in_step()
+    pair.step(0)
+    assert pair.run(Assigned(primary=True, backup=False, fresh=False)) == [Publish(1)]
+    assert (pair.primary.in_step, pair.primary.unfilled) == (False, False)
+    assert pair.run(FillBackup()) == []
+
+
+def test_a_view_that_changes_nothing_for_the_shard_changes_nothing() -> None:
+    pair = _in_step(expected=2)
+    pair.run(Contribute(0, 1, 1.0, pair.ticket()))
+    assert pair.run(Assigned(primary=True, backup=True, fresh=False)) == []
+    assert pair.at_backup(Assigned(primary=False, backup=False, fresh=False)) == []
+    assert pair.primary.in_step
+    assert pair.primary.missing == [0]
+
+
+def test_a_backup_applies_the_same_update_and_acknowledges_it() -> None:
+    backup = ShardMachine(Sync(), 3, decides=True, primary=False)
+    assert backup.handle(Loaded(4)) == [Acknowledge(4)]
+    assert backup.handle(Replicated(4, False, 1)) == [Take(1, 1.0), Apply(4, 1.0), Acknowledge(5)]
+    assert backup.handle(Replicated(5, True, 2)) == [Take(2, 1.0), Apply(5, None), Acknowledge(6)]
+    assert backup.version == 6
+
+
+def test_a_backup_drops_what_it_has_and_what_comes_before_its_state() -> None:
+    backup = ShardMachine(Sync(), 1, primary=False)
+    assert backup.handle(Replicated(0, False, 1)) == [Drop(1)]
+    backup.handle(Loaded(4))
+    assert backup.handle(Replicated(3, False, 2)) == [Drop(2), Acknowledge(4)]
+    assert backup.handle(Replicated(6, False, 3)) == [Drop(3)]
+    assert backup.version == 4
+
+
+def test_a_primary_takes_no_update_from_another_that_was_replaced() -> None:
+    pair = _in_step()
+    assert pair.run(Replicated(0, False, 9)) == [Drop(9)]
+
+
+def test_a_backup_takes_no_contribution_no_first_weights_no_decision_and_no_snapshot() -> None:
+    backup = ShardMachine(Sync(), 1, decides=True, primary=False)
+    assert backup.handle(Initialise(1)) == [Drop(1)]
+    backup.handle(Loaded(2))
+    assert backup.handle(Contribute(2, 0, 1.0, 2)) == [Drop(2)]
+    assert backup.handle(Decide(2, 0.5)) == []
+    assert backup.handle(CaptureAt(5)) == [Capture(6, missed=True)]
+    assert backup.handle(FillBackup()) == []
+    assert backup.handle(Acked(2)) == []
+
+
+def test_a_promoted_backup_publishes_what_it_holds_and_goes_on_from_there() -> None:
+    pair = _in_step(expected=2)
+    pair.step(0)
+    pair.deliver()
+    assert pair.published == [0, 1]
+    survivor = _Bench(pair.backup)
+    assert survivor.handle(Assigned(primary=True, backup=False, fresh=False)) == [Abandon(), Publish(1)]
+    survivor.push(1, 1)
+    survivor.push(1, 0)
+    assert survivor.of(Publish) == [Publish(1), Publish(2)]
+
+
+def test_a_promoted_backup_may_be_one_version_ahead_of_what_was_published_and_publishes_that() -> None:
+    pair = _in_step()
+    pair.step(0)
+    pair.at_backup(pair.down.pop(0))  # and the acknowledgement is lost with the primary
+    assert pair.published == [0]
+    assert pair.backup.handle(Assigned(primary=True, backup=True, fresh=True)) == [Abandon(), Publish(1)]
+    assert pair.backup.unfilled
+    assert pair.backup.handle(Contribute(0, 0, 1.0, 9)) == [Drop(9)]  # it is sent again, and not needed
+
+
+def test_a_backup_that_is_promoted_before_its_state_came_publishes_nothing() -> None:
+    backup = ShardMachine(Sync(), 1, primary=False)
+    assert backup.handle(Assigned(primary=True, backup=False, fresh=False)) == [Abandon()]
+    assert backup.published == -1
+
+
+def test_a_demoted_primary_drops_what_it_held_and_waits_for_the_state() -> None:
+    pair = _in_step(expected=3)
+    held = [pair.ticket(), pair.ticket()]
+    pair.run(Contribute(0, 2, 1.0, held[0]))
+    pair.run(Contribute(0, 0, 1.0, held[1]))
+    assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [Drop(held[0]), Abandon()]
+    assert (pair.primary.version, pair.primary.published, pair.primary.in_step) == (-1, -1, False)
+    assert pair.primary.missing == [0, 1, 2]
+    assert pair.primary.handle(Loaded(7)) == [Acknowledge(7)]
+    assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), Apply(7, 1.0), Acknowledge(8)]
+
+
+@PURE
+@given(st.integers(1, 5), st.data())
+def test_every_ticket_leaves_once_whenever_the_primary_is_demoted_and_promoted_again(
+    expected: int, data: st.DataObject
+) -> None:
+    bench = _ready(expected)
+    for _ in range(data.draw(st.integers(0, 20))):
+        if data.draw(st.integers(0, 5)):
+            bench.push(max(0, bench.machine.version), data.draw(st.integers(0, expected - 1)))
+        else:
+            primary = data.draw(st.booleans())
+            bench.handle(Assigned(primary, backup=False, fresh=False))
+            if bench.machine.version < 0:
+                bench.handle(Loaded(2))
+    bench.handle(Assigned(primary=False, backup=False, fresh=False))
+    out = Counter(effect.ticket for effect in bench.of(Take, Add, Drop))  # type: ignore[attr-defined]
+    assert out == Counter(list(bench.tickets))
+
+
+def test_a_decision_does_not_survive_a_demotion() -> None:
+    bench = _ready(1, decides=True)
+    bench.handle(Decide(0, 0.5))
+    bench.handle(Assigned(primary=False, backup=False, fresh=False))
+    bench.handle(Assigned(primary=True, backup=False, fresh=False))
+    bench.handle(Loaded(0))
+    assert bench.push(0, 0)[-1] == Finish(0, 1.0, True)
+
+
+# ---- snapshots ----
+
+
+def test_a_restored_primary_publishes_its_version_and_goes_on() -> None:
+    bench = _Bench(ShardMachine(Sync(), 1))
+    assert bench.handle(Loaded(41)) == [Publish(41)]
+    assert bench.push(41, 0)[-1] == Publish(42)
+
+
+@PURE
+@given(st.integers(0, 5), st.integers(0, 8))
+def test_a_capture_happens_at_exactly_its_version_or_is_too_late(now: int, wanted: int) -> None:
+    bench = _ready(1)
+    for step in range(now):
+        bench.push(step, 0)
+    effects = bench.handle(CaptureAt(wanted))
+    if wanted < now:
+        assert effects == [Capture(now, missed=True)]
+        return
+    assert effects == ([Capture(wanted)] if wanted == now else [])
+    for step in range(now, 10):
+        effects = bench.push(step, 0)
+        captured = [effect for effect in effects if isinstance(effect, Capture)]
+        assert captured == ([Capture(wanted)] if step + 1 == wanted else [])
+
+
+def test_a_version_is_captured_before_it_is_published_and_even_while_the_backup_is_waited_for() -> None:
+    pair = _in_step()
+    pair.run(CaptureAt(1))
+    assert pair.step(0)[2:] == [Apply(0, 1.0, replicate=True), Capture(1)]
+    fresh = _Bench(ShardMachine(Sync(), 1))
+    assert fresh.handle(CaptureAt(0)) == []
+    assert fresh.handle(Initialise(1)) == [Install(1), Capture(0), Publish(0)]
+    restored = ShardMachine(Sync(), 1)
+    restored.handle(CaptureAt(3))
+    assert restored.handle(Loaded(3)) == [Capture(3), Publish(3)]
+
+
+def test_a_capture_is_forgotten_with_the_role() -> None:
+    bench = _ready(1)
+    bench.handle(CaptureAt(1))
+    bench.handle(Assigned(primary=False, backup=False, fresh=False))
+    bench.handle(Loaded(0))
+    bench.handle(Assigned(primary=True, backup=False, fresh=False))
+    bench.push(0, 0)
+    assert bench.of(Capture) == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Member, View, ViewNumber, deal_replicas
+from rallypoint.core.view import Deal, Member, View, ViewNumber, deal_replicas, patch_hands
 
 PURE = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -73,19 +73,72 @@ def test_the_higher_epoch_wins_then_the_higher_count(e1: int, c1: int, e2: int, 
     assert (ViewNumber(e1, c1) < ViewNumber(e2, c2)) == ((e1, c1) < (e2, c2))
 
 
-def _view() -> View:
-    return View(
-        number=ViewNumber(1, 2),
-        workers=(Member("w0", "h"), Member("w1", "h")),
-        servers=(Member("s0", "h", "h:1"), Member("s1", "h", "h:2")),
-        deal={"w1": (1,), "w0": (0, 2)},
-        primary={3: "s0", 0: "s1", 1: "s0"},
+# ---- hands that change ----
+
+
+_HANDS = st.integers(1, 5).flatmap(
+    lambda count: st.lists(st.integers(0, count - 1), min_size=0, max_size=12).map(
+        lambda owners: {f"w{i}": tuple(r for r, owner in enumerate(owners) if owner == i) for i in range(count)}
     )
+)
+
+
+@PURE
+@given(_HANDS, st.sets(st.integers(0, 7), min_size=1), st.data())
+def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
+    hands: dict[str, tuple[int, ...]], here: set[int], data: st.DataObject
+) -> None:
+    workers = data.draw(st.permutations([f"w{i}" for i in sorted(here)]))
+    patched = patch_hands(hands, workers)
+    assert list(patched) == workers
+    assert sorted(r for hand in patched.values() for r in hand) == sorted(r for hand in hands.values() for r in hand)
+    assert all(list(hand) == sorted(hand) for hand in patched.values())
+    for worker in workers:
+        assert set(hands.get(worker, ())) <= set(patched[worker])
+
+
+@PURE
+@given(_HANDS, st.data())
+def test_when_nobody_is_gone_patching_changes_nothing(hands: dict[str, tuple[int, ...]], data: st.DataObject) -> None:
+    workers = data.draw(st.permutations([*hands, "newcomer"]))
+    assert patch_hands(hands, workers) == {worker: hands.get(worker, ()) for worker in workers}
+
+
+def test_an_idle_worker_takes_the_whole_hand_of_one_that_is_gone() -> None:
+    hands = {"a": (0, 3), "b": (1, 4), "c": (2, 5), "idle": ()}
+    assert patch_hands(hands, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
+
+
+def test_without_an_idle_worker_each_orphan_goes_to_who_would_finish_it_first() -> None:
+    hands = {"a": (0, 3), "b": (1, 4), "c": (2,)}
+    assert patch_hands(hands, ["a", "c"]) == {"a": (0, 3, 4), "c": (1, 2)}
+    assert patch_hands(hands, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
+
+
+def test_hands_cannot_be_patched_without_a_worker() -> None:
+    with pytest.raises(ValueError, match="no worker"):
+        patch_hands({"a": (0,)}, [])
+
+
+# ---- views ----
+
+
+def _view(**changes: object) -> View:
+    view = View(
+        number=ViewNumber(1, 2),
+        since=ViewNumber(1, 1),
+        workers=(Member("w0", "h", birth=3), Member("w1", "h", birth=4)),
+        servers=(Member("s0", "h", "h:1", 1), Member("s1", "h", "h:2", 2)),
+        deals=(Deal(0, {"w1": (1,), "w0": (0, 2)}),),
+        primary={3: "s0", 0: "s1", 1: "s0"},
+        backup={3: "s1"},
+    )
+    return msgspec.structs.replace(view, **changes)
 
 
 def test_a_view_answers_who_leads_and_who_holds_what() -> None:
     view = _view()
-    assert view.lead == "w0"
+    assert view.lead(0) == "w0"
     assert (view.shards_of("s0"), view.shards_of("s1"), view.shards_of("s2")) == ([1, 3], [0], [])
     assert view.server("s1").address == "h:2"
     with pytest.raises(KeyError):
@@ -93,5 +146,27 @@ def test_a_view_answers_who_leads_and_who_holds_what() -> None:
     assert str(view.number) == "1.2"
 
 
+def test_the_last_deal_whose_start_is_not_above_a_step_counts_for_it() -> None:
+    view = _view(deals=(Deal(0, {"w0": (0, 1)}), Deal(5, {"w0": (0,), "w1": (1,)}), Deal(7, {"w1": (0, 1), "w0": ()})))
+    assert [view.hand("w0", step) for step in (-1, 0, 4, 5, 6, 7, 99)] == [(0, 1)] * 3 + [(0,)] * 2 + [()] * 2
+    assert [view.hand("w1", step) for step in (-1, 4, 5, 7)] == [(), (), (1,), (0, 1)]
+    assert [view.lead(step) for step in (4, 5, 7)] == ["w0", "w0", "w1"]
+    assert view.hand("nobody", 5) == ()
+
+
+def test_a_worker_takes_part_if_it_computes_at_this_step_or_later() -> None:
+    view = _view(deals=(Deal(0, {"w0": (0,), "w1": ()}), Deal(5, {"w0": (), "w1": (0,)}), Deal(8, {"w2": (0,)})))
+    assert [view.takes_part("w0", step) for step in (-1, 4, 5, 9)] == [True, True, False, False]
+    assert [view.takes_part("w1", step) for step in (-1, 4, 5, 8)] == [True, True, True, False]
+    assert [view.takes_part("w2", step) for step in (-1, 8)] == [True, True]
+    assert not view.takes_part("w3", 0)
+
+
+def test_while_the_job_waits_for_workers_nobody_computes_or_leads() -> None:
+    for view in (_view(deals=()), _view(deals=(Deal(4, {"w0": (0,)}),))):
+        assert (dict(view.hands(3)), view.hand("w0", 3), view.lead(3)) == ({}, (), "")
+
+
 def test_a_view_survives_the_wire() -> None:
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(_view()), type=View) == _view()
+    view = _view(origin="step-7", first="w0", ending=True, deals=(Deal(0, {"w0": (0,)}), Deal(4, {"w1": (0,)})))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=View) == view

@@ -1,184 +1,604 @@
-"""The worker's machine, event by event; `test_core_step_simulation.py` plays it against the servers' machines."""
+"""The worker's machine, event by event; `test_simulation.py` plays it against the servers' and the coordinator's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.core.view import Deal, Member, View, ViewNumber
 from rallypoint.core.worker import (
     Arriving,
+    Assisted,
+    Compute,
     Discard,
+    Effect,
     Fetch,
     Filled,
+    Follow,
+    Initialise,
     Install,
     Installed,
     Land,
     Landed,
+    LinkLost,
+    LinkUp,
+    ReplicaAbandoned,
     ReplicaComputed,
     Send,
     Sent,
+    Slot,
+    Viewed,
     WorkerMachine,
 )
 
-PURE = settings(derandomize=True, deadline=None, max_examples=50)
+PURE = settings(derandomize=True, deadline=None, max_examples=60)
+V1 = ViewNumber(1, 1)
 
 
-def _at_step_0(shards: int, replicas: Sequence[int], buffers: Sequence[int] = ()) -> WorkerMachine:
-    machine = WorkerMachine(shards, frozenset(buffers), replicas, steps=10)
-    for shard in range(shards):
-        machine.handle(Arriving(shard, 0))
-        machine.handle(Landed(shard))
-    machine.handle(Installed())
-    return machine
+def _view(
+    shards: int, hands: Mapping[str, Sequence[int]] | None = None, *, count: int = 1, since: int = 1,
+    homes: Sequence[str] | None = None, births: Mapping[str, int] | None = None, first: str = "other",
+    origin: str = "", ending: bool = False, later: Sequence[Deal] = (),
+) -> View:  # fmt: skip
+    """A view of servers s0 and s1, which hold the even and the odd shards."""
+    primary = {s: homes[s] if homes is not None else f"s{s % 2}" for s in range(shards)}
+    born = {"s0": 1, "s1": 2, **(births or {})}
+    return View(
+        number=ViewNumber(1, count), since=ViewNumber(1, since), workers=(Member("me", "h", birth=9),),
+        servers=tuple(Member(s, "h", f"{s}:1", birth) for s, birth in born.items()),
+        deals=(Deal(0, {"me": (0,)} if hands is None else {w: tuple(h) for w, h in hands.items()}), *later),
+        primary=primary, origin=origin, first=first, ending=ending,
+    )  # fmt: skip
 
 
-def _compute(machine: WorkerMachine, shards: int) -> None:
-    for shard in range(shards):
-        machine.handle(Filled(shard))
-        machine.handle(Sent(shard, machine.step))
-    machine.handle(ReplicaComputed())
+class _Bench:
+    """A machine, and its shell's part."""
+
+    def __init__(self, shards: int, view: View | None = None, buffers: Sequence[int] = (), steps: int = 10) -> None:
+        self.machine = WorkerMachine("me", shards, frozenset(buffers), steps)
+        self.shards = shards
+        self.view = view
+        if view is not None:
+            self.handle(Viewed(view))
+            for server in view.servers:
+                self.handle(LinkUp(server.id))
+
+    def handle(self, event: object) -> list[Effect]:
+        return self.machine.handle(event)  # type: ignore[arg-type]
+
+    def arrive(self, shard: int, version: int) -> list[Effect]:
+        number = self.machine.view.number if self.machine.view is not None else V1
+        return self.handle(Arriving(shard, version, number))
+
+    def land(self, version: int, shards: Sequence[int] | None = None) -> None:
+        for shard in range(self.shards) if shards is None else shards:
+            assert self.arrive(shard, version)[0] == Land(shard)
+            self.handle(Landed(shard))
+
+    def install(self, version: int) -> None:
+        self.land(version)
+        assert self.machine.next_action() == Install(version)
+        self.handle(Installed())
+        assert self.machine.step == version
+
+    def begin(self) -> int:
+        action = self.machine.next_action()
+        assert isinstance(action, Compute)
+        self.machine.begin(action.replica)
+        return action.replica
+
+    def fill(self, shard: int) -> list[Effect]:
+        assert self.machine.may_fill(shard)
+        self.machine.fill(shard)
+        return self.handle(Filled(shard))
+
+    def compute(self, *, sent: bool = True) -> list[Send]:
+        """One replica; what was sent."""
+        replica = self.begin()
+        sends = []
+        for shard in range(self.shards):
+            if self.machine.contributes(shard, replica) and self.machine.may_fill(shard):
+                sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
+        self.handle(ReplicaComputed())
+        for send in sends if sent else ():
+            self.handle(Sent(send.shard, send.serial))
+        return sends
+
+
+def _at_step_0(shards: int = 2, hand: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
+    bench = _Bench(shards, _view(shards, {"me": hand}), buffers, steps)
+    bench.install(0)
+    return bench
+
+
+# ---- the first version ----
 
 
 @PURE
 @given(st.permutations(list(range(5))))
 def test_version_0_is_installed_once_all_shards_have_landed_in_any_order(order: list[int]) -> None:
-    machine = WorkerMachine(5, frozenset(), [0], steps=10)
-    assert machine.next_replica is None
+    bench = _Bench(5, _view(5))
+    assert bench.machine.next_action() is None
     for count, shard in enumerate(order):
-        assert sorted(machine.missing) == sorted(order[count:])
-        assert machine.handle(Arriving(shard, 0)) == [Land(shard)]
-        assert machine.handle(Landed(shard)) == ([Install(0)] if count == 4 else [])
-    assert machine.step == -1
-    machine.handle(Installed())
-    assert (machine.step, machine.next_replica) == (0, 0)
+        if count:
+            assert sorted(bench.machine.missing) == sorted(range(5))  # no target is known yet
+        assert bench.arrive(shard, 0)[0] == Land(shard)
+        assert bench.machine.next_action() is None
+        bench.handle(Landed(shard))
+    assert bench.machine.missing == []
+    assert bench.machine.next_action() == Install(0)
+    assert bench.machine.step == -1
+    bench.handle(Installed())
+    assert (bench.machine.step, bench.machine.next_action()) == (0, Compute(0, 0))
+
+
+def test_the_first_weights_are_brought_by_whom_the_view_names_and_only_when_every_server_is_linked() -> None:
+    mine = _Bench(2)
+    mine.handle(Viewed(_view(2, first="me")))
+    mine.handle(LinkUp("s0"))
+    assert mine.machine.next_action() is None
+    mine.handle(LinkUp("s1"))
+    assert mine.machine.next_action() == Initialise()
+    mine.machine.initialised()
+    assert mine.machine.next_action() is None
+    assert _Bench(2, _view(2, first="somebody")).machine.next_action() is None
+    assert _Bench(2, _view(2, first="me", origin="step-7")).machine.next_action() is None  # the servers have them
+
+
+def test_the_first_weights_are_brought_again_after_a_new_beginning_and_not_after_any_other_view() -> None:
+    bench = _Bench(2, _view(2, first="me"))
+    bench.machine.initialised()
+    bench.handle(Viewed(_view(2, first="me", count=2)))
+    assert bench.machine.next_action() is None
+    bench.handle(Viewed(_view(2, first="me", count=3, since=3)))
+    assert bench.machine.next_action() == Initialise()
+
+
+@pytest.mark.xfail(reason="known defect: first weights that a broken link took with it are never brought again")
+def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
+    bench = _Bench(2, _view(2, first="me"))
+    bench.machine.initialised()
+    bench.handle(LinkLost("s1"))
+    bench.handle(LinkUp("s1"))
+    assert bench.machine.next_action() == Initialise()
+
+
+# ---- computing ----
 
 
 def test_replicas_are_computed_one_after_the_other_and_sent_under_their_own_name() -> None:
-    machine = _at_step_0(1, [1, 4])
-    assert machine.handle(Filled(0)) == [Send(0, 0, 1)]
-    machine.handle(Sent(0, machine.step))
-    machine.handle(ReplicaComputed())
-    assert machine.next_replica == 4
-    assert machine.handle(Filled(0)) == [Send(0, 0, 4)]
-    machine.handle(ReplicaComputed())
-    assert machine.next_replica is None
+    bench = _at_step_0(1, [1, 4])
+    assert bench.machine.next_action() == Compute(0, 1)
+    assert bench.compute() == [Send(0, 0, 1, "s0", 1, V1)]
+    assert bench.machine.next_action() == Compute(0, 4)
+    assert bench.compute() == [Send(0, 0, 4, "s0", 2, V1)]
+    assert bench.machine.next_action() is None
 
 
 def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
-    machine = _at_step_0(2, [0, 1])
-    machine.handle(Filled(0))
-    machine.handle(ReplicaComputed())
-    assert (machine.may_fill(0), machine.may_fill(1)) == (False, True)
-    assert machine.unsent == [0]
-    machine.handle(Sent(0, machine.step))
-    assert machine.may_fill(0)
-    assert machine.unsent == []
+    bench = _at_step_0(2, [0, 1])
+    first, second = bench.compute(sent=False)
+    bench.handle(Sent(1, second.serial))
+    assert bench.begin() == 1
+    assert (bench.machine.may_fill(0), bench.machine.may_fill(1)) == (False, True)
+    assert bench.machine.unsent == [0]
+    bench.handle(Sent(0, first.serial))
+    assert bench.machine.may_fill(0)
+    assert bench.machine.unsent == []
 
 
 def test_a_buffer_shard_gets_replica_0_alone() -> None:
     lead, other = _at_step_0(2, [0, 2], buffers=[1]), _at_step_0(2, [1], buffers=[1])
-    assert lead.handle(Filled(1)) == [Send(1, 0, 0)]
-    lead.handle(Sent(1, lead.step))
-    lead.handle(ReplicaComputed())
-    assert lead.handle(Filled(1)) == []
-    assert lead.may_fill(1)
-    assert other.handle(Filled(1)) == []
-    assert (lead.contributes(1, 0), lead.contributes(1, 2), lead.contributes(0, 2)) == (True, False, True)
+    assert [(send.shard, send.replica) for send in lead.compute()] == [(0, 0), (1, 0)]
+    lead.begin()
+    assert lead.machine.may_fill(1) is None
+    assert [(send.shard, send.replica) for send in other.compute()] == [(0, 1)]
+    assert (lead.machine.contributes(1, 0), lead.machine.contributes(1, 2)) == (True, False)
+
+
+def test_late_news_of_sending_does_not_free_a_slot_that_is_queued_again() -> None:
+    bench = _at_step_0(1, [0, 1])
+    (first,) = bench.compute(sent=False)
+    bench.handle(LinkLost("s0"))
+    bench.handle(LinkUp("s0"))
+    (second,) = bench.compute(sent=False)  # replica 0 again: nobody knows whether it has come through
+    assert (first.replica, second.replica) == (0, 0)
+    bench.handle(Sent(0, first.serial))
+    assert bench.machine.unsent == [0]
+    bench.handle(Sent(0, second.serial))
+    assert bench.machine.unsent == []
 
 
 def test_a_version_lands_although_its_slot_is_still_queued_and_late_news_of_sending_changes_nothing() -> None:
-    machine = _at_step_0(2, [0])
-    machine.handle(Filled(0))
-    assert machine.handle(Arriving(0, 1)) == [Land(0)]
-    assert not machine.may_fill(0)
-    machine.handle(Sent(0, machine.step))
-    assert not machine.may_fill(0)
-    machine.handle(Landed(0))
-    machine.handle(Sent(0, machine.step))
-    assert machine.missing == [1]
+    bench = _at_step_0(2)
+    sends = bench.compute(sent=False)
+    assert bench.arrive(0, 1) == [Land(0)]
+    bench.handle(Sent(0, sends[0].serial))
+    assert bench.machine._slots[0] is Slot.LANDING
+    bench.handle(Landed(0))
+    bench.handle(Sent(0, sends[0].serial))
+    assert bench.machine.missing == [1]
 
 
-def test_a_version_that_comes_before_this_worker_s_own_contributions_is_let_go_and_fetched_once_they_are_made() -> None:
-    machine = _at_step_0(2, [0, 3])
-    machine.handle(Filled(1))  # replica 0's, still queued: somebody else's copy of replica 3 has ended the step
-    assert machine.handle(Arriving(1, 1)) == [Discard(1)]
-    assert machine.handle(Arriving(0, 1)) == [Discard(0)]
-    machine.handle(Sent(1, machine.step))
-    machine.handle(Filled(0))
-    machine.handle(Sent(0, machine.step))
-    assert machine.handle(ReplicaComputed()) == []
-    for shard in (0, 1):
-        machine.handle(Filled(shard))
-    assert machine.handle(ReplicaComputed()) == [Fetch(0, 1), Fetch(1, 1)]
-    assert machine.handle(Arriving(0, 1)) == [Land(0)]
-    assert machine.handle(Arriving(1, 1)) == [Land(1)]
-    machine.handle(Landed(0))
-    assert machine.handle(Landed(1)) == [Install(1)]
+def test_a_straggler_s_replica_is_computed_for_the_step_that_was_asked_for_and_for_no_other() -> None:
+    bench = _at_step_0(1, [0])
+    bench.handle(Assisted(1, 3))
+    assert list(bench.machine.hand) == [0]
+    bench.handle(Assisted(0, 3))
+    bench.handle(Assisted(0, 0))
+    assert list(bench.machine.hand) == [0, 3]
+    assert [send.replica for _ in range(2) for send in bench.compute()] == [0, 3]
+    bench.install(1)
+    assert list(bench.machine.hand) == [0]
 
 
-def test_a_version_that_was_missed_but_came_again_by_itself_is_not_fetched() -> None:
-    machine = _at_step_0(1, [0])
-    assert machine.handle(Arriving(0, 1)) == [Discard(0)]
-    machine.handle(Filled(0))
-    assert machine.handle(Arriving(0, 1)) == [Land(0)]
-    assert machine.handle(ReplicaComputed()) == []
+def test_hands_follow_the_deal_that_counts_for_the_step() -> None:
+    bench = _Bench(1, _view(1, {"me": [0]}, later=[Deal(1, {"me": (2, 5)})]))
+    bench.install(0)
+    assert list(bench.machine.hand) == [0]
+    bench.install(1)
+    assert list(bench.machine.hand) == [2, 5]
+
+
+def test_after_the_last_version_nothing_is_computed() -> None:
+    bench = _at_step_0(1, steps=1)
+    bench.compute()
+    bench.install(1)
+    assert bench.machine.next_action() is None
+
+
+# ---- versions that come while a slot is in use (I5) ----
+
+
+def test_a_version_never_lands_in_a_slot_that_is_being_filled_and_is_fetched_when_it_is_free() -> None:
+    bench = _at_step_0(2)
+    bench.begin()
+    bench.machine.fill(0)
+    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.arrive(1, 1) == [Land(1)]  # and now all shards are known at version 1
+    assert bench.machine.may_fill(0)  # what was begun may be ended
+    assert bench.handle(Filled(0)) == [Fetch(0, 1, "s0")]  # but nobody needs it
+    assert bench.handle(ReplicaComputed()) == []
+    assert bench.arrive(0, 1) == [Land(0)]
+    bench.handle(Landed(0))
+    bench.handle(Landed(1))
+    assert bench.machine.next_action() == Install(1)
+
+
+def test_a_shard_that_is_already_newer_gets_no_gradient() -> None:
+    bench = _at_step_0(2, [0, 3])
+    bench.begin()
+    bench.arrive(1, 1)  # somebody else's copy of our replicas has ended its step
+    assert (bench.machine.may_fill(0), bench.machine.may_fill(1)) == (True, None)
+    bench.fill(0)
+    bench.handle(ReplicaComputed())
+    replica = bench.begin()
+    assert (replica, bench.machine.may_fill(1)) == (3, None)
+
+
+def test_a_version_that_was_let_go_is_fetched_once_when_the_replica_is_given_up() -> None:
+    bench = _at_step_0(1)
+    bench.begin()
+    bench.machine.fill(0)
+    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.handle(ReplicaAbandoned()) == [Fetch(0, 1, "s0")]
+    assert bench.handle(LinkUp("s1")) == [Follow("s1")]
+    assert bench.arrive(0, 1) == [Land(0)]
 
 
 def test_old_and_repeated_versions_are_read_and_forgotten() -> None:
-    machine = _at_step_0(2, [0])
-    _compute(machine, 2)
-    assert machine.handle(Arriving(0, 0)) == [Discard(0)]
-    assert machine.handle(Arriving(0, 1)) == [Land(0)]
-    assert machine.handle(Arriving(0, 1)) == [Discard(0)]
-    machine.handle(Landed(0))
-    assert machine.handle(Arriving(0, 1)) == [Discard(0)]
-    assert machine.missing == [1]
+    bench = _at_step_0(2)
+    bench.compute()
+    assert bench.arrive(0, 0) == [Discard(0)]
+    assert bench.arrive(0, 1) == [Land(0)]
+    assert bench.arrive(0, 1) == [Discard(0)]
+    bench.handle(Landed(0))
+    assert bench.arrive(0, 1) == [Discard(0)]
+    assert bench.machine.missing == [1]
 
 
 def test_a_buffer_shard_that_runs_a_version_ahead_is_fetched_as_soon_as_this_worker_gets_there() -> None:
-    machine = _at_step_0(2, [1], buffers=[1])
-    assert machine.handle(Arriving(1, 1)) == [Land(1)]  # replica 0 alone makes it: it may come at any time
-    machine.handle(Landed(1))
-    machine.handle(Filled(0))
-    machine.handle(Sent(0, machine.step))
-    machine.handle(ReplicaComputed())
-    machine.handle(Arriving(0, 1))
-    assert machine.handle(Landed(0)) == [Install(1)]
-    assert machine.handle(Arriving(1, 2)) == [Discard(1)]  # the model still holds version 0
-    assert machine.handle(Installed()) == [Fetch(1, 2)]
-    assert machine.handle(Arriving(1, 2)) == [Land(1)]
-    machine.handle(Landed(1))
-    _compute(machine, 1)
-    machine.handle(Arriving(0, 2))
-    machine.handle(Landed(0))
-    assert machine.handle(Installed()) == []
+    bench = _at_step_0(2, [1], buffers=[1])
+    bench.compute()
+    assert bench.arrive(1, 1) == [Land(1)]
+    bench.handle(Landed(1))
+    assert bench.arrive(1, 2) == [Discard(1)]
+    assert bench.arrive(0, 1) == [Land(0)]
+    bench.handle(Landed(0))
+    assert bench.machine.next_action() == Install(1)
+    assert bench.handle(Installed()) == [Fetch(1, 2, "s1")]
+    assert bench.arrive(1, 2) == [Land(1)]
 
 
-def test_a_worker_without_replicas_waits_for_the_last_version_only() -> None:
-    machine = WorkerMachine(2, frozenset(), (), steps=3)
-    assert machine.wanted == 3
-    for version in range(3):
-        assert [machine.handle(Arriving(shard, version)) for shard in (0, 1)] == [[Discard(0)], [Discard(1)]]
-        assert machine.next_replica is None
-    for shard in (0, 1):
-        assert machine.handle(Arriving(shard, 3)) == [Land(shard)]
-    machine.handle(Landed(0))
-    assert machine.handle(Landed(1)) == [Install(3)]
-    assert machine.handle(Installed()) == []
-    assert (machine.step, machine.next_replica) == (3, None)
+def test_the_target_jumps_when_every_shard_is_known_to_have_moved_on() -> None:
+    bench = _at_step_0(2)
+    assert bench.machine.target == 1
+    assert bench.arrive(0, 2) == [Discard(0), Fetch(0, 1, "s0")]  # the server keeps two versions (I5)
+    assert bench.machine.target == 1  # the other may still need our part of step 0
+    assert bench.arrive(1, 2) == [Land(1), Fetch(0, 2, "s0")]
+    assert bench.machine.target == 2
+    assert bench.machine.next_action() is None  # step 0 needs nothing from us any more
+    bench.handle(Landed(1))
+    bench.land(2, [0])
+    assert bench.machine.next_action() == Install(2)
+    assert bench.handle(Installed()) == []
+
+
+def test_what_has_landed_of_a_target_that_was_left_behind_gives_way() -> None:
+    bench = _at_step_0(2)
+    bench.land(1, [0])
+    assert bench.arrive(0, 2) == [Discard(0)]
+    assert bench.arrive(1, 2) == [Land(1), Fetch(0, 2, "s0")]
+    assert bench.arrive(0, 2) == [Land(0)]
+    bench.handle(Landed(0))
+    bench.handle(Landed(1))
+    assert bench.machine.next_action() == Install(2)
+
+
+def test_a_version_that_is_old_by_the_time_it_has_landed_is_fetched_anew() -> None:
+    bench = _at_step_0(2)
+    assert bench.arrive(0, 1) == [Land(0)]
+    bench.handle(Arriving(0, 2, V1))
+    bench.handle(Arriving(1, 2, V1))
+    assert bench.machine.target == 2
+    assert bench.handle(Landed(0)) == [Fetch(0, 2, "s0")]
+
+
+def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_of_meanwhile() -> None:
+    bench = _at_step_0(2)
+    bench.compute()
+    bench.land(1)
+    assert bench.machine.next_action() == Install(1)
+    if hasattr(bench.machine, "install"):
+        bench.machine.install()
+    else:
+        pytest.xfail("known defect: slots that are being copied into the model are landed into")
+    effects = [*bench.arrive(0, 2), *bench.arrive(1, 2)]
+    assert not any(isinstance(effect, Land) for effect in effects)
+    assert bench.handle(Installed()) == [Fetch(0, 2, "s0"), Fetch(1, 2, "s1")]
+    assert bench.machine.step == 1
+
+
+# ---- links ----
+
+
+def test_what_a_lost_link_may_have_swallowed_is_computed_and_sent_again() -> None:
+    bench = _at_step_0(4)
+    bench.compute()
+    bench.handle(LinkLost("s1"))
+    assert bench.machine.next_action() is None  # there is nobody to send it to
+    assert bench.handle(LinkUp("s1")) == [Follow("s1")]
+    assert bench.machine.next_action() == Compute(0, 0)
+    bench.begin()
+    assert [bench.machine.may_fill(shard) for shard in range(4)] == [None, True, None, True]
+    assert [send.shard for shard in (1, 3) for send in bench.fill(shard) if isinstance(send, Send)] == [1, 3]
+    bench.handle(ReplicaComputed())
+    assert bench.machine.next_action() is None
+
+
+def test_a_gradient_is_not_queued_for_a_link_that_is_gone() -> None:
+    bench = _at_step_0(2)
+    bench.begin()
+    bench.machine.fill(1)
+    bench.handle(LinkLost("s1"))
+    assert bench.machine._slots[1] is Slot.FILLING
+    assert bench.handle(Filled(1)) == []
+    assert bench.machine._slots[1] is Slot.FREE
+
+
+def test_a_version_that_broke_off_halfway_is_received_again() -> None:
+    bench = _at_step_0(2)
+    bench.compute()
+    assert bench.arrive(0, 1) == [Land(0)]
+    bench.handle(LinkLost("s0"))
+    assert bench.machine.missing == [0, 1]
+    assert bench.handle(LinkUp("s0")) == [Follow("s0")]
+    assert bench.arrive(0, 1) == [Land(0)]
+
+
+def test_a_fetch_that_a_lost_link_swallowed_is_asked_again() -> None:
+    bench = _at_step_0(2, [1], buffers=[1])
+    bench.compute()
+    bench.land(1, [1])
+    bench.arrive(1, 2)
+    bench.land(1, [0])
+    assert bench.handle(Installed()) == [Fetch(1, 2, "s1")]
+    bench.handle(LinkLost("s1"))
+    bench.handle(LinkUp("s1"))
+    assert bench.arrive(1, 2) == [Land(1)]  # it follows again, so it comes by itself
+
+
+# ---- views ----
+
+
+def test_an_older_view_is_ignored() -> None:
+    bench = _at_step_0()
+    assert bench.handle(Viewed(_view(2, {"me": [7]}, count=1))) == []
+    assert list(bench.machine.hand) == [0]
+
+
+def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> None:
+    bench = _at_step_0(2)
+    bench.compute()
+    assert bench.handle(Viewed(_view(2, count=2, homes=["s0", "s0"]))) == []
+    assert bench.machine.next_action() == Compute(0, 0)
+    assert [(send.shard, send.server, send.view) for send in bench.compute()] == [(1, "s0", ViewNumber(1, 2))]
+
+
+def test_a_server_that_was_born_again_has_to_be_linked_again() -> None:
+    bench = _at_step_0(2)
+    bench.compute()
+    bench.handle(Viewed(_view(2, count=2, births={"s1": 5})))
+    assert bench.machine.next_action() is None
+    bench.handle(LinkUp("s1"))
+    assert [send.shard for send in bench.compute()] == [1]
+
+
+def test_a_replica_that_changed_hands_is_computed_here_for_the_same_step() -> None:
+    bench = _at_step_0(2, [0])
+    bench.compute()
+    bench.handle(Viewed(_view(2, {"me": [0, 3]}, count=2)))
+    assert bench.machine.next_action() == Compute(0, 3)
+
+
+def test_a_worker_that_takes_no_part_follows_nobody_and_is_not_sent_what_it_does_not_need() -> None:
+    bench = _Bench(2)
+    assert bench.handle(Viewed(_view(2, {"other": [0]}))) == []
+    assert [bench.handle(LinkUp(s)) for s in ("s0", "s1")] == [[], []]
+    assert not bench.machine.following
+    assert bench.handle(Viewed(_view(2, {"me": [0]}, count=2))) == [Follow("s0"), Follow("s1")]
+    bench.install(5)  # the job had gone on without it
+    assert bench.handle(Viewed(_view(2, {"other": [0]}, count=3))) == [Follow("s0", False), Follow("s1", False)]
+    assert bench.machine.next_action() is None
+
+
+def test_a_worker_that_will_take_part_later_follows_from_now_on() -> None:
+    bench = _Bench(1)
+    bench.handle(LinkUp("s0"))
+    bench.handle(Viewed(_view(1, {"other": [0]}, later=[Deal(4, {"me": (0,)})])))
+    assert bench.handle(LinkUp("s0")) == [Follow("s0")]
+
+
+def test_when_it_follows_again_nothing_is_computed_before_it_has_heard_where_the_others_are() -> None:
+    bench = _at_step_0(2)
+    bench.handle(Viewed(_view(2, {"other": [0]}, count=2)))
+    bench.handle(Viewed(_view(2, {"me": [0]}, count=3)))
+    assert bench.machine.next_action() is None
+    assert bench.arrive(0, 4) == [Land(0)]
+    assert bench.machine.next_action() is None
+    assert bench.arrive(1, 4) == [Land(1)]
+    bench.handle(Landed(0))
+    bench.handle(Landed(1))
+    assert bench.machine.next_action() == Install(4)
+
+
+def test_when_it_follows_again_within_the_same_step_it_goes_on_with_it() -> None:
+    bench = _at_step_0(2)
+    bench.handle(Viewed(_view(2, {"other": [0]}, count=2)))
+    bench.handle(Viewed(_view(2, {"me": [0]}, count=3)))
+    assert [bench.arrive(shard, 0)[0] for shard in (0, 1)] == [Discard(0), Discard(1)]
+    assert bench.machine.next_action() == Compute(0, 0)
+
+
+def test_a_standby_worker_gets_the_last_version_when_the_job_is_ending() -> None:
+    bench = _Bench(2, _view(2, {"other": [0]}), steps=3)
+    assert bench.handle(Viewed(_view(2, {"other": [0]}, count=2, ending=True))) == [Follow("s0"), Follow("s1")]
+    bench.install(3)
+    assert bench.machine.next_action() is None
+
+
+# ---- rewinds (I10) ----
+
+
+def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_void() -> None:
+    bench = _at_step_0(2)
+    bench.compute()
+    bench.install(1)
+    bench.begin()
+    bench.machine.fill(0)
+    view = _view(2, count=5, since=5, origin="step-0")
+    assert bench.handle(Viewed(view)) == [Follow("s0"), Follow("s1")]
+    assert bench.machine.rewound
+    assert bench.machine.step == -1
+    assert bench.machine.may_fill(1) is None
+    assert bench.arrive(0, 0) == [Discard(0)]  # the main thread has not let go of the slot
+    assert bench.arrive(1, 0)[0] == Land(1)
+    assert bench.handle(Filled(0)) == [Fetch(0, 0, "s0")]  # not sent: it belongs to a void past
+    bench.handle(Landed(1))
+    assert bench.arrive(0, 0) == [Land(0)]
+    bench.handle(Landed(0))
+    assert bench.machine.next_action() is None  # the main thread is still in the backward pass
+    bench.handle(ReplicaAbandoned())
+    assert not bench.machine.rewound
+    assert bench.machine.next_action() == Install(0)
+
+
+def test_a_roll_back_while_nothing_is_computed_leaves_nothing_to_abandon() -> None:
+    bench = _at_step_0(2)
+    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    assert not bench.machine.rewound
+    assert bench.machine.next_action() is None
+
+
+def test_a_version_from_before_the_roll_back_is_read_and_forgotten() -> None:
+    bench = _at_step_0(2)
+    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    assert bench.handle(Arriving(0, 7, ViewNumber(1, 4))) == [Discard(0)]
+    assert bench.machine.target == -1
+    assert bench.handle(Arriving(0, 0, ViewNumber(1, 5))) == [Land(0)]
+
+
+def test_before_any_view_nothing_is_taken() -> None:
+    bench = _Bench(2)
+    assert bench.handle(Arriving(0, 0, V1)) == [Discard(0)]
+    assert bench.machine.next_action() is None
+    assert list(bench.machine.hand) == []
+
+
+# ---- whatever comes ----
+
+
+@PURE
+@given(st.data())
+def test_no_version_ever_lands_in_a_slot_that_is_being_filled_and_no_slot_is_filled_twice_at_once(
+    data: st.DataObject,
+) -> None:
+    bench = _at_step_0(3, [0, 1], buffers=[2])
+    machine, filling, count = bench.machine, set[int](), 1
+    for _ in range(data.draw(st.integers(1, 60))):
+        shard = data.draw(st.integers(0, 2))
+        what = data.draw(st.sampled_from(["begin", "fill", "filled", "arrive", "landed", "link", "view", "roll back"]))
+        effects: list[Effect] = []
+        if what == "begin" and machine._computing is None:
+            action = machine.next_action()
+            if isinstance(action, Compute):
+                machine.begin(action.replica)
+            elif isinstance(action, Install):
+                assert not filling
+                effects = bench.handle(Installed())
+                assert machine.step == action.version
+        elif what == "begin" and not filling:
+            effects = bench.handle(ReplicaAbandoned() if machine.rewound else ReplicaComputed())
+        elif what == "fill" and machine._computing is not None and machine.may_fill(shard) and shard not in filling:
+            machine.fill(shard)
+            filling.add(shard)
+        elif what == "filled" and shard in filling:
+            filling.discard(shard)
+            effects = bench.handle(Filled(shard))
+        elif what == "arrive":
+            effects = bench.arrive(shard, max(0, machine.step) + data.draw(st.integers(0, 2)))
+            assert isinstance(effects[0], (Land, Discard))
+            assert not any(isinstance(effect, (Land, Discard)) for effect in effects[1:])
+        elif what == "landed" and machine._slots[shard] is Slot.LANDING:
+            effects = bench.handle(Landed(shard))
+        elif what == "link":
+            server = data.draw(st.sampled_from(["s0", "s1"]))
+            effects = [*bench.handle(LinkLost(server)), *bench.handle(LinkUp(server))]
+        elif what in ("view", "roll back"):
+            count += 1
+            since = count if what == "roll back" else machine.view.since.count  # type: ignore[union-attr]
+            hand = data.draw(st.sampled_from([[], [0], [0, 1]]))
+            effects = bench.handle(Viewed(_view(3, {"me": hand}, count=count, since=since, origin="step-0")))
+        for effect in effects:
+            assert not (isinstance(effect, Land) and effect.shard in filling)
+            if isinstance(effect, Fetch):
+                assert effect.version == machine.target
+                assert effect.version > machine.step
+            if isinstance(effect, Send):
+                assert effect.view == machine.view.number  # type: ignore[union-attr]
+                assert effect.step == machine.step
+        assert all(machine._slots[shard] is Slot.FILLING for shard in filling)
 
 
 def test_nothing_is_carried_from_one_step_into_the_next() -> None:
-    machine = _at_step_0(2, [0, 1])
+    bench = _at_step_0(2, [0, 1])
     for step in range(3):
-        assert machine.step == step
-        assert machine.next_replica == 0
-        _compute(machine, 2)
-        _compute(machine, 2)
-        assert machine.handle(Filled(0)) == []  # there is nothing left to compute
-        for shard in (1, 0):
-            assert machine.handle(Arriving(shard, step + 1)) == [Land(shard)]
-            machine.handle(Landed(shard))
-        machine.handle(Installed())
+        assert bench.machine.step == step
+        assert bench.machine.next_action() == Compute(step, 0)
+        bench.compute()
+        bench.compute()
+        assert bench.machine.next_action() is None  # there is nothing left to compute
+        bench.install(step + 1)

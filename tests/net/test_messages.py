@@ -25,13 +25,13 @@ VIEW = View(
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32), m.Hello("worker", "w0", "here", b"proof", "", 7, ViewNumber(1, 2)),
     m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"), m.Propose(RECORD),
-    m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25), m.Applied(3, 2, {"w0": 0.0, "w1": 0.5}), m.InStep({0: 3, 4: 1}),
+    m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25), m.Applied(3, 2, 1e9, {"w0": 0.0, "w1": 0.5}), m.InStep({0: 3, 4: 1}),
     m.Leaving(), m.Stored("step-00000004-1", {"s0.shards": 9}, {0: ("s0.shards", 0, 9, "00ff")}),
-    m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Metrics(3, {"val_loss": 0.25}),
+    m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
     m.Say("words"), m.Skipped(4, (0, 1)), m.Done(), m.GiveUp("tired"), m.Admitted(7), m.Prepare(RECORD),
     m.Turn(VIEW), m.Assist(3, 1), m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
-    m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64), m.Waiting("for you"),
-    m.Members("1.2", ("w0",), ("w1",), ("s0",)), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
+    m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
+    m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
 ]  # fmt: skip
 JSONISH = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -40,7 +40,9 @@ class Journal:
         """Write the state down; it is durable when this returns. The record, which never changes, is written once."""
         self._db.execute("begin immediate")
         try:
-            if state.record is not None and not self._recorded:
+            if state.record is None:
+                self._db.execute("delete from record")  # whoever brought it left before the job began
+            elif not self._recorded:
                 self._db.execute("insert or replace into record values (1, ?)", (msgspec.msgpack.encode(state.record),))
             if state.view is not None:
                 row = (state.view.number.epoch, state.view.number.count, msgspec.msgpack.encode(state.view))

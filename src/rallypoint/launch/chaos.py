@@ -21,7 +21,7 @@ from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
 
 _SETTLE_S = 15.0  # after so long the next blow falls although the last one has not been made good
-_KINDS = ("kill", "stop", "resize", "everything")
+_SPREAD_S = 0.6  # blows fall at any time within so long of when they could
 _ROLES = ("worker", "server", "coordinator")
 
 
@@ -88,6 +88,7 @@ class Chaos:
         self._total = len(self._blows)
         self._random = random.Random(seed)
         self._last = time.monotonic()
+        self._strike_at: float | None = None
         self._stopped: list[tuple[float, Child]] = []
         self.events: list[Event] = []
 
@@ -101,6 +102,11 @@ class Chaos:
         self._wake(run)
         if not self._blows or not self._due(run):
             return
+        if self._strike_at is None:  # not always at the same moment of a step
+            self._strike_at = time.monotonic() + self._random.uniform(0.0, _SPREAD_S)
+        if time.monotonic() < self._strike_at:
+            return
+        self._strike_at = None
         blow = self._blows.pop(0)
         self._last = time.monotonic()
         whom = self._strike(blow, run)

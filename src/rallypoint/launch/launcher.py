@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from rich.markup import escape
 
-from rallypoint.errors import ConfigError, DataError, RallypointError
+from rallypoint.errors import ConfigError, DataError, LinkError, RallypointError, UsageError
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.local import Child, LocalCluster
 from rallypoint.net.handshake import new_token
@@ -74,6 +74,7 @@ def launch(plan: Launch, console: RunConsole, meddle: Callable[[LocalRun], None]
     """
     folder = Path(plan.folder)
     folder.mkdir(parents=True, exist_ok=True)
+    _refuse_a_second(folder)
     write_plan(plan)
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -265,6 +266,16 @@ class LocalRun:
     def _on_lost(self, error: RallypointError) -> None:
         if not (self.console.finished or self.console.failure):
             self.failure = f"the coordinator is gone: {error}"
+
+
+def _refuse_a_second(folder: Path) -> None:
+    """UsageError when a run is under way in this folder: two would overwrite each other's journal."""
+    try:
+        where = msgspec.json.decode((folder / CLUSTER_FILE).read_bytes(), type=dict[str, str])
+        TcpTransport().connect(where["coordinator"], timeout=1.0).close()
+    except (OSError, KeyError, msgspec.DecodeError, LinkError):
+        return  # there is none, or it has been killed
+    raise UsageError(f"a run is under way in {folder}: end it first, or choose another --folder")
 
 
 def _let_be(_: LocalRun) -> None:

@@ -142,8 +142,7 @@ class Run:
         self._coordinator.send(Report(step, replica, loss, self._weight, items, seconds))
 
     def enter_micro(self, micro: Micro) -> None:
-        """``with micro:`` begins (called by Micro)."""
-        self._exchange.check()
+        """``with micro:`` begins (called by Micro). No check: what `__enter__` raises, `__exit__` cannot swallow."""
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:

@@ -29,6 +29,7 @@ class SimulatedWorker:
         self.done = self.finished = self.leaving = False
         self._links: dict[str, tuple[Member, Wire]] = {}
         self._trying: set[tuple[str, int]] = set()
+        self._landing: dict[Wire, deque[Any]] = {}  # what has come behind a version that is being received
         self._todo: deque[int] = deque()
         self._replica = -1
         self._began = 0.0
@@ -123,20 +124,27 @@ class SimulatedWorker:
         return self.machine.view.number if self.machine.view is not None else None
 
     def _receive(self, wire: Wire, message: Any) -> None:
+        if wire in self._landing:
+            self._landing[wire].append(message)  # one after the other
+            return
         match message:
             case ("version", number, shard, version, content):
                 effects = self.machine.handle(machine.Arriving(shard, version, number))
                 self._run(effects)
                 if machine.Land(shard) in effects:
                     self.slots[shard] = GARBAGE
+                    self._landing[wire] = deque()
                     self.node.later(self.node.world.latency() / 4, lambda: self._land(wire, shard, content))
         self._poke()
 
     def _land(self, wire: Wire, shard: int, content: Content) -> None:
+        waiting = self._landing.pop(wire)
         if not wire.open or all(wire is not link for _, link in self._links.values()):
             return  # it broke halfway
         self.slots[shard] = content
         self._handle(machine.Landed(shard))
+        for message in waiting:
+            self._receive(wire, message)
 
     # ---- the main thread ----
 

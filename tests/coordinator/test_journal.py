@@ -1,0 +1,170 @@
+"""What a coordinator has written down, the next one knows: however the first one ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rallypoint.config import resolve
+from rallypoint.coordinator.journal import JOURNAL, Journal
+from rallypoint.coordinator.service import CoordinatorService, Reception
+from rallypoint.core.cluster import ClusterState, Terms
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.errors import DataError
+
+LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
+CONFIG = msgspec.json.decode(msgspec.json.encode(resolve({"replicas": 2})))  # lists, as from the wire
+RECORD = JobRecord(CONFIG, LAYOUT, {"frozen": "00ff"})
+# Saves states for ever, and says after each that it is written; the test kills it in the middle of one.
+WRITER = """
+import sys
+import msgspec
+from rallypoint.coordinator.journal import Journal
+from rallypoint.core.cluster import ClusterState
+journal = Journal(sys.argv[1])
+state = journal.load()
+while True:
+    state = msgspec.structs.replace(state, births=state.births + 1, furthest=state.births + 1)
+    journal.save(state)
+    print(state.births, flush=True)
+"""
+
+
+def view(count: int) -> View:
+    return View(
+        ViewNumber(2, count), ViewNumber(1, 1), (Member("w0", "here", birth=3),),
+        (Member("s0", "there", "127.0.0.1:1", 1), Member("s1", "there", "127.0.0.1:2", 2)),
+        (Deal(0, {"w0": (0, 1)}), Deal(9, {"w0": (1,)})), {0: "s0", 1: "s1"}, {0: "s1"}, first="w0",
+    )  # fmt: skip
+
+
+def state(count: int = 1, *, over: bool = False) -> ClusterState:
+    return ClusterState(
+        RECORD, view(count), (0, 1), births=3, epoch=2, begun=True, furthest=count, workers_max=2, over=over
+    )
+
+
+def test_a_new_journal_knows_nothing(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    assert journal.load() is None
+    journal.close()
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        ClusterState(None, None, (), births=0, epoch=1, begun=False, furthest=-1, workers_max=1),
+        ClusterState(RECORD, None, (), births=2, epoch=1, begun=False, furthest=-1, workers_max=1),
+        state(),
+        state(over=True),
+    ],
+    ids=["empty", "gathering", "running", "over"],
+)
+def test_what_was_saved_is_loaded_by_the_next(tmp_path: Path, written: ClusterState) -> None:
+    first = Journal(str(tmp_path))
+    first.save(written)
+    first.close()
+    second = Journal(str(tmp_path))
+    assert second.load() == written
+    second.close()
+
+
+def test_the_last_state_counts_and_every_view_is_kept(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    for count in range(1, 6):
+        journal.save(state(count))
+    assert journal.load() == state(5)
+    journal.close()
+    with sqlite3.connect(tmp_path / JOURNAL) as db:
+        kept = db.execute("select body from views order by epoch, count").fetchall()
+    db.close()
+    assert [msgspec.msgpack.decode(body, type=View) for (body,) in kept] == [view(count) for count in range(1, 6)]
+
+
+def test_a_record_may_be_replaced_until_the_job_has_begun(tmp_path: Path) -> None:
+    """All workers left while the cluster gathered; the next ones bring another model."""
+    journal = Journal(str(tmp_path))
+    gathering = ClusterState(RECORD, None, (), births=1, epoch=1, begun=False, furthest=-1, workers_max=1)
+    other = msgspec.structs.replace(gathering, record=JobRecord(RECORD.config, LAYOUT, {"frozen": "ff00"}))
+    for written in (gathering, msgspec.structs.replace(gathering, record=None), other):
+        journal.save(written)
+        assert journal.load() == written
+    journal.close()
+
+
+def test_without_a_folder_it_forgets() -> None:
+    journal = Journal("")
+    journal.save(state())
+    assert journal.load() == state()
+    journal.close()
+    journal.close()
+    forgetful = Journal("")
+    assert forgetful.load() is None
+    forgetful.close()
+
+
+def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    journal.save(state())
+    journal.close()
+    saved = state().births
+    for _ in range(3):
+        writer = subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=os.environ
+        )
+        assert writer.stdout is not None
+        lines = [writer.stdout.readline() for _ in range(25)]
+        writer.send_signal(signal.SIGKILL)
+        lines += [line for line in writer.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+        writer.stdout.close()
+        assert writer.wait(20) == -signal.SIGKILL
+        assert int(lines[0]) == saved + 1, "it went on where the one before ended"
+        journal = Journal(str(tmp_path))
+        after = journal.load()
+        journal.close()
+        assert after is not None
+        saved = after.births
+        assert saved in (int(lines[-1]), int(lines[-1]) + 1), "what was said to be saved is there, at most one more"
+        assert after == msgspec.structs.replace(state(), births=saved, furthest=saved)
+
+
+# ---- a journal that cannot be read -----------------------------------------------------------------------------
+
+
+def spoil_the_file(path: Path) -> None:
+    path.write_bytes(b"this is no database, but it is long enough to be taken for one" * 100)
+
+
+def spoil_the_state(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("update state set body = x'c1'")
+    db.close()
+
+
+def spoil_the_record(path: Path) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute("update record set body = x'93'")
+    db.close()
+
+
+@pytest.mark.parametrize("spoil", [spoil_the_file, spoil_the_state, spoil_the_record])
+def test_a_journal_that_cannot_be_read_is_one_sentence(tmp_path: Path, spoil: object) -> None:
+    journal = Journal(str(tmp_path))
+    journal.save(state())
+    journal.close()
+    for beside in tmp_path.glob(f"{JOURNAL}-*"):
+        beside.unlink()
+    assert callable(spoil)
+    spoil(tmp_path / JOURNAL)
+    service = CoordinatorService(terms=Terms(), reception=Reception(folder=str(tmp_path)))
+    with pytest.raises(DataError, match=r"^the journal .*journal\.sqlite cannot be read \(.*\): move it away to start"):
+        service.start()

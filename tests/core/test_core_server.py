@@ -1,0 +1,366 @@
+"""The server's machine: shards under the view in force, fills in the background, decisions taken together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.clip import Measure, Tell, Verdict
+from rallypoint.core.policy import Sync
+from rallypoint.core.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Restore, ServerMachine
+from rallypoint.core.shard import (
+    Abandon,
+    Acked,
+    Apply,
+    Contribute,
+    Fill,
+    Finish,
+    Initialise,
+    InStep,
+    Install,
+    Loaded,
+    Publish,
+    Replicated,
+    Take,
+)
+from rallypoint.core.view import Member, View, ViewNumber
+
+PURE = settings(derandomize=True, deadline=None, max_examples=60)
+
+
+def _plan(shards: int, *, decides: bool = False, buffers: frozenset[int] = frozenset(), skip: bool = False) -> Plan:
+    parameters = frozenset(range(shards)) - buffers
+    waiting = frozenset(range(shards)) if skip else parameters
+    return Plan(
+        Sync(), [1] * shards, parameters, waiting if decides else frozenset(), 1.0 if decides else None, skip
+    )
+
+
+def _view(
+    count: int, primary: Mapping[int, str], backup: Mapping[int, str] | None = None, *, since: int = 1,
+    origin: str = "", births: Mapping[str, int] | None = None,
+) -> View:  # fmt: skip
+    born = {"s0": 1, "s1": 2, "s2": 3} if births is None else births
+    return View(
+        number=ViewNumber(1, count), since=ViewNumber(1, since), workers=(), deals=(), origin=origin,
+        servers=tuple(Member(id, "h", f"{id}:1", birth) for id, birth in born.items()),
+        primary=dict(primary), backup=dict(backup or {}),
+    )  # fmt: skip
+
+
+def _on(effects: list[Effect], kind: type) -> list[tuple[int, Any]]:
+    return [(e.shard, e.effect) for e in effects if isinstance(e, On) and isinstance(e.effect, kind)]
+
+
+def _server(plan: Plan, view: View, *linked: str, initialised: bool = True) -> ServerMachine:
+    """s0 under its first view, with links to others, its primaries at version 0."""
+    server = ServerMachine("s0", plan)
+    server.adopt(view)
+    for other in linked:
+        server.peer_linked(other)
+    if initialised:
+        for index in view.shards_of("s0"):
+            server.handle(index, Initialise(1000 + index))
+    return server
+
+
+# ---- views ----
+
+
+def test_the_first_view_says_what_is_held_here() -> None:
+    server = ServerMachine("s0", _plan(4))
+    effects = server.adopt(_view(1, {0: "s0", 1: "s1", 2: "s0", 3: "s2"}, {1: "s0", 0: "s1"}))
+    assert [effect for effect in effects if isinstance(effect, Own)] == [Own(0), Own(1), Own(2)]
+    assert server.held == [0, 1, 2]
+    assert [server.is_primary(index) for index in range(4)] == [True, False, True, False]
+    assert server.machine(3) is None
+    assert server.birth == 1
+
+
+def test_an_older_view_and_the_same_one_again_change_nothing() -> None:
+    server = _server(_plan(2), _view(2, {0: "s0", 1: "s0"}))
+    assert server.adopt(_view(1, {0: "s1", 1: "s1"})) == []
+    assert server.adopt(_view(2, {0: "s1", 1: "s1"})) == []
+    assert server.held == [0, 1]
+
+
+def test_shards_that_went_elsewhere_are_let_go_and_new_ones_are_made_room_for() -> None:
+    server = _server(_plan(3), _view(1, {0: "s0", 1: "s0", 2: "s1"}))
+    effects = server.adopt(_view(2, {0: "s1", 1: "s0", 2: "s0"}))
+    assert [effect for effect in effects if isinstance(effect, (Own, Disown))] == [Disown(0), Own(2)]
+    assert server.machine(1).version == 0  # type: ignore[union-attr]
+    assert server.held == [1, 2]
+
+
+def test_after_a_roll_back_everything_is_let_go_and_read_from_the_snapshot() -> None:
+    server = _server(_plan(3), _view(1, {0: "s0", 1: "s0", 2: "s1"}))
+    effects = server.adopt(_view(4, {0: "s0", 1: "s1", 2: "s0"}, {1: "s0"}, since=4, origin="step-7"))
+    assert effects[:2] == [Disown(0), Disown(1)]
+    assert effects[-1] == Restore((0, 2), "step-7")
+    assert server.held == [0, 1, 2]
+    assert all(server.machine(index).version == -1 for index in server.held)  # type: ignore[union-attr]
+    assert _on(server.handle(0, Loaded(7)), Publish) == [(0, Publish(7))]
+
+
+def test_a_new_beginning_reads_nothing() -> None:
+    server = ServerMachine("s0", _plan(1))
+    assert not any(isinstance(effect, Restore) for effect in server.adopt(_view(1, {0: "s0"})))
+
+
+def test_a_server_that_was_given_up_and_came_back_holds_nothing_of_what_it_held() -> None:
+    server = _server(_plan(2), _view(1, {0: "s0", 1: "s1"}, {1: "s0"}))
+    server.handle(1, Loaded(5))
+    effects = server.adopt(_view(3, {0: "s1", 1: "s1"}, {0: "s0", 1: "s0"}, births={"s0": 9, "s1": 2}))
+    assert [effect for effect in effects if isinstance(effect, (Own, Disown))] == [
+        Disown(0), Disown(1), Own(0), Own(1),
+    ]  # fmt: skip
+    assert not any(isinstance(effect, Restore) for effect in effects)  # the others go on: it will be filled
+    assert server.birth == 9
+    assert all(server.machine(index).version == -1 for index in (0, 1))  # type: ignore[union-attr]
+
+
+def test_a_server_that_the_view_does_not_name_holds_nothing() -> None:
+    server = _server(_plan(1), _view(1, {0: "s0"}))
+    assert server.adopt(_view(2, {0: "s1"}, births={"s1": 2})) == [Disown(0)]
+    assert (server.birth, server.held) == (-1, [])
+
+
+def test_updates_count_only_from_the_primary_of_the_view_in_force() -> None:
+    server = ServerMachine("s0", _plan(3))
+    assert not server.takes_from(0, "s1")
+    server.adopt(_view(1, {0: "s1", 1: "s0", 2: "s2"}, {0: "s0"}))
+    assert server.takes_from(0, "s1")
+    assert not server.takes_from(0, "s2")  # a primary that was replaced (I10)
+    assert not server.takes_from(1, "s0")
+    assert not server.takes_from(2, "s2")  # another is its backup
+    server.adopt(_view(2, {0: "s0", 1: "s0", 2: "s2"}))
+    assert not server.takes_from(0, "s1")
+
+
+# ---- backups ----
+
+
+def test_backups_are_filled_a_few_at_a_time_once_they_are_linked_and_there_is_something_to_send() -> None:
+    shards = FILLS_AT_ONCE + 2
+    view = _view(1, dict.fromkeys(range(shards), "s0"), dict.fromkeys(range(shards), "s1"))
+    server = _server(_plan(shards), view)
+    effects = server.peer_linked("s1")
+    assert _on(effects, Fill) == [(index, Fill(0)) for index in range(FILLS_AT_ONCE)]
+    assert server.peer_linked("s1") == []
+    effects = server.handle(0, Acked(0))
+    assert _on(effects, InStep) == [(0, InStep())]
+    assert _on(effects, Fill) == [(FILLS_AT_ONCE, Fill(0))]
+    assert server.in_step == {0: 2}
+
+
+def test_a_backup_that_is_linked_before_there_is_anything_to_send_is_filled_with_the_first_version() -> None:
+    server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1", initialised=False)
+    assert server.handle(0, Initialise(1)) == [On(0, Install(1)), On(0, Publish(0)), On(0, Fill(0))]
+    restored = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}, origin="step-3"), "s1", initialised=False)
+    assert restored.handle(0, Loaded(3)) == [On(0, Publish(3)), On(0, Fill(3))]
+
+
+def test_a_backup_whose_link_was_lost_is_filled_again_and_still_counts() -> None:
+    server = _server(_plan(2), _view(1, {0: "s0", 1: "s0"}, {0: "s1", 1: "s2"}), "s1", "s2")
+    for index in (0, 1):
+        server.handle(index, Acked(0))
+    server.peer_lost("s1")
+    assert server.in_step == {0: 2, 1: 3}
+    assert _on(server.handle(0, Contribute(0, 0, 1.0, 1)), Publish) == []
+    assert _on(server.peer_linked("s1"), Fill) == [(0, Fill(1))]
+    assert _on(server.handle(0, Acked(1)), Publish) == [(0, Publish(1))]
+
+
+def test_a_fill_that_was_under_way_on_a_lost_link_makes_room_for_others() -> None:
+    primary = dict.fromkeys(range(4), "s0")
+    server = _server(_plan(4), _view(1, primary, {0: "s1", 1: "s1", 2: "s2", 3: "s2"}), "s1", "s2")
+    server.peer_lost("s1")
+    assert _on(server.handle(3, Initialise(9)), Fill) == [(2, Fill(0)), (3, Fill(0))]
+
+
+@pytest.mark.parametrize("again", [{"s0": 1, "s1": 8, "s2": 3}, {"s0": 1, "s2": 3}], ids=["born again", "another"])
+def test_another_backup_process_starts_from_nothing(again: dict[str, int]) -> None:
+    server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1", "s2")
+    server.handle(0, Acked(0))
+    assert server.in_step == {0: 2}
+    backup = "s1" if "s1" in again else "s2"
+    effects = server.adopt(_view(2, {0: "s0"}, {0: backup}, births=again))
+    assert server.in_step == {}
+    if backup == "s1":
+        assert _on(effects, Fill) == []  # the new process is not linked yet
+        effects = server.peer_linked("s1")
+    assert _on(effects, Fill) == [(0, Fill(0))]
+    server.handle(0, Acked(0))
+    assert server.in_step == {0: again[backup]}
+
+
+def test_a_backup_that_stays_through_a_view_stays_in_step() -> None:
+    server = _server(_plan(2), _view(1, {0: "s0", 1: "s1"}, {0: "s1"}), "s1")
+    server.handle(0, Acked(0))
+    assert _on(server.adopt(_view(2, {0: "s0", 1: "s2"}, {0: "s1"})), Fill) == []
+    assert server.in_step == {0: 2}
+
+
+def test_when_a_shard_has_no_backup_any_more_its_fill_makes_room_for_others() -> None:
+    primary = dict.fromkeys(range(3), "s0")
+    server = _server(_plan(3), _view(1, primary, dict.fromkeys(primary, "s1")), "s1")
+    effects = server.adopt(_view(2, primary, {2: "s1"}))
+    assert _on(effects, Fill) == [(2, Fill(0))]
+
+
+def test_a_promoted_backup_publishes_and_fills_its_own_backup() -> None:
+    server = _server(_plan(1), _view(1, {0: "s1"}, {0: "s0"}), "s1", "s2")
+    server.handle(0, Loaded(4))
+    assert _on(server.handle(0, Replicated(4, False, 1)), Apply) == [(0, Apply(4, 1.0))]
+    effects = server.adopt(_view(2, {0: "s0"}, {0: "s2"}, births={"s0": 1, "s2": 3}))
+    assert effects == [On(0, Abandon()), On(0, Publish(5)), On(0, Fill(5))]
+
+
+def test_a_demoted_primary_gives_up_its_version_and_is_filled_by_the_new_one() -> None:
+    server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1")
+    server.handle(0, Acked(0))
+    assert server.adopt(_view(2, {0: "s1"}, {0: "s0"})) == [On(0, Abandon())]
+    assert server.machine(0).version == -1  # type: ignore[union-attr]
+    assert server.in_step == {}
+    assert server.takes_from(0, "s1")
+
+
+@PURE
+@given(st.data())
+def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_backups(data: st.DataObject) -> None:
+    servers, shards = ["s0", "s1", "s2"], 5
+    machine, linked = ServerMachine("s0", _plan(shards, decides=True)), set[str]()
+    filling: dict[int, str] = {}
+    for count in range(1, data.draw(st.integers(2, 15))):
+        primary = {shard: data.draw(st.sampled_from(servers)) for shard in range(shards)}
+        others = st.sampled_from([*servers, ""])
+        backup = {s: b for s, home in primary.items() if (b := data.draw(others)) not in ("", home)}
+        since = data.draw(st.sampled_from([1, 1, 1, count]))
+        before = machine.view.since.count if machine.view is not None else since
+        view = _view(count, primary, backup, since=max(since, before), origin="step-3")
+        effects = machine.adopt(view)
+        assert machine.held == sorted(s for s in primary if "s0" in (primary[s], backup.get(s)))
+        owned = [effect.shard for effect in effects if isinstance(effect, Own)]
+        assert len(owned) == len(set(owned))
+        for index in machine.held:
+            assert machine.is_primary(index) == (primary[index] == "s0")
+        peer = data.draw(st.sampled_from(["s1", "s2"]))
+        if peer in linked:
+            machine.peer_lost(peer)
+            linked.discard(peer)
+        else:
+            linked.add(peer)
+            effects += machine.peer_linked(peer)
+        for index in machine.held:
+            if machine.is_primary(index) and machine.machine(index).version < 0:  # type: ignore[union-attr]
+                effects += machine.handle(index, Loaded(3))
+        filled = _on(effects, Fill)
+        assert len(machine._filling) <= FILLS_AT_ONCE
+        for index, _ in filled:
+            filling[index] = backup.get(index, "")
+        for index in list(machine._filling):
+            assert backup[index] == filling[index]
+        assert set(machine.in_step) <= {s for s in backup if primary[s] == "s0"}
+
+
+# ---- decisions ----
+
+
+def _step(server: ServerMachine, index: int, step: int, norm: float) -> list[Effect]:
+    """The shard's only contribution comes, and is measured."""
+    effects = server.handle(index, Contribute(step, 0, 1.0, 100 + step))
+    for shard, effect in _on(effects, Finish):
+        if effect.measure and shard in server.plan.measured:
+            effects += server.measured(effect.step, Measure(shard, norm))
+    return effects
+
+
+def _finish(server: ServerMachine, effects: list[Effect]) -> list[Effect]:
+    (verdict,) = [effect for effect in effects if isinstance(effect, Verdict)]
+    return server.decided(verdict)
+
+
+def test_all_servers_scale_by_the_norm_of_all_shards() -> None:
+    plan, view = _plan(3, decides=True), _view(1, {0: "s0", 1: "s1", 2: "s0"})
+    server = _server(plan, view, "s1")
+    assert not any(isinstance(effect, Tell) for effect in _step(server, 0, 0, 2.0))
+    told = [effect for effect in _step(server, 2, 0, 1.0) if isinstance(effect, Tell)]
+    assert told == [Tell(0, (Measure(0, 2.0), Measure(2, 1.0)))]
+    effects = _finish(server, server.told(0, [Measure(1, 2.0)]))
+    scale = 1.0 / (3.0 + 1e-6)
+    assert _on(effects, Apply) == [(0, Apply(0, scale)), (2, Apply(0, scale))]
+    assert _on(effects, Publish) == [(0, Publish(1)), (2, Publish(1))]
+
+
+def test_without_decisions_nothing_is_measured_and_nothing_told() -> None:
+    server = _server(_plan(1), _view(1, {0: "s0"}))
+    effects = server.handle(0, Contribute(0, 0, 1.0, 1))
+    assert effects == [On(0, Take(1, 1.0)), On(0, Finish(0, 1.0, False)), On(0, Apply(0, 1.0)), On(0, Publish(1))]
+    assert server.measured(0, Measure(0, 1.0)) == []
+    assert server.told(0, [Measure(0, 1.0)]) == []
+    assert server.peer_linked("s1") == []
+
+
+def test_buffers_do_not_wait_for_clipping_and_wait_to_be_skipped() -> None:
+    for skip in (False, True):
+        plan = _plan(2, decides=True, buffers=frozenset({1}), skip=skip)
+        server = _server(plan, _view(1, {0: "s0", 1: "s0"}))
+        assert bool(_on(_step(server, 1, 0, 0.0), Apply)) != skip
+        effects = _finish(server, _step(server, 0, 0, float("inf")))
+        assert _on(effects, Apply) == ([(0, Apply(0, None)), (1, Apply(0, None))] if skip else [(0, Apply(0, 0.0))])
+
+
+def test_what_is_known_is_told_again_when_servers_change_and_when_a_link_stands_again() -> None:
+    view = _view(1, {0: "s0", 1: "s1", 2: "s2"})
+    server = _server(_plan(3, decides=True), view, "s1")
+    _step(server, 0, 0, 2.0)
+    server.told(0, [Measure(1, 2.0)])
+    known = Tell(0, (Measure(0, 2.0), Measure(1, 2.0)))
+    assert server.peer_linked("s2") == [known]
+    assert known in server.adopt(_view(2, {0: "s0", 1: "s1", 2: "s1"}, births={"s0": 1, "s1": 2}))
+
+
+def test_a_shard_that_is_promoted_after_the_decision_takes_the_same_decision() -> None:
+    view = _view(1, {0: "s0", 1: "s1"}, {1: "s0"})
+    server = _server(_plan(2, decides=True), view, "s1")
+    server.handle(1, Loaded(0))
+    _step(server, 0, 0, 3.0)
+    verdict = server.told(0, [Measure(1, 4.0)])
+    _finish(server, verdict)  # and s1 dies before it has replicated its part of step 0
+    server.adopt(_view(2, {0: "s0", 1: "s0"}, births={"s0": 1}))
+    effects = server.handle(1, Contribute(0, 0, 1.0, 7))  # sent again
+    assert _on(effects, Apply) == [(1, Apply(0, 1.0 / (5.0 + 1e-6)))]
+
+
+def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
+    view = _view(1, {0: "s0", 1: "s1"}, {1: "s0"})
+    server = _server(_plan(2, decides=True), view, "s1")
+    server.handle(1, Loaded(0))
+    _step(server, 0, 0, 3.0)
+    server.adopt(_view(2, {0: "s0", 1: "s0"}, births={"s0": 1}))
+    effects = _step(server, 1, 0, 4.0)
+    assert Tell(0, (Measure(0, 3.0), Measure(1, 4.0))) in effects
+    assert _on(_finish(server, effects), Apply) == [
+        (0, Apply(0, 1.0 / (5.0 + 1e-6))), (1, Apply(0, 1.0 / (5.0 + 1e-6))),
+    ]  # fmt: skip
+
+
+def test_decisions_of_a_void_past_are_forgotten() -> None:
+    server = _server(_plan(2, decides=True), _view(1, {0: "s0", 1: "s1"}), "s1")
+    _step(server, 0, 0, 3.0)
+    _finish(server, server.told(0, [Measure(1, 4.0)]))
+    view = _view(5, {0: "s0", 1: "s1"}, since=5, origin="step-0")
+    assert not any(isinstance(effect, Tell) for effect in server.adopt(view))
+    server.handle(0, Loaded(0))
+    effects = _step(server, 0, 0, 3.0)
+    assert [effect for effect in effects if isinstance(effect, Verdict)] == []
+
+
+def test_a_view_survives_being_adopted_after_the_wire() -> None:
+    view = msgspec.msgpack.decode(msgspec.msgpack.encode(_view(1, {0: "s0"}, {0: "s1"})), type=View)
+    assert ServerMachine("s0", _plan(1)).adopt(view) == [Own(0)]

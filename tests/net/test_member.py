@@ -1,0 +1,293 @@
+"""A member's link to the coordinator: signs of life, coordinators that come and go, words that wait for the next."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.net import member
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.gate import Gate
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import Admitted, Beat, Done, Finished, Hello, Message, Say, Welcome, decode
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Connection, Transport
+
+PATIENCE_S = 20.0
+TOKEN = "a token that nobody guesses"
+LONG = 1000.0  # a heartbeat that never comes, so that only what a test is about is heard
+
+
+@dataclass
+class Coordinator:
+    """The other side: says only what the test says, and keeps what it hears."""
+
+    transport: Transport
+    address: str = "127.0.0.1:0"
+    token: str = TOKEN
+    heartbeat: float = LONG
+    joined: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
+    heard: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
+
+    def __post_init__(self) -> None:
+        welcome = Welcome(heartbeat=self.heartbeat)
+        self.gate = Gate(self.transport, self.address, self.token, lambda hello: welcome, self._serve)
+        self.address = self.gate.address
+
+    def member(self) -> tuple[Channel, Hello]:
+        return self.joined.get(timeout=PATIENCE_S)
+
+    def hear(self) -> Message:
+        return self.heard.get(timeout=PATIENCE_S)
+
+    def close(self) -> None:
+        self.gate.close()
+
+    def _serve(self, channel: Channel, hello: Hello) -> None:
+        self.joined.put((channel, hello))
+        while True:
+            self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
+
+
+class Member:
+    """This side: a link, and what it has called."""
+
+    def __init__(self, coordinator: Coordinator, role: str = "worker", token: str = TOKEN) -> None:
+        self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.admissions: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.lost: queue.SimpleQueue[RallypointError] = queue.SimpleQueue()
+        self.says_when_admitted: list[Message] = []
+        self.link = CoordinatorLink(
+            transport=coordinator.transport, address=coordinator.address, token=token, role=role, id="worker0",
+            listening_at="127.0.0.1:7", on_message=self.messages.put, on_lost=self.lost.put,
+            on_admitted=self._on_admitted,
+        )  # fmt: skip
+        self.link.start()
+
+    def _on_admitted(self, new: bool) -> None:
+        for message in self.says_when_admitted:
+            self.link.send(message)
+        self.admissions.put(new)
+
+
+@pytest.fixture(params=["tcp", "inproc"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    return TcpTransport() if request.param == "tcp" else InprocTransport()
+
+
+@pytest.fixture
+def coordinator(transport: Transport) -> Iterator[Coordinator]:
+    coordinator = Coordinator(transport)
+    yield coordinator
+    coordinator.close()
+
+
+@pytest.fixture
+def me(coordinator: Coordinator) -> Iterator[Member]:
+    me = Member(coordinator)
+    yield me
+    me.link.close()
+
+
+def admit(coordinator: Coordinator, me: Member, birth: int) -> tuple[Channel, bool]:
+    """The member's next joining is accepted: its channel, and whether it takes itself for somebody new."""
+    channel, _ = coordinator.member()
+    channel.send_message(Admitted(birth))
+    return channel, me.admissions.get(timeout=PATIENCE_S)
+
+
+def until_lost(me: Member) -> None:
+    """Until the link has noticed that the coordinator is away: from then on what is said waits."""
+    until(lambda: not me.link._admitted)
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.005)
+
+
+def test_it_joins_and_hands_over_what_comes_in_order(coordinator: Coordinator, me: Member) -> None:
+    channel, hello = coordinator.member()
+    assert (hello.role, hello.id, hello.address, hello.birth) == ("worker", "worker0", "127.0.0.1:7", 0)
+    channel.send_message(Admitted(3))
+    assert me.admissions.get(timeout=PATIENCE_S) is True, "it had no birth number: it is new"
+    for text in "abc":
+        channel.send_message(Say(text))
+    assert [me.messages.get(timeout=PATIENCE_S) for _ in "abc"] == [Say("a"), Say("b"), Say("c")]
+    assert me.link.birth == 3
+
+
+def test_it_gives_signs_of_life_once_it_is_admitted(transport: Transport) -> None:
+    coordinator = Coordinator(transport, heartbeat=0.02)
+    me = Member(coordinator)
+    channel, _ = coordinator.member()
+    me.link.send(Say("before anything else"))
+    channel.send_message(Say("not admitted yet"))
+    assert me.messages.get(timeout=PATIENCE_S) == Say("not admitted yet")
+    assert coordinator.heard.empty(), "whoever is not admitted has nothing to say"
+    channel.send_message(Admitted(1))
+    assert [coordinator.hear() for _ in range(4)] == [Say("before anything else"), Beat(), Beat(), Beat()]
+    me.link.close()
+    coordinator.close()
+
+
+def test_an_observer_gives_no_signs_of_life_and_may_speak_at_once(transport: Transport) -> None:
+    coordinator = Coordinator(transport, heartbeat=0.004)
+    me = Member(coordinator, role="observer")
+    me.link.send(Say("one"))
+    assert coordinator.hear() == Say("one")
+    channel, _ = coordinator.member()
+    before = me.link._channel
+    channel.connection.close()  # and one that is lost comes back
+    coordinator.member()
+    until(lambda: me.link._channel is not before)
+    me.link.send(Say("two"))
+    assert coordinator.hear() == Say("two")
+    me.link.close()
+    coordinator.close()
+
+
+def test_what_is_said_before_the_admission_waits_for_it(coordinator: Coordinator, me: Member) -> None:
+    channel, _ = coordinator.member()
+    me.says_when_admitted = [Say("first of all")]
+    me.link.send(Say("one"))
+    me.link.send(Say("two"))
+    channel.send_message(Admitted(1))
+    me.admissions.get(timeout=PATIENCE_S)
+    me.link.send(Say("three"))
+    assert [coordinator.hear() for _ in range(4)] == [Say("one"), Say("two"), Say("first of all"), Say("three")]
+
+
+def test_a_coordinator_that_comes_back_at_its_address_finds_its_member_again(
+    coordinator: Coordinator, me: Member
+) -> None:
+    admit(coordinator, me, birth=4)
+    coordinator.close()
+    until_lost(me)
+    me.link.send(Say("said to nobody"))
+    again = Coordinator(coordinator.transport, coordinator.address)
+    channel, hello = again.member()
+    assert hello.birth == 4
+    channel.send_message(Admitted(4))
+    assert me.admissions.get(timeout=PATIENCE_S) is False, "the same process as before"
+    assert again.hear() == Say("said to nobody")
+    me.link.send(Done())
+    assert again.hear() == Done()
+    me.link.close()
+    again.close()
+
+
+def test_as_somebody_new_what_the_former_one_said_is_dropped(coordinator: Coordinator, me: Member) -> None:
+    admit(coordinator, me, birth=4)
+    coordinator.close()
+    until_lost(me)
+    me.link.send(Say("by the former one"))
+    me.says_when_admitted = [Say("by the new one")]
+    again = Coordinator(coordinator.transport, coordinator.address)
+    assert admit(again, me, birth=9)[1] is True
+    assert again.hear() == Say("by the new one")
+    me.link.send(Done())
+    assert again.hear() == Done()
+    assert me.link.birth == 9
+    me.link.close()
+    again.close()
+
+
+def test_given_up_by_mistake_it_comes_back_as_somebody_new(coordinator: Coordinator, me: Member) -> None:
+    channel, _ = admit(coordinator, me, birth=1)
+    channel.refuse("given up: no sign of life for 3.1 s")
+    assert admit(coordinator, me, birth=2)[1] is True
+    assert me.lost.empty()
+    assert me.messages.empty()
+
+
+def test_a_refusal_before_the_admission_is_handed_over(coordinator: Coordinator, me: Member) -> None:
+    channel, _ = coordinator.member()
+    channel.refuse("the id worker0 is taken")
+    assert me.messages.get(timeout=PATIENCE_S).reason == "the id worker0 is taken"  # type: ignore[union-attr]
+
+
+def test_who_must_not_come_back_is_told_so_once(coordinator: Coordinator, me: Member) -> None:
+    admit(coordinator, me, birth=1)
+    coordinator.close()
+    other = Coordinator(coordinator.transport, coordinator.address, token="the token of another job")
+    assert isinstance(error := me.lost.get(timeout=PATIENCE_S), AccessDenied)
+    assert "the job token is wrong" in str(error)
+    me.link._thread.join(PATIENCE_S)
+    assert not me.link._thread.is_alive()
+    other.close()
+
+
+def test_a_coordinator_that_stays_away_is_given_up(
+    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "RETURN_TIMEOUT_S", 0.1)
+    admit(coordinator, me, birth=1)
+    coordinator.close()
+    assert isinstance(me.lost.get(timeout=PATIENCE_S), LinkError)
+
+
+def test_what_is_no_message_ends_it(coordinator: Coordinator, me: Member) -> None:
+    channel, _ = admit(coordinator, me, birth=1)
+    channel.send(Header(Kind.CREDIT))
+    assert isinstance(error := me.lost.get(timeout=PATIENCE_S), ProtocolError)
+    assert "a CREDIT frame from the coordinator" in str(error)
+
+
+def test_a_coordinator_that_is_not_there_is_waited_for(transport: Transport) -> None:
+    first = Coordinator(transport)
+    first.close()
+    late: list[Coordinator] = []
+    real, tries = transport.connect, 0
+
+    def connect(address: str, timeout: float) -> Connection:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            late.append(Coordinator(transport, address))
+        return real(address, timeout)
+
+    transport.connect = connect  # type: ignore[method-assign]
+    me = Member(first)  # which knows its address only
+    late[0].member()
+    assert tries == 3
+    me.link.close()
+    late[0].close()
+
+
+def test_a_wrong_token_is_denied_when_it_joins(coordinator: Coordinator) -> None:
+    with pytest.raises(AccessDenied, match="the job token is wrong"):
+        Member(coordinator, token="another")
+
+
+def test_closing_says_what_is_queued_and_is_no_loss(coordinator: Coordinator, me: Member) -> None:
+    channel, _ = admit(coordinator, me, birth=1)
+    for number in range(100):
+        me.link.send(Say(str(number)))
+    channel.send_message(Finished())
+    me.link.close()
+    assert [coordinator.hear() for _ in range(100)] == [Say(str(number)) for number in range(100)]
+    assert me.lost.empty()
+    assert not me.link._thread.is_alive()
+    assert not me.link._beat_thread.is_alive()
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["the coordinator is there", "it is away"])
+def test_closing_joins_in_every_state(coordinator: Coordinator, me: Member, there: bool) -> None:
+    admit(coordinator, me, birth=1)
+    if not there:
+        coordinator.close()
+        until_lost(me)
+    me.link.close()
+    me.link.close()
+    assert not me.link._thread.is_alive()
+    assert me.lost.empty()

@@ -1,0 +1,323 @@
+"""Kill anything, at any time: a real run through the real command line ends with the bytes of an undisturbed one.
+
+Workers stop at a gate in the middle of a step, where the test strikes; nothing here depends on how long anything takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import safetensors.torch
+import torch
+
+PATIENCE_S = 90.0
+STEPS = 24
+AT = 9  # the step in which the test strikes
+SCRIPT = f"""
+import os, sys, time
+from pathlib import Path
+import torch, rallypoint as rp
+from rallypoint.worker.tensors import weights_hash
+gate = Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch.nn.Linear(30, 3))
+data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
+with rp.join() as job:
+    run = job.train(model, data, replicas=3, batch=4, steps={STEPS}, clip=0.5, shard_bytes=256,
+                    optimizer=rp.AdamW(lr=1e-2))
+    for micro in run:
+        with micro:
+            loss = torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1])
+            while micro.replica > 0 and micro.step >= int(gate.read_text()):
+                time.sleep(0.005)  # replica 0 of this step is on the servers, the others are not
+            micro.backward(loss)
+    if run.lead:
+        torch.save(model.state_dict(), run.folder / "model.pt")
+        (run.folder / "hash").write_text(weights_hash(model))
+"""
+
+
+class Cluster:
+    """``rallypoint`` with a run's folder, as a user starts it; its workers stop at the step that the gate says."""
+
+    def __init__(self, home: Path) -> None:
+        self.home, self.folder = home, home / "run"
+        self._gate, self._output = home / "gate", home / "output"
+        self.script = home / "script.py"
+        self.script.write_text(SCRIPT)
+        self.launcher: subprocess.Popen[bytes] | None = None
+        self.seen: dict[int, psutil.Process] = {}
+        self.open(0)
+
+    # ---- starting and ending ----
+
+    def run(self, *options: str) -> None:
+        self._start("run", "--folder", str(self.folder), *options, str(self.script), str(self._gate))
+
+    def resume(self) -> None:
+        self._start("resume", str(self.folder))
+
+    def _start(self, *arguments: str) -> None:
+        with self._output.open("ab") as output:
+            self.launcher = subprocess.Popen(
+                command(*arguments), stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200"}
+            )
+
+    def ended(self) -> int:
+        """The launcher's exit status, once it and all of its children are gone."""
+        assert self.launcher is not None
+        self.until(lambda: self.launcher.poll() is not None and not self._alive())  # type: ignore[union-attr]
+        return self.launcher.returncode
+
+    def close(self) -> None:
+        if self.launcher is not None:
+            self.processes()
+            self.launcher.kill()
+            self.launcher.wait()
+        for process in self._alive():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(list(self.seen.values()), timeout=PATIENCE_S)
+
+    # ---- looking ----
+
+    @property
+    def output(self) -> str:
+        return self._output.read_text()
+
+    @property
+    def hash(self) -> str:
+        return (self.folder / "hash").read_text()
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(FileNotFoundError):
+            lines = (self.folder / "events.jsonl").read_text().splitlines(keepends=True)
+            entries = [json.loads(line) for line in lines if line.endswith("\n")]
+            return [entry for entry in entries if entry["type"] == kind]
+        return []
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """The living children, by their names in the job."""
+        assert self.launcher is not None
+        found: dict[str, psutil.Process] = {}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.launcher.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess, KeyError):  # gone, or not yet what it will be
+                    self.seen[child.pid] = child
+                    found[child.environ()["RALLYPOINT_ID"]] = child
+        return found
+
+    def _alive(self) -> list[psutil.Process]:
+        return [process for process in self.seen.values() if alive(process)]
+
+    # ---- waiting ----
+
+    def open(self, step: int) -> None:
+        """Let the workers come as far as this step."""
+        partial = self._gate.with_suffix(".partial")
+        partial.write_text(str(step))
+        partial.replace(self._gate)
+
+    def until(self, happened: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not happened():
+            self.processes()
+            assert time.monotonic() < deadline, f"it has not happened; the run says:\n{self.output}"
+            time.sleep(0.02)
+
+    def until_in_step(self, step: int) -> None:
+        """Until replica 0 of this step has been pushed, and the others wait at the gate."""
+        self.open(step)
+        self.until(lambda: self._is_in_step(step))
+
+    def _is_in_step(self, step: int) -> bool:
+        assert self.launcher is not None
+        assert self.launcher.poll() is None, self.output
+        done = [event["step"] for event in self.events("StepDone")]
+        return bool(done) and max(done) == step - 1
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "rallypoint.cli", *arguments]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A run that nothing happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        cluster.open(STEPS)
+        cluster.run("--workers", "1", "--servers", "1")
+        assert cluster.ended() == 0, cluster.output
+        yield cluster
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("victim", ["worker0", "worker1"])
+def test_a_worker_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed: Cluster, victim: str) -> None:
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    cluster.processes()[victim].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert f"{victim} was killed (SIGKILL): starting another" in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed.hash
+
+
+@pytest.mark.parametrize("victim", ["server0", "server1"])
+def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
+    cluster: Cluster, undisturbed: Cluster, victim: str
+) -> None:
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
+    cluster.until_in_step(AT)
+    cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
+    cluster.processes()[victim].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert f"{victim} was killed (SIGKILL): starting another" in cluster.output
+    assert "snapshot" not in cluster.output.partition("was killed")[2].partition("step 24/24")[0]
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed.hash
+
+
+def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    cluster.processes()["server0"].kill()
+    cluster.until(lambda: "going on from snapshot" in cluster.output)
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "parameters are lost with their servers: going back to the last snapshot" in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed.hash
+
+
+def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    before = cluster.processes()
+    before["coordinator"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "coordinator was killed (SIGKILL): starting another" in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed.hash
+    started = {process.pid for process in cluster.seen.values()} - {process.pid for process in before.values()}
+    assert len(started) == 1, "nothing else was started again"
+
+
+def test_all_workers_killed_at_once_change_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "1")
+    cluster.until_in_step(AT)
+    for name, process in cluster.processes().items():
+        if name.startswith("worker"):
+            process.kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert cluster.output.count("starting another") == 2
+    assert cluster.hash == undisturbed.hash
+
+
+def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undisturbed: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    victim = cluster.processes()["worker1"]
+    victim.terminate()
+    cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
+    assert alive(victim), "it is asked to go, not shot"
+    cluster.open(STEPS - 2)
+    cluster.until(lambda: not alive(victim))
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "worker1 has left" in cluster.output
+    assert "starting another" not in cluster.output
+    assert cluster.hash == undisturbed.hash
+
+
+def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undisturbed: Cluster) -> None:
+    cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1")
+    cluster.until_in_step(AT)
+    cluster.until(lambda: len(cluster.events("Members")[-1]["workers"]) == 2)
+    cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
+    standby = cluster.events("Members")[-1]["standby"][0]
+    cluster.processes()[cluster.events("Members")[-1]["workers"][0]].kill()
+    cluster.until(lambda: standby in cluster.events("Members")[-1]["workers"])
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert cluster.hash == undisturbed.hash
+
+
+def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, undisturbed: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    asked = subprocess.Popen(command("snapshot", str(cluster.folder)), stdout=subprocess.PIPE, text=True)
+    for step in range(AT, STEPS - 1):  # it is taken at a version a little ahead: let them come there
+        cluster.until_in_step(step)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            asked.wait(0.5)
+            break
+    said, _ = asked.communicate(timeout=PATIENCE_S)
+    assert asked.returncode == 0, cluster.output
+    taken = cluster.events("Snapshotted")[-1]
+    assert taken["version"] > 0
+    assert said.startswith(f"{taken['snapshot']}: version {taken['version']}, ")
+    before = cluster.processes()
+    assert len(before) == 5
+    assert cluster.launcher is not None
+    cluster.launcher.send_signal(signal.SIGKILL)
+    assert cluster.ended() == -signal.SIGKILL
+    assert not [name for name, process in before.items() if alive(process)], "a lifeline was not held"
+
+    cluster.open(STEPS)
+    cluster.resume()
+    assert cluster.ended() == 0, cluster.output
+    assert f"going on from {taken['snapshot']}, version {taken['version']}" in cluster.output
+    assert cluster.hash == undisturbed.hash
+
+
+def test_an_exported_snapshot_is_the_model(undisturbed: Cluster) -> None:
+    expected = torch.load(undisturbed.folder / "model.pt", weights_only=True)
+    for name in ("exported.safetensors", "exported.pt"):
+        to = undisturbed.home / name
+        done = subprocess.run(
+            command("export", str(undisturbed.folder), "--to", str(to)), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        exported = safetensors.torch.load_file(to) if to.suffix != ".pt" else torch.load(to, weights_only=True)["model"]
+        assert exported.keys() == expected.keys()
+        assert all(torch.equal(exported[key], expected[key]) for key in expected)
+
+
+def test_a_run_that_is_over_cannot_be_asked_for_a_snapshot(undisturbed: Cluster) -> None:
+    done = subprocess.run(
+        command("snapshot", str(undisturbed.folder)), capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"error: no run is under way in {undisturbed.folder}\n"
