@@ -42,6 +42,7 @@ from rallypoint.core.cluster import (
     Proposed,
     Publish,
     Refuse,
+    Resized,
     Say,
     SnapshotLost,
     SnapshotWanted,
@@ -121,8 +122,7 @@ class _Job:
         """Time goes by; those who are alive (all by default) give a sign of life."""
         self.now += seconds
         heard = [Heard(member) for member in (self.births if alive is None else alive)]
-        effects = self.play(Tick(self.now), *heard)
-        return effects
+        return self.play(Tick(self.now), *heard)
 
     def done(self, *workers: str) -> list[Effect]:
         return self.play(*(_done(worker, self.view) for worker in workers))
@@ -389,6 +389,25 @@ def test_a_worker_beyond_the_maximum_stands_by() -> None:
     job.come("w2")
     assert job.view.hands(5) == hands
     assert job.view.workers[-1].id == "w2"
+
+
+def test_a_job_may_be_resized_and_the_next_coordinator_keeps_to_it() -> None:
+    job = _begun(_terms(2), ("s0", "s1", "w0", "w1", "w2"))
+    revision = job.machine.revision
+    job.play(Resized(3))
+    assert job.machine.revision > revision
+    assert job.machine._active() == ["w0", "w1", "w2"]
+    job.play(Resized(1))
+    assert dict(job.view.hands(0)) == {"w0": (0, 1, 2, 3)}
+    assert _again(job).machine._active() == ["w0"]
+    job.play(Resized(0))
+    assert job.machine._active() == ["w0"]
+
+
+def test_shards_that_would_be_lost_with_one_server_are_counted() -> None:
+    assert _Job(_terms()).machine.exposed == 0
+    assert _running(_terms(replication=2)).machine.exposed == len(SHARDS)
+    assert _begun(_terms(replication=2)).machine.exposed == 0
 
 
 def test_below_the_minimum_of_workers_nobody_computes_and_the_job_goes_on_when_one_comes() -> None:

@@ -352,6 +352,7 @@ class CoordinatorService:
                 assert self._machine.record is not None
                 keeper.commit(
                     snapshot, version, self._machine.record, dict(self._metrics),
+                    origin=self._machine.view.origin if self._machine.view is not None else "",
                     done=lambda nbytes, seconds: self._inbox.put(
                         lambda: self._committed(Snapshotted(snapshot, version, nbytes, seconds))
                     ),

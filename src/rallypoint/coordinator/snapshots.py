@@ -51,10 +51,11 @@ class SnapshotKeeper:
                 parts.shards.update({shard: ShardEntry(*entry) for shard, entry in part.shards.items()})
 
     def commit(
-        self, snapshot: str, version: int, record: JobRecord, metrics: dict[str, float],
+        self, snapshot: str, version: int, record: JobRecord, metrics: dict[str, float], origin: str,
         done: Callable[[int, float], None], failed: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Write the manifest, then `done(bytes, seconds since it began)`; or `failed(why)`."""
+        """Write the manifest, then `done(bytes, seconds since it began)`; or `failed(why)`. `origin`, from which a server
+        may still have to begin, is kept."""
         with self._lock:
             parts = self._parts.pop(snapshot, None)
         if parts is None:
@@ -64,7 +65,7 @@ class SnapshotKeeper:
             id=snapshot, version=version, record=msgspec.to_builtins(record), created=time.time(), metrics=metrics,
             compression=self._compression, shards=parts.shards, files=parts.files,
         )  # fmt: skip
-        self._pool.submit(self._commit, manifest, parts.began, done, failed)
+        self._pool.submit(self._commit, manifest, origin, parts.began, done, failed)
 
     def find(self, found: Callable[[str, int], None], failed: Callable[[str], None]) -> None:
         """Look for the newest usable snapshot: ``found(id, version)``, ("", -1) if there is none."""
@@ -75,8 +76,9 @@ class SnapshotKeeper:
         self._pool.shutdown(wait=True)
 
     def _commit(
-        self, manifest: Manifest, began: float, done: Callable[[int, float], None], failed: Callable[[str], None]
-    ) -> None:
+        self, manifest: Manifest, origin: str, began: float, done: Callable[[int, float], None],
+        failed: Callable[[str], None],
+    ) -> None:  # fmt: skip
         try:
             self._store.commit(manifest)
         except (RallypointError, OSError) as error:
@@ -84,7 +86,7 @@ class SnapshotKeeper:
             return
         done(sum(manifest.files.values()), time.monotonic() - began)
         try:
-            self._store.retain(self._retention, keep=(manifest.id,), thorough=False)
+            self._store.retain(self._retention, keep=(manifest.id, origin), thorough=False)
         except (RallypointError, OSError) as error:
             self._say(f"old snapshots could not be deleted: {error}")
 

@@ -178,8 +178,9 @@ class ServerMachine:
         for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
             effects += self._assign(index, view, births)
         effects += self._share(view)
-        if restore and view.origin:
-            effects.append(Restore(tuple(view.shards_of(self.me)), view.origin))
+        own = tuple(view.shards_of(self.me))
+        if restore and view.origin and own:  # a server that joins later has none, and the snapshot may be gone
+            effects.append(Restore(own, view.origin))
         return effects
 
     def _assign(self, index: int, view: View, births: dict[str, int]) -> list[Effect]:

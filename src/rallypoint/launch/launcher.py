@@ -199,7 +199,7 @@ class LocalRun:
             meddle(self)
             if not self.cluster.of_role("worker") and not self._awaits("worker") and not self.console.finished:
                 time.sleep(_GRACE_S / 10)  # the last word may be on its way
-                if not (self.console.finished or self.console.failure):
+                if not (self.console.finished or self.console.failure or self.failure):
                     self.failure = (
                         "every worker ended before the job was over: does the script join and loop to the last step?"
                     )

@@ -10,7 +10,7 @@ from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import introduce
-from rallypoint.net.transport import Transport
+from rallypoint.net.transport import Connection, Transport
 from rallypoint.observe.trace import Tracer
 
 CONNECT_TIMEOUT_S = 2.0
@@ -34,7 +34,7 @@ class Dialer:
         self._transport, self._role, self._id, self._token, self._tracer = transport, role, id, token, tracer
         self._view, self._up, self._serve, self._down = view, up, serve, down
         self._closed = threading.Event()
-        self._channel: Channel | None = None
+        self._connection: Connection | None = None  # also while it is being made: `close` ends that too
         self.trouble = ""  # why there is no connection now
         self._thread = threading.Thread(target=self._run, name=f"link to {peer.id}", daemon=True)
 
@@ -45,8 +45,8 @@ class Dialer:
     def close(self) -> None:
         """End the connection and the thread; `down` is not called any more."""
         self._closed.set()
-        if (channel := self._channel) is not None:
-            channel.connection.close()
+        if (connection := self._connection) is not None:
+            connection.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -54,7 +54,7 @@ class Dialer:
         tries = 0
         while not self._closed.is_set():
             try:
-                channel = self._channel = self._dial()
+                channel = self._dial()
             except RallypointError as error:
                 self.trouble = str(error)
                 self._closed.wait(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
@@ -64,7 +64,9 @@ class Dialer:
             self._keep(channel)
 
     def _dial(self) -> Channel:
-        connection = self._transport.connect(self.peer.address, CONNECT_TIMEOUT_S)
+        connection = self._connection = self._transport.connect(self.peer.address, CONNECT_TIMEOUT_S)
+        if self._closed.is_set():
+            connection.close()  # `close` came before there was anything to close
         try:
             introduce(
                 connection, self._token, role=self._role, id=self._id, host=socket.gethostname(), view=self._view()
@@ -82,7 +84,6 @@ class Dialer:
                 self._serve(channel)
         except RallypointError as lost:
             error = lost
-        self._channel = None
         channel.close()  # and with it its sending thread: whoever owned the payloads may have them back
         self.trouble = str(error)
         if not self._closed.is_set():

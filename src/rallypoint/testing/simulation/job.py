@@ -103,7 +103,8 @@ class SimulatedJob:
 
     def _scale(self, step: int, finished: list[Content]) -> float | None:
         norms = [self.norm(shard, finished[shard]) for shard in range(self.shards) if shard not in self.buffer_shards]
-        whole = all(self.is_finite(step, replica) for replica in range(self.replicas)) and all(map(math.isfinite, norms))
+        losses = all(self.is_finite(step, replica) for replica in range(self.replicas))
+        whole = losses and all(map(math.isfinite, norms))
         return clip_scale(total_norm(norms), self.clip) if whole or not self.skip else None
 
     def _next(self, shard: int, master: Content, finished: Content, step: int, scale: float | None) -> Content:

@@ -78,12 +78,13 @@ def make_plan(seed: int) -> Plan:
 
 @dataclass
 class Result:
-    """What a run came to."""
+    """What a run came to: `recomputed` replicas were computed again or twice, `fetched` versions asked for."""
 
     plan: Plan
     outcome: Outcome
     seconds: float
     recomputed: int
+    fetched: int
     events: list[str] = field(default_factory=list)
 
 
@@ -117,8 +118,9 @@ class Simulation:
             ) from error
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
-            self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps), self.events
-        )
+            self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
+            sum(worker.fetched for worker in self.workers.values()), self.events,
+        )  # fmt: skip
 
     # ---- the launcher ----
 
@@ -227,12 +229,12 @@ class Simulation:
                 assert worker.model == expected, f"{name} ends with other bytes"
 
     def _final_contents(self, shard: int) -> list[int]:
-        """The last version on every server that has published it (the last view may not have come to all of them)."""
+        """The last version on every server that has it (the last view may not have come to all of them)."""
         steps, contents = self.plan.job.steps, []
         for server in self.servers.values():
             machine = server.machine.machine(shard)
-            if server.node.alive and machine is not None and machine.primary and machine.published == steps:
-                contents.append(server.held[shard].wire[steps])
+            if server.node.alive and machine is not None and machine.version == steps:
+                contents.append(server.held[shard].master)
         return contents
 
     def _where(self) -> str:
@@ -260,6 +262,11 @@ class Simulation:
         return "\n".join([*lines, *self.outcome.said])
 
 
+def play(plan: Plan) -> Result:
+    """Play a plan; SimulationFailed when something is wrong."""
+    return Simulation(plan).run()
+
+
 def simulate(seed: int) -> Result:
     """Play one seed."""
-    return Simulation(make_plan(seed)).run()
+    return play(make_plan(seed))

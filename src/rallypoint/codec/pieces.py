@@ -1,0 +1,73 @@
+"""The frame that fixed-size formats share: piece by piece, each read on its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from rallypoint.codec.payload import body_of_exactly, checked, room
+from rallypoint.codec.random import Bits
+from rallypoint.codec.scratch import Scratch, pieces
+
+
+class PieceCodec(ABC):
+    """A codec whose payload has a length known beforehand and can be written and read in pieces.
+
+    Scratch: buffer 0 belongs to `decode_add`, the others (and 0 while writing) to the format.
+    """
+
+    code: int
+    lossless = False
+    carries_nonfinite = False
+
+    def __init__(self, scratch: Scratch | None = None) -> None:
+        self._scratch = scratch or Scratch()
+
+    @abstractmethod
+    def bytes_for(self, words: int) -> int:
+        """Exactly the bytes that `words` words take."""
+
+    @abstractmethod
+    def _write(self, values: Tensor, body: Tensor, start: int, words: int, bits: Bits) -> None:
+        """Encode `values`, which begin at word `start` of `words`, into their place in `body`."""
+
+    @abstractmethod
+    def _read(self, body: Tensor, target: Tensor, start: int, words: int) -> None:
+        """Decode the piece that begins at word `start` of `words` and is as long as `target` into it."""
+
+    def _check(self, body: Tensor, words: int) -> None:
+        """ProtocolError when a payload of the right length says something impossible."""
+
+    def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
+        values = checked(values)
+        words = values.numel()
+        nbytes = self.bytes_for(words)
+        body = room(out, nbytes)
+        bits = Bits(seed)
+        for start, stop in pieces(words):
+            self._write(values[start:stop], body, start, words, bits)
+        return nbytes
+
+    def decode(self, payload: memoryview, into: Tensor) -> None:
+        into, body = self._open(payload, into)
+        words = into.numel()
+        for start, stop in pieces(words):
+            self._read(body, into[start:stop], start, words)
+
+    def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
+        into, body = self._open(payload, into)
+        words = into.numel()
+        for start, stop in pieces(words):
+            piece = self._scratch.floats(0, stop - start)
+            self._read(body, piece, start, words)
+            if weight != 1.0:
+                piece.mul_(weight)
+            into[start:stop].add_(piece)
+
+    def _open(self, payload: memoryview, into: Tensor) -> tuple[Tensor, Tensor]:
+        into = checked(into)
+        words = into.numel()
+        body = body_of_exactly(payload, self.bytes_for(words), words)
+        self._check(body, words)
+        return into, body

@@ -1,0 +1,41 @@
+"""Scratch buffers: long shards are worked through in pieces that stay in a core's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+PIECE_WORDS = 1 << 17  # 512 KiB: a piece, its source and its result fit a 2 MiB second-level cache
+_BUFFERS = 3
+
+
+class Scratch:
+    """Three buffers of one piece (512 KiB each) and a mask (128 KiB), made when first used.
+
+    Codecs that run on the same thread can share one.
+    """
+
+    def __init__(self) -> None:
+        self._floats: list[Tensor | None] = [None] * _BUFFERS
+        self._mask: Tensor | None = None
+
+    def floats(self, which: int, words: int) -> Tensor:
+        """The first `words` fp32 words of buffer `which` (0 to 2); at most a piece, contents anything."""
+        buffer = self._floats[which]
+        if buffer is None:
+            buffer = self._floats[which] = torch.empty(PIECE_WORDS, dtype=torch.float32)
+        return buffer[:words]
+
+    def mask(self, words: int) -> Tensor:
+        """The first `words` booleans of the mask."""
+        if self._mask is None:
+            self._mask = torch.empty(PIECE_WORDS, dtype=torch.bool)
+        return self._mask[:words]
+
+
+def pieces(words: int) -> Iterator[tuple[int, int]]:
+    """The ranges (start, stop) of at most PIECE_WORDS that make up `words`."""
+    for start in range(0, words, PIECE_WORDS):
+        yield start, min(start + PIECE_WORDS, words)
