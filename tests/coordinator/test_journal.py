@@ -15,7 +15,7 @@ import pytest
 from rallypoint.config import resolve
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.cluster import ClusterState, Terms
+from rallypoint.core.cluster import Abort, ClusterState, Finish, Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Deal, Member, View, ViewNumber
@@ -29,7 +29,7 @@ WRITER = """
 import sys
 import msgspec
 from rallypoint.coordinator.journal import Journal
-from rallypoint.core.cluster import ClusterState
+from rallypoint.core.cluster import Abort, ClusterState, Finish
 journal = Journal(sys.argv[1])
 state = journal.load()
 while True:
@@ -47,9 +47,10 @@ def view(count: int) -> View:
     )  # fmt: skip
 
 
-def state(count: int = 1, *, over: bool = False) -> ClusterState:
+def state(count: int = 1, *, last_word: Finish | Abort | None = None) -> ClusterState:
     return ClusterState(
-        RECORD, view(count), (0, 1), births=3, epoch=2, begun=True, furthest=count, workers_max=2, over=over
+        RECORD, view(count), (0, 1), births=3, epoch=2, begun=True, furthest=count, workers_max=2,
+        last_word=last_word,
     )
 
 
@@ -65,9 +66,10 @@ def test_a_new_journal_knows_nothing(tmp_path: Path) -> None:
         ClusterState(None, None, (), births=0, epoch=1, begun=False, furthest=-1, workers_max=1),
         ClusterState(RECORD, None, (), births=2, epoch=1, begun=False, furthest=-1, workers_max=1),
         state(),
-        state(over=True),
+        state(last_word=Finish("w0")),
+        state(last_word=Abort("w0 gave up")),
     ],
-    ids=["empty", "gathering", "running", "over"],
+    ids=["empty", "gathering", "running", "finished", "aborted"],
 )
 def test_what_was_saved_is_loaded_by_the_next(tmp_path: Path, written: ClusterState) -> None:
     first = Journal(str(tmp_path))

@@ -199,7 +199,6 @@ def test_old_decisions_and_measures_are_forgotten_and_what_is_told_of_them_is_no
     assert [told.step for told in machine.retell()] == [4, 5]
 
 
-@pytest.mark.xfail(strict=True, reason="known defect: of the last step that has been forgotten a repeat is taken for news")
 def test_a_decision_is_taken_once_however_late_a_repeat_comes() -> None:
     machine = ClipMachine([0], frozenset({0}), None, False)
     for step in range(4):

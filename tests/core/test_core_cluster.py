@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import AdamW, JobConfig
-from rallypoint.core import cluster
 from rallypoint.core.cluster import (
     AHEAD,
     CAPTURE_AHEAD,
@@ -25,6 +24,7 @@ from rallypoint.core.cluster import (
     ClusterState,
     Commit,
     Committed,
+    Done,
     Effect,
     Event,
     Failed,
@@ -125,14 +125,14 @@ class _Job:
         return self.play(Tick(self.now), *heard)
 
     def done(self, *workers: str) -> list[Effect]:
-        return self.play(*(_done(worker, self.view) for worker in workers))
+        return self.play(*(Done(worker, self.view.since) for worker in workers))
 
     def step(self, step: int, seconds: float = 0.1, only: str = "") -> list[Effect]:
         """Every worker reports its replicas of a step."""
         effects = []
         for worker, hand in self.view.hands(step).items():
             for replica in hand if only in ("", worker) else ():
-                effects += self.play(Progress(worker, step, replica, seconds))
+                effects += self.play(Progress(worker, step, replica, seconds, self.view.since))
         return effects
 
     def store(self, taken: Capture) -> list[Effect]:
@@ -148,11 +148,6 @@ class _Job:
     def view(self) -> View:
         assert self.machine.view is not None
         return self.machine.view
-
-
-def _done(worker: str, view: View) -> Event:
-    fields = cluster.Done.__dataclass_fields__
-    return cluster.Done(worker, **{"view": view.number} if "view" in fields else {})
 
 
 def _running(
@@ -489,7 +484,7 @@ def test_a_silent_member_is_given_up_after_a_heartbeat_and_told_so() -> None:
 def test_a_report_is_a_sign_of_life() -> None:
     job = _begun(_terms(heartbeat=2.0))
     job.tick(1.9, alive=["s0", "s1", "w1"])
-    job.play(Progress("w0", 1, 0, 0.1))
+    job.play(Progress("w0", 1, 0, 0.1, job.view.since))
     assert _of(Refuse, job.tick(0.2, alive=["s0", "s1", "w1"])) == []
 
 
@@ -724,10 +719,10 @@ def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     job = _begun()
     void = job.view
     job.play(Left("s0", "x"), Found("step-5", 5))
-    if "view" not in cluster.Done.__dataclass_fields__:
-        pytest.xfail("known defect: Done does not say of which past it is")
-    assert job.play(_done("w0", void), _done("w1", void)) == []
+    assert job.play(Done("w0", void.since), Done("w1", void.since)) == []
     assert not job.view.ending
+    assert job.play(Progress("w0", 17, 0, 0.1, void.since)) == []
+    assert job.machine.furthest == 4
 
 
 # ---- another coordinator (I7) ----
@@ -790,6 +785,7 @@ def test_a_job_that_was_over_stays_over() -> None:
     old.done("w0", "w1")
     job = _again(old)
     assert job.machine.phase is Phase.OVER
+    assert job.machine.last_word == Finish("w0")
     assert job.join("w0", birth=old.births["w0"]) == [Refuse("w0", "the job is over")]
     assert job.play(Left("w0", "x"), Failed("w1", "x"), Tick(9.0), Found("x", 1)) == []
 

@@ -113,7 +113,7 @@ def test_after_a_roll_back_replicas_may_be_asked_for_again() -> None:
     assert speeds.straggler(_HANDS, 4, ["fast", "slow"], now=9.0) == ("fast", 4, 1)
 
 
-@pytest.mark.xfail(strict=True, reason="known defect: a worker without a hand does not follow, and is asked all the same")
+@pytest.mark.xfail(strict=True, reason="known defect: a worker without a hand does not follow, yet is asked")
 def test_a_worker_that_follows_is_asked_before_one_that_has_no_part_in_the_step() -> None:
     speeds = _speeds(fast=1.0, slow=1.0, spare=1.0)
     speeds.computed("fast", 4, 0, 1.0, now=4.0)

@@ -157,7 +157,7 @@ def test_the_first_weights_are_brought_again_after_a_new_beginning_and_not_after
     assert bench.machine.next_action() == Initialise()
 
 
-@pytest.mark.xfail(strict=True, reason="known defect: first weights that a broken link took with it are never brought again")
+@pytest.mark.xfail(strict=True, reason="known defect: first weights that a broken link took are never brought again")
 def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
     bench = _Bench(2, _view(2, first="me"))
     bench.machine.initialised()

@@ -28,7 +28,7 @@ EXAMPLES: list[m.Message] = [
     m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25), m.Applied(3, 2, 1e9, {"w0": 0.0, "w1": 0.5}), m.InStep({0: 3, 4: 1}),
     m.Leaving(), m.Stored("step-00000004-1", {"s0.shards": 9}, {0: ("s0.shards", 0, 9, "00ff")}),
     m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
-    m.Say("words"), m.Skipped(4, (0, 1)), m.Done(), m.GiveUp("tired"), m.Admitted(7), m.Prepare(RECORD),
+    m.Say("words"), m.Skipped(4, (0, 1)), m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7), m.Prepare(RECORD),
     m.Turn(VIEW), m.Assist(3, 1), m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
@@ -97,4 +97,4 @@ def test_an_unknown_field_is_refused() -> None:
 
 def test_another_message_than_expected_is_refused_by_name() -> None:
     with pytest.raises(ProtocolError, match="a Done message where Hello was expected"):
-        m.expect(m.encode(m.Done()), m.Hello)
+        m.expect(m.encode(m.Done(ViewNumber(2, 1))), m.Hello)

@@ -168,7 +168,7 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
 def test_a_members_name_is_not_given_twice(job: Job) -> None:
     with pytest.raises(AccessDenied, match="the id worker0 is taken"):
         job.enter(job.coordinator.address, "worker", "worker0")
-    job.member.send_message(Report(0, 0, 0.0, 1.0, 1))
+    job.member.send_message(Report(0, 0, 0.0, 1.0, 1, since=job.view.since))
     until(lambda: job.coordinator._tally is not None and job.coordinator._tally.missing() == (0, [1]))
 
 

@@ -13,18 +13,19 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rallypoint.codec.payload import nonfinite, within
 from rallypoint.codec.pieces import PieceCodec
-from rallypoint.codec.random import Bits
+from rallypoint.codec.random import Array, Bits
 from rallypoint.codec.scratch import PIECE_WORDS, Scratch
 from rallypoint.errors import ConfigError
 
 SCALE_BYTES = 4
 _SMALLEST = 2.0**-118  # below it, the inverse of a scale would overflow: such a block is sent as zeros
-_LARGEST_SCALE = 2.0**120  # 128 times it is finite, so nothing decodes to an infinity; clips above 0.99 of fp32's range
+_LARGEST = torch.finfo(torch.float32).max
 
 
 class BlockCodec(PieceCodec):
@@ -93,17 +94,18 @@ class IntCodec(BlockCodec):
     """Integers of -`levels` to `levels`: to nearest, or rounded up or down at random so that the mean is the value.
 
     The error of a word is at most half a scale (nearest) or one (stochastic; Alistarh et al., 2017, "QSGD", section
-    3.1, with absmax blocks), plus a rounding error of 2^-22 of the block's largest magnitude. The stochastic mean is the
-    value up to 2^-17 of a scale. A block whose largest magnitude is below 2^-118 decodes to zeros. NaN and infinities
+    3.1, with absmax blocks), plus a rounding error of 2^-22 of the block's largest magnitude. The stochastic mean is
+    the value up to 2^-17 of a scale. A block whose largest magnitude is below 2^-118 decodes to zeros; one whose
+    largest is near the end of fp32's range is clipped (int8: above 127/128 of it, int4: above 7/8). NaN and infinities
     raise NonFinitePayload. Scratch: three pieces.
     """
 
     levels: int
-    largest_scale = _LARGEST_SCALE
 
     def __init__(self, block: int, *, stochastic: bool = False, scratch: Scratch | None = None) -> None:
         super().__init__(block, scratch)
         self.stochastic = stochastic
+        self.largest_scale = _LARGEST / (self.levels + 1)  # nothing decodes to an infinity, a forged payload neither
 
     def _quantise(self, padded: Tensor, scales: Tensor, bits: Bits) -> Tensor:
         """The integers, as floats in scratch 0; the scales are written."""
@@ -111,17 +113,29 @@ class IntCodec(BlockCodec):
         grid = whole.view(-1, self.block)
         torch.abs(padded, out=whole)
         torch.amax(grid, 1, out=scales)
-        if not math.isfinite(float(scales.amax())):
-            raise nonfinite(self.name)
-        inverse = (self.levels / scales).masked_fill_(scales < _SMALLEST, 0.0)
-        scales.div_(self.levels).masked_fill_(inverse == 0.0, 0.0).clamp_(max=_LARGEST_SCALE)
-        torch.mul(padded.view(-1, self.block), inverse.unsqueeze(1), out=grid)
+        inverse = self._invert(scales.numpy())
+        torch.mul(padded.view(-1, self.block), torch.from_numpy(inverse).unsqueeze(1), out=grid)
         if self.stochastic:
             whole.add_(bits.dither(self._scratch.floats(2, padded.numel())))
             whole.round_().clamp_(-self.levels, self.levels)
         else:
             whole.round_()
         return whole
+
+    def _invert(self, peaks: Array) -> Array:
+        """Turn the blocks' largest magnitudes into scales, in place; what to multiply words with is returned.
+
+        In numpy: on so few numbers torch's calls would take a quarter of the whole encoding.
+        """
+        if not math.isfinite(peaks.max()):
+            raise nonfinite(self.name)
+        if peaks.min() < _SMALLEST:
+            peaks[peaks < _SMALLEST] = 0.0
+            inverse = np.divide(self.levels, peaks, out=np.zeros_like(peaks), where=peaks > 0.0)
+        else:
+            inverse = np.divide(self.levels, peaks)
+        np.minimum(np.divide(peaks, self.levels, out=peaks), self.largest_scale, out=peaks)
+        return inverse
 
 
 class Int8Codec(IntCodec):

@@ -36,7 +36,7 @@ class PieceCodec(ABC):
     def _read(self, body: Tensor, target: Tensor, start: int, words: int) -> None:
         """Decode the piece that begins at word `start` of `words` and is as long as `target` into it."""
 
-    def _check(self, body: Tensor, words: int) -> None:
+    def _check(self, body: Tensor, words: int) -> None:  # noqa: B027 - most formats cannot say anything impossible
         """ProtocolError when a payload of the right length says something impossible."""
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
 
 _SEED_MASK = (1 << 64) - 1
 
+Array = np.ndarray[Any, np.dtype[Any]]
 
-def generator(seed: int) -> np.random.Generator:
-    """A generator that depends on the low 64 bits of `seed` only."""
-    return np.random.Generator(np.random.SFC64(seed & _SEED_MASK))
+
+def source(seed: int) -> np.random.BitGenerator:
+    """Raw bits from the low 64 bits of `seed`; numpy keeps these streams the same in all its versions."""
+    return np.random.SFC64(seed & _SEED_MASK)
+
+
+def draw(seed: int, sizes: Array) -> Array:
+    """For each of `sizes` (int64, 1 to 2^32) a random int64 from 0 to below it; biased by at most 2^-32 of the size."""
+    raw = np.asarray(source(seed).random_raw(len(sizes)), dtype=np.uint64)
+    return ((raw >> np.uint64(32)) * sizes.astype(np.uint64) >> np.uint64(32)).astype(np.int64)
 
 
 class Bits:
@@ -24,6 +34,6 @@ class Bits:
     def dither(self, out: Tensor) -> Tensor:
         """Fill `out` (1-D fp32) with numbers uniform in -1/2..1/2, in steps of 2^-16, symmetric around zero."""
         if self._source is None:
-            self._source = generator(self._seed).bit_generator
+            self._source = source(self._seed)
         drawn = np.asarray(self._source.random_raw(-(-out.numel() // 4)), dtype="<u8").view("<i2")
         return out.copy_(torch.from_numpy(drawn[: out.numel()])).add_(0.5).mul_(2.0**-16)

@@ -44,16 +44,15 @@ class SignCodec(BlockCodec):
 
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         magnitude = torch.abs(padded, out=self._scratch.floats(0, padded.numel())).view(-1, self.block)
-        torch.sum(magnitude, 1, out=scales)
+        torch.sum(magnitude, 1, out=scales).mul_(1 / self.block)
         if not math.isfinite(float(scales.amax())):
             require_finite(padded, self.name)
-            torch.sum(magnitude.mul_(1 / self.block), 1, out=scales)  # a sum of finite magnitudes overflowed
-        else:
-            scales.mul_(1 / self.block)
+            torch.sum(magnitude.mul_(1 / self.block), 1, out=scales)  # finite magnitudes, but their sum was not
         if words % self.block:
             scales[-1] *= self.block / (words % self.block)
+        scales.clamp_(max=_LARGEST)
         negative = self._scratch.mask(padded.numel()).numpy()
-        np.less(padded.numpy(), 0.0, out=negative)
+        np.less(padded.numpy(), np.float32(0), out=negative)
         packed.copy_(torch.from_numpy(np.packbits(negative, bitorder="little")))
 
     def _unpack(self, scales: Tensor, packed: Tensor, target: Tensor) -> None:

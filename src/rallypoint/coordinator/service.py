@@ -63,6 +63,11 @@ from rallypoint.store.retention import Retention
 
 SILENCE_S = 5.0  # without news for so long, say what the job waits for
 _FAREWELL_S = 2.0
+_MAY_SAY: dict[str, tuple[type, ...]] = {
+    "worker": (Propose, Beat, Report, Leaving, Metrics, Say, Done, GiveUp),
+    "server": (Beat, Applied, InStep, Stored, NotStored, Skipped, Say, GiveUp),
+    "observer": (SnapshotWanted, Resize),
+}
 _TICKS = 8  # in the time after which a silent member is given up
 
 
@@ -100,7 +105,9 @@ class CoordinatorService:
         self._metrics: dict[str, float] = {}
         self._since = ""
         self._announced: Members | None = None
-        self._last_news = self._last_word = time.monotonic()
+        self._last_news = self._last_said = time.monotonic()
+        self._last_word: Finished | Aborted | None = None
+        self._end_at = 0.0
         self._over = threading.Event()
         self._failure: str | None = None
 
@@ -116,6 +123,9 @@ class CoordinatorService:
                 self._reception.snapshots, self._reception.compression, self._reception.retention, self._say_later
             )
         self._write_state()
+        if self._machine.last_word is not None:  # whoever was here before us may not have told everybody
+            self._last_word = _message(self._machine.last_word)
+            self._end_at = time.monotonic() + self._terms.heartbeat
         if self._machine.record is not None and self._machine.view is not None:
             self._plan(self._machine.record, self._machine.view)
         self._thread = threading.Thread(target=self._run, name="coordinate", daemon=True)
@@ -177,8 +187,8 @@ class CoordinatorService:
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
                 message = _checked(decode(channel.receive_bytes(header)))
-                if hello.role == "observer" and not isinstance(message, (SnapshotWanted, Resize)):
-                    raise ProtocolError(f"a {type(message).__name__} message from observer {hello.id}")
+                if not isinstance(message, _MAY_SAY[hello.role]):
+                    raise ProtocolError(f"a {type(message).__name__} message from {hello.role} {hello.id}")
                 self._inbox.put(lambda message=message: self._received(channel, hello, message))  # type: ignore[misc]
         except LinkError as error:
             reason = str(error)
@@ -208,10 +218,18 @@ class CoordinatorService:
                 self._end(f"the coordinator failed: {type(error).__name__}: {error}")
 
     def _tick(self) -> None:
+        if self._last_word is not None:
+            if time.monotonic() >= self._end_at:
+                self._over.set()
+            return
         self._handle(cluster.Tick(time.monotonic()))
         self._say_what_we_wait_for()
 
     def _joined(self, channel: Channel, hello: Hello) -> None:
+        if self._last_word is not None:
+            channel.send_message(self._last_word)
+            self._observers.append(channel)  # to be flushed before the end
+            return
         if hello.role == "observer":
             self._observers.append(channel)
             if self._planned is not None:
@@ -242,8 +260,10 @@ class CoordinatorService:
         match message:
             case Beat():
                 pass
-            case Report() if hello.role == "worker":
-                self._handle(cluster.Progress(hello.id, message.step, message.replica, message.seconds))
+            case Report():
+                self._handle(
+                    cluster.Progress(hello.id, message.step, message.replica, message.seconds, message.since)
+                )
                 self._report(message)
             case Applied(late=late):
                 self._late.add(late)
@@ -270,14 +290,16 @@ class CoordinatorService:
                 self._handle(cluster.Captured(hello.id, snapshot, tuple(shards)))
             case NotStored(snapshot=snapshot, reason=reason, passed=passed):
                 self._handle(cluster.SnapshotLost(snapshot, f"{hello.id}: {reason}", passed))
-            case Done():
-                self._handle(cluster.Done(hello.id))
+            case Done(since=since):
+                self._handle(cluster.Done(hello.id, since))
             case GiveUp(reason=reason):
                 self._handle(cluster.Failed(hello.id, reason))
             case _:
-                self._handle(cluster.Failed(hello.id, f"it sent a {type(message).__name__} message"))
+                raise AssertionError(f"a message that nobody takes: {message}")
 
     def _report(self, report: Report) -> None:
+        if self._machine.view is None or report.since != self._machine.view.since:
+            return  # of a past that is void
         if self._tally is not None and (done := self._tally.add(report)) is not None:
             self._announce(done)
 
@@ -389,13 +411,13 @@ class CoordinatorService:
         self._announce(self._planned)
 
     def _end(self, failure: str | None, lead: str = "") -> None:
-        if self._over.is_set():
+        if self._last_word is not None:
             return
         self._failure = failure
-        last_word: Message = Finished(lead) if failure is None else Aborted(failure)
+        self._last_word = _message(cluster.Finish(lead) if failure is None else cluster.Abort(failure))
         for channel in self._members.values():
-            channel.send_message(last_word)
-        self._announce(last_word)
+            channel.send_message(self._last_word)
+        self._announce(self._last_word)
         self._over.set()
 
     # ---- words ----
@@ -404,16 +426,16 @@ class CoordinatorService:
         self._inbox.put(lambda: self._announce(Say(text)))
 
     def _announce(self, message: Message) -> None:
-        self._last_news = self._last_word = time.monotonic()
+        self._last_news = self._last_said = time.monotonic()
         self._log.write(message)
         for channel in self._observers:
             channel.send_message(message)
 
     def _say_what_we_wait_for(self) -> None:
         now = time.monotonic()
-        if self._over.is_set() or now - self._last_word < SILENCE_S:
+        if self._over.is_set() or now - self._last_said < SILENCE_S:
             return
-        self._last_word = now
+        self._last_said = now
         what = self._machine.waiting_for() or self._who_is_late()
         waiting = Waiting(f"waiting for {what}, {now - self._last_news:.0f} s so far")
         self._log.write(waiting)
@@ -434,6 +456,10 @@ class CoordinatorService:
             for worker in late
         )
         return f"step {step}: replica {', '.join(map(str, replicas))} on {who or 'nobody yet'} has not reported"
+
+
+def _message(last_word: cluster.Finish | cluster.Abort) -> Finished | Aborted:
+    return Finished(last_word.lead) if isinstance(last_word, cluster.Finish) else Aborted(last_word.reason)
 
 
 def _checked(message: Message) -> Message:

@@ -54,8 +54,10 @@ class SnapshotKeeper:
         self, snapshot: str, version: int, record: JobRecord, metrics: dict[str, float], origin: str,
         done: Callable[[int, float], None], failed: Callable[[str], None],
     ) -> None:  # fmt: skip
-        """Write the manifest, then `done(bytes, seconds since it began)`; or `failed(why)`. `origin`, from which a server
-        may still have to begin, is kept."""
+        """Write the manifest, then `done(bytes, seconds since it began)`; or `failed(why)`.
+
+        The snapshot `origin` is kept: a server may still have to begin from it.
+        """
         with self._lock:
             parts = self._parts.pop(snapshot, None)
         if parts is None:

@@ -87,7 +87,7 @@ class ClipMachine:
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
         """Another server told its measures."""
-        if step in self._verdicts or step < max(self._verdicts, default=0) - _REMEMBERED:
+        if step in self._verdicts or step <= max(self._verdicts, default=_REMEMBERED - 1) - _REMEMBERED:
             return []
         return self._decide(step, self._learn(step, measures))
 

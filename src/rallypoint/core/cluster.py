@@ -59,6 +59,18 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
+class Finish(msgspec.Struct, frozen=True, tag=True):
+    """Effect: every worker is done, and everybody may go home. `lead` saves the model."""
+
+    lead: str
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Effect: the job cannot go on."""
+
+    reason: str
+
+
 class ClusterState(msgspec.Struct, frozen=True):
     """What the next coordinator has to know."""
 
@@ -70,7 +82,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     begun: bool
     furthest: int
     workers_max: int
-    over: bool = False
+    last_word: Finish | Abort | None = None
 
 
 # ---- events ----------------------------------------------------------------------------------------------------
@@ -94,12 +106,13 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A worker has computed a replica of `step` in `seconds`."""
+    """A worker has computed a replica of `step` in `seconds`, in the past that `since` names."""
 
     worker: str
     step: int
     replica: int
     seconds: float
+    since: ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +133,10 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker holds the last version."""
+    """A worker holds the last version, in the past that `since` names."""
 
     worker: str
+    since: ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,20 +293,6 @@ class Say:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """Every worker is done: everybody may go home. `lead` saves the model."""
-
-    lead: str
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """The job cannot go on."""
-
-    reason: str
-
-
 Effect = (
     Refuse | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | Finish | Abort
 )  # fmt: skip
@@ -320,6 +320,7 @@ class ClusterMachine:
     record: JobRecord | None = None
     view: View | None = None
     revision: int = 0
+    last_word: Finish | Abort | None = None
     furthest: int = -1  # the furthest step that a report has come of
     _workers_max: int = 1
     _epoch: int = 1
@@ -358,7 +359,7 @@ class ClusterMachine:
         """To be written down when `revision` has risen."""
         return ClusterState(
             self.record, self.view, tuple(sorted(self._in_step)), self._births, self._epoch, self._begun, self.furthest,
-            self._workers_max, self.phase is Phase.OVER,
+            self._workers_max, self.last_word,
         )  # fmt: skip
 
     def _recover(self, state: ClusterState) -> None:
@@ -368,8 +369,9 @@ class ClusterMachine:
             return  # whoever was there is gone; only the numbers go on
         self.record, self.view, self._begun = state.record, state.view, state.begun
         self._in_step, self.furthest, self._workers_max = set(state.in_step), state.furthest, state.workers_max
-        if state.view is None or state.over:
-            self.phase = Phase.OVER if state.over else Phase.GATHERING
+        self.last_word = state.last_word
+        if state.view is None or state.last_word is not None:
+            self.phase = Phase.GATHERING if state.last_word is None else Phase.OVER
             return
         self.phase = Phase.RUNNING
         self._workers = {member.id: member for member in state.view.workers}
@@ -431,8 +433,8 @@ class ClusterMachine:
             case Leaving(worker=worker):
                 self._leaving |= {worker} & self._workers.keys()
                 return self._turn()
-            case Done(worker=worker):
-                return self._worker_done(worker)
+            case Done(worker=worker, since=since):
+                return self._worker_done(worker) if self._is_current(since) else []
             case Resized(workers=workers):
                 self._workers_max = max(1, workers)
                 self.revision += 1
@@ -526,6 +528,10 @@ class ClusterMachine:
             return [said, *self._start_over("")]  # it may have brought half of the first weights
         return [said, *self._turn(), *self._finish_when_done()]
 
+    def _is_current(self, since: ViewNumber) -> bool:
+        """Or was it said of a past that is void?"""
+        return self.view is not None and self.view.since == since
+
     def _is_member(self, id: str) -> bool:
         return id in self._servers or id in self._workers
 
@@ -549,12 +555,14 @@ class ClusterMachine:
         assert self.record is not None
         assert self.view is not None
         lead = self.view.lead(int(self.record.config["steps"]))
-        return [Finish(lead if lead in present else min(present))]
+        self.last_word = Finish(lead if lead in present else min(present))
+        return [self.last_word]
 
     def _abort(self, reason: str) -> list[Effect]:
         self.phase = Phase.OVER
         self.revision += 1
-        return [Abort(reason)]
+        self.last_word = Abort(reason)
+        return [self.last_word]
 
     # ---- time ----
 
@@ -582,6 +590,8 @@ class ClusterMachine:
 
     def _progress(self, event: Progress) -> list[Effect]:
         self._heard[event.worker] = self._now
+        if not self._is_current(event.since):
+            return []
         if not self._begun:
             self._begun = True
             self.revision += 1

@@ -208,17 +208,28 @@ class LocalRun:
         return self._verdict()
 
     def _wait_for_workers(self) -> None:
-        """They may still save the model."""
+        """Those that took part may still save the model; one that has only just been started has nothing to do here."""
+        for child in self.cluster.of_role("worker"):
+            if child.name not in self._members:
+                child.signal(signal.SIGKILL)
         if self.console.finished:
             while self.cluster.of_role("worker"):
                 time.sleep(_POLL_S)
         self.cluster.end(grace=_GRACE_S)
 
+    @property
+    def _members(self) -> set[str]:
+        members = self.console.members
+        return set() if members is None else {*members.workers, *members.standby}
+
     def _verdict(self) -> int:
         self.console.close()
         if self.plan.trace:
             _merge_trace(self.plan, self.console)
-        lasting = [c for c in self.cluster.children if c.role == "worker" and c.process.returncode not in (0, None)]
+        lasting = [
+            child for child in self.cluster.children
+            if child.name in self._members and child.process.returncode not in (0, None)
+        ]  # fmt: skip
         if self.console.finished and not lasting:
             return 0
         reason = self.console.failure or self.failure or "; ".join(child.ending for child in lasting)

@@ -87,11 +87,10 @@ class Channel:
             try:
                 with self._tracer.span("send", kind=item.header.kind.name, shard=item.header.shard):
                     self.connection.send(pack(item.header), item.payload)
-            except LinkError:
+            except LinkError:  # the receiver will find out too, after what has arrived: it may say why
                 with self._changed:
                     self._closing = True
                     self._changed.notify_all()
-                self.connection.close()
             if item.sent is not None:
                 item.sent()
         for item in (*self._urgent, *self._bulk):

@@ -98,6 +98,8 @@ class CoordinatorLink:
                 self._closed.wait(_RETRY_S)
                 continue
             self._channel = channel
+            if self._role == "observer":
+                self._say_the_rest()
             if self._closed.is_set():
                 channel.close()
             return
@@ -110,6 +112,9 @@ class CoordinatorLink:
         new = before != birth
         if self._on_admitted is not None:
             self._on_admitted(new)
+        self._say_the_rest()
+
+    def _say_the_rest(self) -> None:
         with self._lock:
             self._admitted = True
             while self._unsent:
@@ -128,13 +133,14 @@ class CoordinatorLink:
                 self._receive_some()
             except RallypointError as error:
                 with self._lock:
-                    self._admitted = self._role == "observer"
+                    self._admitted = False
                 self._channel.close()
                 if self._closed.is_set():
                     return
                 if isinstance(error, ProtocolError):
                     self._on_lost(error)
                     return
+            self._closed.wait(_RETRY_S)
             try:
                 self._rejoin()
             except RallypointError as error:

@@ -69,7 +69,7 @@ class Beat(_Message, frozen=True):
 
 
 class Report(_Message, frozen=True):
-    """A replica's step: its loss, its weight, its samples, the seconds it took."""
+    """A replica's step: its loss, its weight, its samples, its seconds; `since` names the past it belongs to."""
 
     step: int
     replica: int
@@ -77,6 +77,7 @@ class Report(_Message, frozen=True):
     weight: float
     items: int
     seconds: float = 0.0
+    since: ViewNumber = ViewNumber()
 
 
 class Applied(_Message, frozen=True):
@@ -146,7 +147,9 @@ class Skipped(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """This worker holds the last version."""
+    """This worker holds the last version, in the past that `since` names."""
+
+    since: ViewNumber = ViewNumber()
 
 
 class GiveUp(_Message, frozen=True):

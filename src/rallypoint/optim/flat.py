@@ -28,6 +28,16 @@ def build_optimizer(
             )
 
 
+def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
+    """The names of a shard's state, as (tensors, numbers): before its first step, and after."""
+    before: tuple[set[str], set[str]] = (set(), set())
+    match spec:
+        case AdamW() | Adam():
+            return [before, ({"exp_avg", "exp_avg_sq"}, {"step"})]
+        case SGD():
+            return [before, ({"momentum_buffer"}, set())]
+
+
 class ShardOptimizer:
     """Owns one shard's fp32 master weights (`master`, 1-D) and their optimizer state."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.optim.flat import ShardOptimizer
+from rallypoint.optim.flat import ShardOptimizer, state_names
 from rallypoint.store.record import ShardRecord
 
 VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
@@ -126,3 +127,14 @@ class OwnedShard:
         self.wire[version] = buffer
         for old in [v for v in self.wire if v <= version - VERSIONS_KEPT]:
             self.wire.pop(old).release()
+
+
+def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
+    """Is `record` a whole state of this shard, as `OwnedShard.load` needs it?"""
+    wires = {name for name in record.arrays if name.startswith(_WIRE) and name.removeprefix(_WIRE).isdecimal()}
+    moments = record.arrays.keys() - wires - {"master"}
+    nothing: tuple[set[str], set[str]] = (set(), set())
+    known = [nothing] if shard.role == "buffers" else state_names(config.optimizer)
+    right = (moments, set(record.scalars)) in known
+    same = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
+    return "master" in record.arrays and f"{_WIRE}{record.version}" in wires and right and same

@@ -38,12 +38,13 @@ from rallypoint.net.pool import BufferPool
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.owned import fits
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.snapshots import SnapshotWriter
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import decode_record
 
-_PAYLOADS = (Kind.PUSH, Kind.INITIAL, Kind.REPLICATE)
+VIEW_TIMEOUT_S = 60.0  # a coordinator may be away for a while
 
 
 class ServerService:
@@ -232,9 +233,12 @@ class ServerService:
     def _wait_for(self, number: ViewNumber) -> None:
         """Until the view of that number has come here too (I10): what is said under it is meant for it."""
         with self._changed:
-            self._changed.wait_for(
-                lambda: self._over.is_set() or (self._view is not None and self._view.number >= number)
+            known = self._changed.wait_for(
+                lambda: self._over.is_set() or (self._view is not None and self._view.number >= number),
+                None if self._view is None else VIEW_TIMEOUT_S,
             )
+        if not known:
+            raise ProtocolError(f"view {number} has not come here within {VIEW_TIMEOUT_S:.0f} s: is it of this job?")
 
     def _check_member(self, hello: Hello) -> None:
         """ProtocolError for whoever has the token but no part in this job's view."""
@@ -270,14 +274,15 @@ class ServerService:
             self._reducer.inbox.put(lambda: self._reducer.told(header.step, measures))
 
     def _receive_state(self, channel: Channel, header: Header, sender: str) -> None:
-        record, _ = self._expect_job()
+        record, config = self._expect_job()
         try:
             state = decode_record(bytes(channel.receive_bytes(header)))
         except DamagedSnapshot as error:
             raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
-        words = record.layout.shards[state.shard].words if 0 <= state.shard < len(record.layout.shards) else -1
-        if state.shard != header.shard or any(len(array) != words for array in state.arrays.values()):
-            raise ProtocolError(f"a state of shard {state.shard} that does not fit this job's layout")
+        if state.shard != header.shard or not 0 <= state.shard < len(record.layout.shards):
+            raise ProtocolError(f"a state of shard {state.shard} under the name of shard {header.shard}")
+        if not fits(state, record.layout.shards[state.shard], config):
+            raise ProtocolError(f"a state of shard {state.shard} that does not fit this job's layout and optimizer")
         self._wait_for(header.view)
         if not self._stale(header):
             self._reducer.inbox.put(lambda: self._reducer.filled(channel, sender, state))

@@ -121,7 +121,7 @@ class Run:
     def _replica(self, step: int, replica: int) -> Iterator[Micro]:
         self._restore_buffers()
         self._losses = []
-        began = time.monotonic()
+        began, since = time.monotonic(), self._exchange.view.since
         self._exchange.begin_replica(replica)
         for index in range(self._config.accumulate):
             micro = Micro(self, step=step, replica=replica, index=index, batch=self._load(step, replica, index))
@@ -139,7 +139,7 @@ class Run:
         items = self._config.batch * self._config.items_per_sample
         loss = math.fsum(self._losses) / len(self._losses)
         seconds = time.monotonic() - began
-        self._coordinator.send(Report(step, replica, loss, self._weight, items, seconds))
+        self._coordinator.send(Report(step, replica, loss, self._weight, items, seconds, since))
 
     def enter_micro(self, micro: Micro) -> None:
         """``with micro:`` begins (called by Micro). No check: what `__enter__` raises, `__exit__` cannot swallow."""

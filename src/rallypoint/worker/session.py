@@ -115,7 +115,11 @@ class Job:
     def done(self) -> None:
         """Say that this worker holds the last version."""
         self._done = True
-        self._link.send(Done())
+        self._say_done()
+
+    def _say_done(self) -> None:
+        if self._view is not None:
+            self._link.send(Done(self._view.since))
 
     def leave(self) -> None:
         """Hand this worker's replicas back and go (a spot machine's notice): its loop ends with SystemExit.
@@ -167,11 +171,13 @@ class Job:
     def _wait_for_view(self) -> None:
         with self._changed:
             wait_until(
-                self._changed, lambda: self._failure is not None or self._view is not None,
+                self._changed, lambda: self._failure is not None or self._finished or self._view is not None,
                 lambda: "the other members of the job", self._complain,
             )  # fmt: skip
             if self._failure is not None:
                 raise self._failure
+            if self._view is None:
+                raise JobAborted("the job was over before this worker took part in it")
 
     def _complain(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
@@ -185,7 +191,7 @@ class Job:
         if new and record is not None:
             self._link.send(Propose(record))
         if self._done:
-            self._link.send(Done())
+            self._say_done()
         if self._leaving:
             self._link.send(Leaving())
 
@@ -199,6 +205,7 @@ class Job:
             case Finished(lead=lead):
                 with self._changed:
                     self._finished, self._lead = True, lead
+                    self._changed.notify_all()
                 if self._exchange is not None:
                     self._exchange.finish()
             case Aborted(reason=reason) | Refused(reason=reason):

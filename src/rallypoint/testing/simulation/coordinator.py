@@ -78,15 +78,15 @@ class SimulatedCoordinator:
                 self._handle(cluster.Heard(who))
             case ("propose", record):
                 self._handle(cluster.Proposed(who, record))
-            case ("progress", step, replica, seconds):
+            case ("progress", step, replica, seconds, since):
                 self.outcome.computed.append((who, step, replica))
-                self._handle(cluster.Progress(who, step, replica, seconds))
+                self._handle(cluster.Progress(who, step, replica, seconds, since))
             case ("in step", backups):
                 self._handle(cluster.InStep(who, backups))
             case ("leaving",):
                 self._handle(cluster.Leaving(who))
-            case ("done",):
-                self._handle(cluster.Done(who))
+            case ("done", since):
+                self._handle(cluster.Done(who, since))
             case ("captured", id, indices):
                 self._handle(cluster.Captured(who, id, indices))
             case ("snapshot lost", id, reason, passed):

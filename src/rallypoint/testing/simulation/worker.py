@@ -43,7 +43,7 @@ class SimulatedWorker:
         if new:
             self.membership.send(("propose", self.job.record()))
         if self.done:
-            self.membership.send(("done",))
+            self.membership.send(("done", self._since))
         if self.leaving:
             self.membership.send(("leaving",))
 
@@ -124,6 +124,10 @@ class SimulatedWorker:
     def _number(self) -> Any:
         return self.machine.view.number if self.machine.view is not None else None
 
+    @property
+    def _since(self) -> Any:
+        return self.machine.view.since if self.machine.view is not None else None
+
     def _receive(self, wire: Wire, message: Any) -> None:
         if wire in self._landing:
             self._landing[wire].append(message)  # one after the other
@@ -168,7 +172,7 @@ class SimulatedWorker:
             return
         if not self.done and self.machine.step == self.job.steps:
             self.done = True
-            self.membership.send(("done",))
+            self.membership.send(("done", self._since))
         self.done = self.done and self.machine.step == self.job.steps
         match self.machine.next_action():
             case machine.Initialise():
@@ -247,7 +251,7 @@ class SimulatedWorker:
         step = self.machine.step
         self._run(self.machine.handle(event))
         if isinstance(event, machine.ReplicaComputed):
-            self.membership.send(("progress", step, replica, self.node.world.now - self._began))
+            self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._since))
         self._poke()
 
     # ---- effects ----

@@ -1,0 +1,62 @@
+"""The codec of a spec: with its memory for a worker, without for a server."""
+
+from __future__ import annotations
+
+import math
+
+from rallypoint.codec.blocks import Int4Codec, Int8Codec
+from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
+from rallypoint.codec.dgc import DGCCodec
+from rallypoint.codec.feedback import ErrorFeedback
+from rallypoint.codec.lowrank import LowRankCodec, worthwhile
+from rallypoint.codec.protocol import Codec
+from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.sign import SignCodec
+from rallypoint.codec.sparse import RandomKCodec, TopKCodec
+from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK
+
+
+def build(spec: CodecSpec, shape: tuple[int, ...], scratch: Scratch | None = None) -> Codec:
+    """The codec that encodes one shard of one replica, with its residual where the spec says error feedback.
+
+    `shape` is (words,), or (rows, columns) when the shard is exactly one matrix, which matters to PowerSGD only.
+    Codecs of one thread may share `scratch`. ConfigError on impossible settings.
+    """
+    words = math.prod(shape)
+    if isinstance(spec, DGC):
+        return DGCCodec(
+            words, ratio=spec.ratio, momentum=spec.momentum, clip=spec.clip, warmup_steps=spec.warmup_steps,
+            sampled=spec.sampled, scratch=scratch,
+        )  # fmt: skip
+    codec = build_stateless(spec, shape, scratch)
+    if getattr(spec, "error_feedback", False) and not codec.lossless:
+        return ErrorFeedback(codec, words, scratch)
+    return codec
+
+
+def build_stateless(spec: CodecSpec, shape: tuple[int, ...] = (), scratch: Scratch | None = None) -> Codec:
+    """The codec that decodes what `build`'s encodes; it keeps no residual, and encodes as if there were none.
+
+    Only PowerSGD needs `shape`: the others serve shards of any size.
+    """
+    match spec:
+        case Raw():
+            return raw_codec(scratch)
+        case Fp16():
+            return fp16_codec(scratch)
+        case Bf16():
+            return bf16_codec(scratch)
+        case Int8():
+            return Int8Codec(spec.block, stochastic=spec.stochastic, scratch=scratch)
+        case Int4():
+            return Int4Codec(spec.block, stochastic=spec.stochastic, scratch=scratch)
+        case TopK() | DGC():
+            return TopKCodec(spec.ratio, sampled=spec.sampled, scratch=scratch)
+        case RandomK():
+            return RandomKCodec(spec.ratio, unbiased=not spec.error_feedback)
+        case Sign():
+            return SignCodec(spec.block, scratch)
+        case PowerSGD():
+            if len(shape) == 2 and worthwhile(shape, spec.rank):
+                return LowRankCodec(shape, spec.rank)
+            return raw_codec(scratch)

@@ -1,0 +1,273 @@
+"""A few words of a shard and where they stand: the largest (top-k), or random ones (random-k).
+
+Top-k's payload, for shards of at most 2^32 words cut into segments of 64 Ki:
+
+    counts    u32, words sent of each segment
+    values    fp32, in ascending order of position
+    places    u16, position within the segment
+
+Random-k's: the seed (u64), then fp32 values; the receiver draws the same positions from the seed.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rallypoint.codec.payload import all_finite, body_of, body_of_exactly, checked, nonfinite, require_finite, room
+from rallypoint.codec.random import Array, draw
+from rallypoint.codec.scratch import Scratch, pieces
+from rallypoint.errors import ConfigError, ProtocolError
+
+SEGMENT_WORDS = 1 << 16
+_WORD_BYTES = 6  # of a word that is sent: value and place
+_TINIEST = np.float32(1e-45)  # zeros are never worth sending
+_SAMPLED_HITS = 64  # of the k largest, in the sample: the threshold's rank is then right to about an eighth
+_OVERSAMPLING = 1.3  # so that the sampled threshold lets through too few only where it was very unlucky
+
+
+class TopKCodec:
+    """The `ratio` * words (rounded up) words of largest magnitude, exact in fp32; the rest decodes to zero.
+
+    1.5 * `ratio` of fp32. Zeros are never sent, so there may be fewer. Among equal magnitudes the first win. (Aji and
+    Heafield, 2017, "Sparse Communication for Distributed Gradient Descent"; Stich et al., 2018, "Sparsified SGD with
+    Memory".)
+
+    With `sampled` the threshold comes from a random sample (Lin et al., 2018, section 3.1) and what passes it is cut to
+    k: half of k to k words are sent, usually k, of which nearly all are among the k largest. Without, the maxima of
+    small groups give a bound that the k largest certainly pass.
+
+    NaN and infinities raise NonFinitePayload. Scratch: one piece and its mask; also 20 bytes for each candidate, of
+    which there are at most 4 k or one piece, and for the exact threshold 4 bytes for each group of 1 / (2 `ratio`).
+    """
+
+    code = 5
+    lossless = False
+    carries_nonfinite = False
+
+    def __init__(self, ratio: float, *, sampled: bool = True, scratch: Scratch | None = None) -> None:
+        self.ratio = checked_ratio(ratio)
+        self.sampled = sampled
+        self._scratch = scratch or Scratch()
+
+    def bytes_for(self, words: int) -> int:
+        """At most; for values without zeros it is exact unless `sampled`."""
+        return sparse_bytes(words, count_for(self.ratio, words))
+
+    def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
+        values = checked(values)
+        room(out, self.bytes_for(values.numel()))
+        places = largest(values, self.ratio, seed=seed, sampled=self.sampled, scratch=self._scratch)
+        return write_sparse(values, places, out)
+
+    def decode(self, payload: memoryview, into: Tensor) -> None:
+        into = checked(into)
+        places, sent = read_sparse(payload, into.numel())
+        into.zero_()
+        into.numpy()[places] = sent
+
+    def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
+        into = checked(into)
+        places, sent = read_sparse(payload, into.numel())
+        into.numpy()[places] += sent * np.float32(weight)
+
+
+class RandomKCodec:
+    """`ratio` * words (rounded up) words, drawn one from each of as many equal strata; the rest decodes to zero.
+
+    `ratio` of fp32, and 8 bytes. With `unbiased` a word is multiplied by the size of its stratum, so that the mean over
+    seeds is the value (Wangni et al., 2018, "Gradient Sparsification", equation 2, with equal probabilities); without,
+    words are sent as they are, as error feedback needs (Stich et al., 2018). NaN and infinities, of the values or after
+    multiplying, raise NonFinitePayload. Also 20 bytes for each word sent.
+    """
+
+    code = 6
+    lossless = False
+    carries_nonfinite = False
+    _SEED_BYTES = 8
+
+    def __init__(self, ratio: float, *, unbiased: bool = True) -> None:
+        self.ratio = checked_ratio(ratio)
+        self.unbiased = unbiased
+
+    def bytes_for(self, words: int) -> int:
+        """Exactly."""
+        return self._SEED_BYTES + 4 * count_for(self.ratio, words) if words else 0
+
+    def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
+        values = checked(values)
+        nbytes = self.bytes_for(values.numel())
+        body = room(out, nbytes).numpy()
+        if not nbytes:
+            return 0
+        require_finite(values, "random-k")
+        body[: self._SEED_BYTES].view("<u4")[:] = (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF)
+        places, sizes = self._draw(seed, values.numel())
+        sent = values.numpy()[places]
+        if self.unbiased:
+            with np.errstate(over="ignore"):
+                sent = sent * sizes.astype(np.float32)
+            if not np.isfinite(sent).all():
+                raise nonfinite("random-k")
+        body[self._SEED_BYTES :].view("<f4")[:] = sent
+        return nbytes
+
+    def decode(self, payload: memoryview, into: Tensor) -> None:
+        into = checked(into)
+        places, sent = self._read(payload, into.numel())
+        into.zero_()
+        into.numpy()[places] = sent
+
+    def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
+        into = checked(into)
+        places, sent = self._read(payload, into.numel())
+        into.numpy()[places] += sent * np.float32(weight)
+
+    def _draw(self, seed: int, words: int) -> tuple[Array, Array]:
+        """Ascending positions, and the size of the stratum of each."""
+        count = count_for(self.ratio, words)
+        edges = np.arange(count + 1, dtype=np.int64) * words // count
+        sizes = np.diff(edges)
+        return edges[:-1] + draw(seed, sizes), sizes
+
+    def _read(self, payload: memoryview, words: int) -> tuple[Array, Array]:
+        body = body_of_exactly(payload, self.bytes_for(words), words).numpy()
+        if not words:
+            return np.empty(0, np.int64), np.empty(0, np.float32)
+        low, high = body[: self._SEED_BYTES].view("<u4").tolist()
+        sent = body[self._SEED_BYTES :].view("<f4")
+        _check_sent(sent)
+        return self._draw(high << 32 | low, words)[0], sent
+
+
+def checked_ratio(ratio: float) -> float:
+    """ConfigError unless 0 < ratio <= 1."""
+    if not 0.0 < ratio <= 1.0:
+        raise ConfigError(f"a sparse codec cannot send {ratio} of the words: use a ratio above 0, of at most 1")
+    return ratio
+
+
+def count_for(ratio: float, words: int) -> int:
+    """k: how many of `words` words are sent at most."""
+    return min(words, math.ceil(ratio * words))
+
+
+def sparse_bytes(words: int, count: int) -> int:
+    """Bytes of a top-k payload with `count` of `words` words."""
+    return 4 * _segments(words) + _WORD_BYTES * count
+
+
+def write_sparse(values: Tensor, places: Array, out: memoryview) -> int:
+    """Write the words of `values` at `places` (int64, ascending) to `out`; the bytes used are returned."""
+    words = values.numel()
+    nbytes = sparse_bytes(words, len(places))
+    body = room(out, nbytes).numpy()
+    head, tail = 4 * _segments(words), nbytes - 2 * len(places)
+    edges = np.searchsorted(places, np.arange(_segments(words) + 1) * SEGMENT_WORDS)
+    body[:head].view("<u4")[:] = np.diff(edges)
+    body[head:tail].view("<f4")[:] = values.numpy()[places]
+    body[tail:].view("<u2")[:] = places & (SEGMENT_WORDS - 1)
+    return nbytes
+
+
+def read_sparse(payload: memoryview, words: int) -> tuple[Array, Array]:
+    """The positions (int64, ascending) and the fp32 values in a top-k payload; ProtocolError if it is not one."""
+    body = body_of(payload).numpy()
+    head = 4 * _segments(words)
+    sent_bytes = len(body) - head
+    if sent_bytes < 0 or sent_bytes % _WORD_BYTES:
+        raise ProtocolError(f"a sparse payload of {len(body)} bytes for {words} words is cut short or too long")
+    count, tail = sent_bytes // _WORD_BYTES, len(body) - sent_bytes // 3
+    counts = body[:head].view("<u4").astype(np.int64)
+    if counts.sum() != count:
+        raise ProtocolError(f"a sparse payload announces {counts.sum()} words and brings {count}")
+    places = body[tail:].view("<u2") + np.repeat(np.arange(len(counts)) * SEGMENT_WORDS, counts)
+    if count and (places[-1] >= words or not (places[1:] > places[:-1]).all()):
+        raise ProtocolError(f"a sparse payload's positions do not ascend, or pass the end of {words} words")
+    sent = body[head:tail].view("<f4")
+    _check_sent(sent)
+    return places, sent
+
+
+def largest(values: Tensor, ratio: float, *, seed: int, sampled: bool, scratch: Scratch) -> Array:
+    """Positions (int64, ascending) of the `ratio` * words largest magnitudes that are not zero; see TopKCodec.
+
+    NonFinitePayload on NaN or infinity.
+    """
+    k = count_for(ratio, values.numel())
+    if not k:
+        return np.empty(0, np.int64)
+    if sampled and k >= 2 * _SAMPLED_HITS:
+        places = _passing(values, _sampled_threshold(values, ratio, seed), k, scratch)
+        if len(places) >= k // 2:
+            return places
+    return _passing(values, _certain_threshold(values, ratio, k, scratch), k, scratch)
+
+
+def _sampled_threshold(values: Tensor, ratio: float, seed: int) -> np.float32:
+    stride = max(1, int(values.numel() * ratio / _SAMPLED_HITS)) | 1  # odd: not in step with a matrix's rows
+    offset = seed % min(stride, values.numel())
+    sample = np.abs(values.numpy()[offset::stride])
+    return _kth_largest(sample, min(len(sample), math.ceil(_OVERSAMPLING * ratio * len(sample))))
+
+
+def _certain_threshold(values: Tensor, ratio: float, k: int, scratch: Scratch) -> np.float32:
+    """A magnitude that at least k words reach: the k-th largest of the maxima of disjoint groups of words."""
+    group = max(1, min(64, int(1 / (2 * ratio))))
+    maxima = []
+    for start, stop in pieces(values.numel()):
+        magnitude = torch.abs(values[start:stop], out=scratch.floats(0, stop - start))
+        size = magnitude.numel() // group * group
+        if size:
+            maxima.append(torch.amax(magnitude[:size].view(group, -1), 0).numpy())
+    found = np.concatenate(maxima) if maxima else np.empty(0, np.float32)
+    return _kth_largest(found, k) if len(found) >= k else np.float32(0)
+
+
+def _kth_largest(magnitudes: Array, k: int) -> np.float32:
+    return np.float32(np.partition(magnitudes, len(magnitudes) - k)[len(magnitudes) - k])
+
+
+def _passing(values: Tensor, threshold: np.float32, k: int, scratch: Scratch) -> Array:
+    """Positions of the at most `k` largest magnitudes among those that reach `threshold`."""
+    floor = max(threshold, _TINIEST)
+    all_places: list[Array] = []
+    all_magnitudes: list[Array] = []
+    held = 0
+    for start, stop in pieces(values.numel()):
+        magnitude = torch.abs(values[start:stop], out=scratch.floats(0, stop - start))
+        if not all_finite(magnitude):
+            raise nonfinite("top-k")
+        reach = scratch.mask(stop - start).numpy()
+        places = np.flatnonzero(np.greater_equal(magnitude.numpy(), floor, out=reach))
+        all_magnitudes.append(magnitude.numpy()[places])
+        all_places.append(places + start)
+        held += len(places)
+        if held > 4 * k:
+            floor = np.nextafter(_shrink(all_places, all_magnitudes, k), np.float32(np.inf))
+            held = k
+    if held > k:
+        _shrink(all_places, all_magnitudes, k)
+    return np.concatenate(all_places)
+
+
+def _shrink(all_places: list[Array], all_magnitudes: list[Array], k: int) -> np.float32:
+    """Leave the `k` largest in the lists, the first among equals; the smallest of them is returned."""
+    places, magnitudes = np.concatenate(all_places), np.concatenate(all_magnitudes)
+    least = _kth_largest(magnitudes, k)
+    keep = magnitudes > least
+    keep[np.flatnonzero(magnitudes == least)[: k - np.count_nonzero(keep)]] = True
+    all_places[:], all_magnitudes[:] = [places[keep]], [magnitudes[keep]]
+    return least
+
+
+def _segments(words: int) -> int:
+    return -(-words // SEGMENT_WORDS)
+
+
+def _check_sent(sent: Array) -> None:
+    if not np.isfinite(sent).all():
+        raise ProtocolError("a sparse payload brings NaN or infinity, which its sender would have refused")

@@ -1,0 +1,81 @@
+"""Which codec a job uses, as data: part of its configuration. `codec.build` makes the codec of one."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Raw(msgspec.Struct, frozen=True, tag="raw", kw_only=True, forbid_unknown_fields=True):
+    """fp32 as it is: 4 bytes a word, nothing lost."""
+
+
+class Fp16(msgspec.Struct, frozen=True, tag="fp16", kw_only=True, forbid_unknown_fields=True):
+    """IEEE half precision: 2 bytes a word; beyond 65504 it is infinity."""
+
+
+class Bf16(msgspec.Struct, frozen=True, tag="bf16", kw_only=True, forbid_unknown_fields=True):
+    """bfloat16: 2 bytes a word, fp32's range, 8 bits of precision."""
+
+
+class Int8(msgspec.Struct, frozen=True, tag="int8", kw_only=True, forbid_unknown_fields=True):
+    """8-bit integers with a scale for each `block` words (a power of two from 32): a byte a word and 4 a block.
+
+    `stochastic` rounds at random so that the mean is right, which needs no error feedback.
+    """
+
+    block: int = 256
+    stochastic: bool = False
+    error_feedback: bool = True
+
+
+class Int4(msgspec.Struct, frozen=True, tag="int4", kw_only=True, forbid_unknown_fields=True):
+    """4-bit integers with a scale for each `block` words: half a byte a word and 4 a block. `stochastic`: see Int8."""
+
+    block: int = 64
+    stochastic: bool = False
+    error_feedback: bool = True
+
+
+class TopK(msgspec.Struct, frozen=True, tag="topk", kw_only=True, forbid_unknown_fields=True):
+    """The `ratio` largest words, at 6 bytes each. `sampled` finds them by a threshold from a sample: faster."""
+
+    ratio: float = 0.01
+    sampled: bool = True
+    error_feedback: bool = True
+
+
+class RandomK(msgspec.Struct, frozen=True, tag="randomk", kw_only=True, forbid_unknown_fields=True):
+    """Random words, `ratio` of all, at 4 bytes each; without error feedback scaled so that the mean is right."""
+
+    ratio: float = 0.01
+    error_feedback: bool = True
+
+
+class Sign(msgspec.Struct, frozen=True, tag="sign", kw_only=True, forbid_unknown_fields=True):
+    """One bit a word, and the mean magnitude of each `block` words (a power of two from 32)."""
+
+    block: int = 1024
+    error_feedback: bool = True
+
+
+class DGC(msgspec.Struct, frozen=True, tag="dgc", kw_only=True, forbid_unknown_fields=True):
+    """Deep Gradient Compression: top-k with momentum on the worker, for a plain SGD on the servers.
+
+    `clip` bounds the 2-norm of each shard's gradient. Over `warmup_steps` the ratio falls from 0.25 to `ratio`.
+    """
+
+    ratio: float = 0.001
+    momentum: float = 0.9
+    clip: float | None = None
+    warmup_steps: int = 0
+    sampled: bool = True
+
+
+class PowerSGD(msgspec.Struct, frozen=True, tag="powersgd", kw_only=True, forbid_unknown_fields=True):
+    """Factors of `rank` for each parameter that is a matrix larger than them; the others go raw."""
+
+    rank: int = 4
+    error_feedback: bool = True
+
+
+CodecSpec = Raw | Fp16 | Bf16 | Int8 | Int4 | TopK | RandomK | Sign | DGC | PowerSGD
