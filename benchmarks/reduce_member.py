@@ -67,6 +67,7 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
                 exchange.buffer.fill_(1.0)
                 exchange.initialise()
             case Install(version=version):
+                exchange.begin_install()
                 exchange.installed()
                 finishes.append(time.monotonic())
                 if version == steps:

@@ -23,6 +23,7 @@ LAYERS = {
     "config": 2,
     "observe": 3,  # spans and waits: below the links that use them
     "net": 4,
+    "codec.spec": 1,  # which codec, as data: part of the configuration
     "codec": 6,
     "optim": 7,
     "store": 8,

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
+from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, PowerSGD, Raw
 from rallypoint.core.layout import SHARD_BYTES
 from rallypoint.core.policy import Sync
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
@@ -56,6 +57,7 @@ class SGD(msgspec.Struct, frozen=True, tag="sgd", kw_only=True, forbid_unknown_f
 
 
 Optimizer = AdamW | Adam | SGD
+CastSpec = Raw | Fp16 | Bf16
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +84,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             "continue" as plain PyTorch would.
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
         groups: parameters with settings of their own; the first match wins.
+        codec: how gradients are written on their way up; a lossy one changes what is computed.
+        down: how parameters are written on their way down, the last version excepted, which goes as it is.
         shard_bytes: the largest shard.
         window: contributions that may be under way from one worker to one server.
         hold_bytes: bytes that a server holds back for their turn before it slows the senders down.
@@ -99,6 +103,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     nonfinite: Literal["stop", "skip", "continue"] = "stop"
     decay_1d: bool = False
     groups: tuple[Group, ...] = ()
+    codec: CodecSpec = Raw()
+    down: CastSpec = Raw()
     shard_bytes: int = SHARD_BYTES
     window: int = 4
     hold_bytes: int = 256 << 20
@@ -134,6 +140,8 @@ class Settings(TypedDict, total=False):
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
     groups: Sequence[Group]
+    codec: CodecSpec
+    down: CastSpec
     shard_bytes: int
     window: int
     hold_bytes: int
@@ -229,6 +237,10 @@ def _check(config: JobConfig) -> None:
         raise ConfigError(f"clip is {config.clip}: use a positive norm, or None")
     if config.shard_bytes < 64 or config.shard_bytes % 64 or config.shard_bytes > 1 << 26:
         raise ConfigError(f"shard_bytes is {config.shard_bytes}: use a multiple of 64 up to 64 MiB")
+    if isinstance(config.codec, PowerSGD):
+        raise ConfigError("codec powersgd needs shards that are whole matrices, which the layout does not cut yet")
+    if isinstance(config.codec, DGC) and (not isinstance(config.optimizer, SGD) or config.optimizer.momentum):
+        raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
     if isinstance(config.optimizer, SGD) and config.optimizer.nesterov and config.optimizer.momentum <= 0:
         raise ConfigError("nesterov=True needs a momentum above 0")
 

@@ -151,7 +151,7 @@ def test_a_nan_norm_scales_by_nan_as_torch_does() -> None:
 
 def test_a_measure_of_a_shard_that_does_not_exist_decides_nothing() -> None:
     machine = ClipMachine([0, 1], frozenset({0}), 1.0, False)
-    assert machine.told(0, [Measure(0, 1.0), Measure(77, 1.0)]) == []
+    assert not any(isinstance(e, Verdict) for e in machine.told(0, [Measure(0, 1.0), Measure(77, 1.0)]))
 
 
 # ---- servers that come and go ----
@@ -183,7 +183,7 @@ def test_a_shard_that_is_measured_after_the_decision_gets_the_same_decision() ->
     machine.measured(3, Measure(0, 3.0))
     (verdict,) = machine.told(3, [Measure(1, 4.0)])
     machine.own = frozenset({0, 1})  # promoted
-    assert machine.measured(3, Measure(1, 4.0)) == [verdict]
+    assert machine.measured(3, Measure(1, 4.0))[-1] == verdict
     assert machine.verdict(3) == verdict
     assert machine.verdict(2) is None
     assert machine.told(3, [Measure(1, 4.0)]) == []

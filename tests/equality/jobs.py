@@ -150,3 +150,16 @@ def train_on_worker(job: rp.Job, name: str) -> str:
             weight = case.weight_of(micro.step, micro.replica) if case.weight_of else 1.0
             micro.backward(case.loss(model, micro.batch), weight=weight)
     return weights_hash(model)
+
+
+def train_with(job: rp.Job, settings: dict[str, Any]) -> tuple[str, dict[int, float]]:
+    """A small job with other settings: the weights' hash, and the losses of the steps computed here."""
+    model, dataset = _gpt()
+    losses: dict[int, float] = {}
+    common = {"replicas": 3, "batch": 8, "steps": 40, "seed": 5, "shard_bytes": 16 << 10}
+    for micro in job.train(model, dataset, optimizer=rp.Adam(lr=3e-3), **{**common, **settings}):
+        with micro:
+            loss = _gpt_loss(model, micro.batch)
+            losses[micro.step] = float(loss.detach())
+            micro.backward(loss)
+    return weights_hash(model), losses

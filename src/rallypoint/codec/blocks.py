@@ -129,12 +129,13 @@ class IntCodec(BlockCodec):
         """
         if not math.isfinite(peaks.max()):
             raise nonfinite(self.name)
-        if peaks.min() < _SMALLEST:
-            peaks[peaks < _SMALLEST] = 0.0
-            inverse = np.divide(self.levels, peaks, out=np.zeros_like(peaks), where=peaks > 0.0)
-        else:
-            inverse = np.divide(self.levels, peaks)
-        np.minimum(np.divide(peaks, self.levels, out=peaks), self.largest_scale, out=peaks)
+        levels = np.float32(self.levels)
+        nothing = peaks < _SMALLEST
+        peaks[nothing] = np.inf
+        inverse: Array = levels / peaks
+        peaks[nothing] = 0.0
+        peaks /= levels
+        np.minimum(peaks, np.float32(self.largest_scale), out=peaks)
         return inverse
 
 

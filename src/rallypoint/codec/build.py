@@ -6,7 +6,7 @@ import math
 
 from rallypoint.codec.blocks import Int4Codec, Int8Codec
 from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
-from rallypoint.codec.dgc import DGCCodec
+from rallypoint.codec.dgc import DGCCodec, largest_ratio
 from rallypoint.codec.feedback import ErrorFeedback
 from rallypoint.codec.lowrank import LowRankCodec, worthwhile
 from rallypoint.codec.protocol import Codec
@@ -35,7 +35,9 @@ def build(spec: CodecSpec, shape: tuple[int, ...], scratch: Scratch | None = Non
 
 
 def build_stateless(spec: CodecSpec, shape: tuple[int, ...] = (), scratch: Scratch | None = None) -> Codec:
-    """The codec that decodes what `build`'s encodes; it keeps no residual, and encodes as if there were none.
+    """The codec that decodes what `build`'s encodes, with the same `bytes_for`.
+
+    It keeps nothing from step to step: it encodes as if there were no residual, momentum or warm-up.
 
     Only PowerSGD needs `shape`: the others serve shards of any size.
     """
@@ -50,7 +52,9 @@ def build_stateless(spec: CodecSpec, shape: tuple[int, ...] = (), scratch: Scrat
             return Int8Codec(spec.block, stochastic=spec.stochastic, scratch=scratch)
         case Int4():
             return Int4Codec(spec.block, stochastic=spec.stochastic, scratch=scratch)
-        case TopK() | DGC():
+        case DGC():
+            return TopKCodec(largest_ratio(spec.ratio, spec.warmup_steps), sampled=spec.sampled, scratch=scratch)
+        case TopK():
             return TopKCodec(spec.ratio, sampled=spec.sampled, scratch=scratch)
         case RandomK():
             return RandomKCodec(spec.ratio, unbiased=not spec.error_feedback)

@@ -19,6 +19,11 @@ from rallypoint.errors import ConfigError, UsageError
 FIRST_RATIO = 0.25  # of the warm-up: 75 % sparsity, as in the paper's section 3.3
 
 
+def largest_ratio(ratio: float, warmup_steps: int) -> float:
+    """The ratio that no step exceeds."""
+    return max(ratio, FIRST_RATIO) if warmup_steps else ratio
+
+
 class DGCCodec(TopKCodec):
     """Top-k with momentum correction, momentum factor masking, local clipping and a warm-up of the ratio.
 
@@ -67,8 +72,7 @@ class DGCCodec(TopKCodec):
         return float(FIRST_RATIO * (self.ratio / FIRST_RATIO) ** (done / self._warmup_steps))
 
     def bytes_for(self, words: int) -> int:
-        ratio = max(self.ratio, FIRST_RATIO) if self._warmup_steps else self.ratio
-        return sparse_bytes(words, count_for(ratio, words))
+        return sparse_bytes(words, count_for(largest_ratio(self.ratio, self._warmup_steps), words))
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
         values = checked(values)

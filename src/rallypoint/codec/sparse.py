@@ -182,8 +182,8 @@ def read_sparse(payload: memoryview, words: int) -> tuple[Array, Array]:
         raise ProtocolError(f"a sparse payload of {len(body)} bytes for {words} words is cut short or too long")
     count, tail = sent_bytes // _WORD_BYTES, len(body) - sent_bytes // 3
     counts = body[:head].view("<u4").astype(np.int64)
-    if counts.sum() != count:
-        raise ProtocolError(f"a sparse payload announces {counts.sum()} words and brings {count}")
+    if counts.sum() != count or count > words:
+        raise ProtocolError(f"a sparse payload announces {counts.sum()} of {words} words and brings {count}")
     places = body[tail:].view("<u2") + np.repeat(np.arange(len(counts)) * SEGMENT_WORDS, counts)
     if count and (places[-1] >= words or not (places[1:] > places[:-1]).all()):
         raise ProtocolError(f"a sparse payload's positions do not ascend, or pass the end of {words} words")
@@ -200,7 +200,7 @@ def largest(values: Tensor, ratio: float, *, seed: int, sampled: bool, scratch: 
     k = count_for(ratio, values.numel())
     if not k:
         return np.empty(0, np.int64)
-    if sampled and k >= 2 * _SAMPLED_HITS:
+    if sampled and 2 * _SAMPLED_HITS <= k <= values.numel() / _OVERSAMPLING:
         places = _passing(values, _sampled_threshold(values, ratio, seed), k, scratch)
         if len(places) >= k // 2:
             return places
@@ -247,6 +247,7 @@ def _passing(values: Tensor, threshold: np.float32, k: int, scratch: Scratch) ->
         all_places.append(places + start)
         held += len(places)
         if held > 4 * k:
+            # From here on a word must be larger than the least of the k: the first among equals stay.
             floor = np.nextafter(_shrink(all_places, all_magnitudes, k), np.float32(np.inf))
             held = k
     if held > k:

@@ -71,6 +71,7 @@ class ClipMachine:
     skip_not_finite: bool
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
+    _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> whose measures the others have had of us
     _expected: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,17 +80,16 @@ class ClipMachine:
     def measured(self, step: int, measure: Measure) -> list[Tell | Verdict]:
         """One of our own shards has finished its sum; the others are told once all of ours have."""
         if step in self._verdicts:
-            return [self._verdicts[step]]  # a shard promoted here after the decision
+            return [*self._tell(step, self._known[step]), self._verdicts[step]]  # promoted here after the decision
         known = self._learn(step, [measure])
-        if not self.own <= known.keys():
-            return []
-        return [Tell(step, tuple(known[shard] for shard in sorted(self.own))), *self._decide(step, known)]
+        return [*self._tell(step, known), *(self._decide(step, known) if self.own <= known.keys() else [])]
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
         """Another server told its measures."""
         if step in self._verdicts or step <= max(self._verdicts, default=_REMEMBERED - 1) - _REMEMBERED:
             return []
-        return self._decide(step, self._learn(step, measures))
+        known = self._learn(step, measures)
+        return [*self._tell(step, known), *self._decide(step, known)]
 
     def verdict(self, step: int) -> Verdict | None:
         """What was decided for `step`, if it was, and not long ago."""
@@ -102,6 +102,13 @@ class ClipMachine:
             for step, known in sorted(self._known.items())
             if known
         ]
+
+    def _tell(self, step: int, known: dict[int, Measure]) -> list[Tell]:
+        """Our own measures, once they are all there: some may have come from who had the shard before us."""
+        if not self.own or not self.own <= known.keys() or self._told.get(step) == self.own:
+            return []
+        self._told[step] = self.own
+        return [Tell(step, tuple(known[shard] for shard in sorted(self.own)))]
 
     def _learn(self, step: int, measures: Iterable[Measure]) -> dict[int, Measure]:
         known = self._known.setdefault(step, {})
@@ -121,4 +128,5 @@ class ClipMachine:
         for old in [s for s in self._known.keys() | self._verdicts.keys() if s <= step - _REMEMBERED]:
             self._known.pop(old, None)
             self._verdicts.pop(old, None)
+            self._told.pop(old, None)
         return [verdict]

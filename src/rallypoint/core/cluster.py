@@ -122,6 +122,7 @@ class InStep:
 
     server: str
     backups: Mapping[int, int]
+    view: ViewNumber  # the newest one that the server knew when it said so
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +334,7 @@ class ClusterMachine:
     _done: set[str] = field(default_factory=set)
     _awaited: set[str] = field(default_factory=set)  # known to an earlier coordinator, not back yet
     _in_step: set[int] = field(default_factory=set)
+    _paired: dict[int, ViewNumber] = field(default_factory=dict)  # the view in which primary and backup met
     _heard: dict[str, float] = field(default_factory=dict)
     _speeds: Speeds = field(default_factory=Speeds)
     _now: float = 0.0
@@ -374,6 +376,7 @@ class ClusterMachine:
             self.phase = Phase.GATHERING if state.last_word is None else Phase.OVER
             return
         self.phase = Phase.RUNNING
+        self._paired = dict.fromkeys(state.view.primary, state.view.number)  # it will be said again
         self._workers = {member.id: member for member in state.view.workers}
         self._servers = {member.id: member for member in state.view.servers}
         self._proposed = set(self._workers)
@@ -428,8 +431,8 @@ class ClusterMachine:
                 return self._joined(event)
             case Proposed(worker=worker, record=record):
                 return self._proposal(worker, record)
-            case InStep(server=server, backups=backups):
-                return self._now_in_step(server, backups)
+            case InStep():
+                return self._now_in_step(event.server, event.backups, event.view)
             case Leaving(worker=worker):
                 self._leaving |= {worker} & self._workers.keys()
                 return self._turn()
@@ -660,6 +663,7 @@ class ClusterMachine:
         if self._storing_first_weights and view.primary != before.primary:
             return self._start_over("")
         self._in_step = {s for s in self._in_step if _pair(view, s) == _pair(before, s)}
+        self._paired |= {s: view.number for s in view.primary if _pair(view, s) != _pair(before, s)}
         return self._publish(view, abandon=view.primary != before.primary)
 
     def _says_nothing_new(self, view: View, before: View) -> bool:
@@ -735,6 +739,7 @@ class ClusterMachine:
             self.phase = Phase.GATHERING  # nobody to begin with
             return []
         self._in_step.clear()
+        self._paired.clear()
         self._speeds.restart()
         self._final = not self.terms.snapshots
         shards, servers = self.record.layout.shards, list(self._servers)
@@ -769,13 +774,14 @@ class ClusterMachine:
         dropped = self._abandon_snapshot() if abandon else []
         return [*dropped, Publish(view, members)]
 
-    def _now_in_step(self, server: str, backups: Mapping[int, int]) -> list[Effect]:
+    def _now_in_step(self, server: str, backups: Mapping[int, int], known: ViewNumber) -> list[Effect]:
         if self.view is None or self.phase is not Phase.RUNNING:
             return []
         births = {member.id: member.birth for member in self.view.servers}
         new = {
             shard for shard, birth in backups.items()
             if self.view.primary.get(shard) == server and births.get(self.view.backup.get(shard, "")) == birth
+            and known >= self._paired.get(shard, self.view.since)
         } - self._in_step  # fmt: skip
         if not new:
             return []
@@ -878,8 +884,8 @@ class ClusterMachine:
 
 def _pair(view: View, shard: int) -> list[Member]:
     """The shard's primary and backup: the processes, not their names."""
-    names = (view.primary[shard], view.backup.get(shard))
-    return [member for member in view.servers if member.id in names]
+    members = {member.id: member for member in view.servers}
+    return [members[name] for name in (view.primary[shard], view.backup.get(shard)) if name in members]
 
 
 def _missing(count: int, noun: str) -> list[str]:

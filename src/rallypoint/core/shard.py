@@ -278,8 +278,12 @@ class ShardMachine:
         if not self.primary or self.version < 0:
             return [Drop(event.ticket)]  # it was sent under an older view; its worker will send it again
         match self.policy.admit(self, event.step, event.replica):
+            case Verdict.REJECT if event.replica < self.expected:
+                # Of a step that has not begun here: its worker has seen the version of a newer primary than us.
+                return [Drop(event.ticket)]
             case Verdict.REJECT:
-                return [Drop(event.ticket, self._fault(event))]
+                fault = f"replica {event.replica} does not contribute to this shard (it has {self.expected})"
+                return [Drop(event.ticket, fault)]
             case Verdict.DROP:
                 return [Drop(event.ticket)]
             case Verdict.HOLD:
@@ -293,11 +297,6 @@ class ShardMachine:
     def _note(self, event: Contribute) -> None:
         if not event.finite:
             self._not_finite.append(event.replica)
-
-    def _fault(self, event: Contribute) -> str:
-        if event.replica >= self.expected:
-            return f"replica {event.replica} does not contribute to this shard (it has {self.expected})"
-        return f"a contribution to step {event.step} while the shard is at version {self.version}"
 
     def _add(self, ticket: Ticket, weight: float) -> Effect:
         first = self.added == 0

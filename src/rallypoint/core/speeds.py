@@ -72,7 +72,8 @@ class Speeds:
             if replica not in done and (step, replica) not in self._assisted
             and now - self._last.get(worker, now) > _LATE * self._usual(workers)
         ]  # fmt: skip
-        idle = [w for w in workers if set(hands.get(w, ())) <= done and not any(w == slow for slow, _ in late)]
+        # One without a hand does not follow the job, and so has nothing to compute with.
+        idle = [w for w in workers if hands.get(w) and set(hands[w]) <= done and not any(w == slow for slow, _ in late)]
         if not late or not idle:
             return None
         _, replica = late[-1]

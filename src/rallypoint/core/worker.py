@@ -215,6 +215,7 @@ class WorkerMachine:
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
     _initialise: bool = False
+    _installing: int = -1  # the version that the main thread is copying out of the slots
     _links: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -234,6 +235,8 @@ class WorkerMachine:
         Nobody pushes for step t+1 before having all shards at t+1. So when every shard is known at t+1 or later, the
         contributions to step t are all in, and this worker's own part of it is needed by nobody.
         """
+        if self._installing >= 0:
+            return self._installing
         known = min(self._newest)
         return -1 if known < 0 else max(self.step + 1, known)
 
@@ -289,6 +292,10 @@ class WorkerMachine:
         self._wanted = frozenset(self._needed_by(replica))
         self.rewound = False
 
+    def install(self) -> None:
+        """The main thread begins to copy what has landed: until it is Installed no slot is written."""
+        self._installing = self.target
+
     def fill(self, shard: int) -> None:
         """The main thread begins to write the slot (`may_fill` has said that it may)."""
         self._slots[shard] = Slot.FILLING
@@ -318,7 +325,10 @@ class WorkerMachine:
                     self._slots[shard] = Slot.LANDED
                 return self._seek() if self._held[shard] != self.target else []
             case Installed():
-                return self._begin_step(self.target)
+                if self._installing < 0:
+                    return []  # rewound meanwhile
+                version, self._installing = self._installing, -1
+                return self._begin_step(version)
             case Assisted(step=step, replica=replica):
                 if step == self.step:
                     self._assists.add(replica)
@@ -328,6 +338,7 @@ class WorkerMachine:
                 return [Follow(server)] if self.following else []
             case LinkLost(server=server):
                 self._links.discard(server)
+                self._initialise = self._initialise or self._first_weights_lost(server)
                 self._forget(s for s in range(self.shards) if self._home(s) == server)
                 return []
             case Viewed(view=view):
@@ -388,6 +399,7 @@ class WorkerMachine:
         stayed = {member.id for member in view.servers if births.get(member.id) == member.birth}
         self._links &= stayed
         if before is None or before.since != view.since:
+            self._links.clear()  # ended, all of them: what was being received is void
             self._rewind(view)
         else:
             self._forget(
@@ -397,7 +409,7 @@ class WorkerMachine:
 
     def _rewind(self, view: View) -> None:
         """All members go back to `view.origin`: what this worker holds, and what it is computing, is void."""
-        self.step = -1
+        self.step = self._installing = -1
         self.rewound = self._computing is not None
         self._wanted = frozenset()
         # A slot that the main thread is writing stays its own until it has let go.
@@ -409,6 +421,11 @@ class WorkerMachine:
         self._assists.clear()
         self._initialise = view.origin == "" and view.first == self.me
         self.following = False  # everything has to be asked for anew
+
+    def _first_weights_lost(self, server: str) -> bool:
+        if self.view is None or self.view.origin or self.view.first != self.me or self.step >= 0:
+            return False
+        return any(self._newest[s] < 0 and self._home(s) == server for s in range(self.shards))
 
     def _follow_or_not(self, view: View) -> list[Effect]:
         following = view.ending or view.takes_part(self.me, self.step)

@@ -4,7 +4,7 @@
     4  protocol   u8
     5  kind       u8
     6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate)
-    7  codec      u8    0: raw
+    7  codec      u8    how the payload is written (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
     16 shard      u32
@@ -79,6 +79,9 @@ _LIMITS = {
 }
 
 
+_ENCODED = (Kind.PUSH, Kind.VERSION)  # may be written by a codec
+
+
 class Header(NamedTuple):
     """The decoded header of a frame; fields that a kind does not use are zero."""
 
@@ -115,7 +118,7 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
         raise ProtocolError(f"a frame of unknown kind {kind}")
     if length > _LIMITS[known]:
         raise ProtocolError(f"a {known.name} frame of {length} bytes: at most {_LIMITS[known]} are allowed")
-    if not math.isfinite(weight) or codec != 0 or flags & ~_FLAGS or reserved:
+    if not math.isfinite(weight) or (codec and known not in _ENCODED) or flags & ~_FLAGS or reserved:
         raise ProtocolError(f"a {known.name} frame of weight {weight}, codec {codec}, flags {flags}: impossible")
     return Header(known, ViewNumber(epoch, count), shard, replica, step, weight, length, flags, codec)
 

@@ -91,9 +91,10 @@ class Applied(_Message, frozen=True):
 
 
 class InStep(_Message, frozen=True):
-    """The backups (shard: their birth number) that hold all that was published, and will from now on."""
+    """The backups (shard: their birth number) that hold all that was published, and will from now on, under `view`."""
 
     backups: dict[int, int]
+    view: ViewNumber = ViewNumber()
 
 
 class Leaving(_Message, frozen=True):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from rallypoint.codec.build import build_stateless
+from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.net.pool import Buffer, BufferPool
@@ -25,6 +27,8 @@ class OwnedShard:
         self._optimizer = None if is_buffers else ShardOptimizer(config, shard.group, shard.words)
         self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
         self.wire: dict[int, Buffer] = {}
+        self._codec = None if is_buffers or isinstance(config.down, Raw) else build_stateless(config.down)
+        self._encoded: dict[int, tuple[int, Buffer, int]] = {}
         self._sum: Buffer | None = None
 
     @property
@@ -93,9 +97,24 @@ class OwnedShard:
     def release(self) -> None:
         """Let go of every buffer."""
         self.abandon()
-        for buffer in self.wire.values():
+        for buffer in (*self.wire.values(), *(encoded for _, encoded, _ in self._encoded.values())):
             buffer.release()
         self.wire.clear()
+        self._encoded.clear()
+
+    def raw(self, version: int) -> tuple[int, Buffer, int]:
+        """A kept version as it is: codec number, buffer (not retained), bytes."""
+        return 0, self.wire[version], self.shard.nbytes
+
+    def encoded(self, version: int) -> tuple[int, Buffer, int]:
+        """A kept version as followers get it, encoded once for all of them."""
+        if self._codec is None:
+            return self.raw(version)
+        if version not in self._encoded:
+            buffer = self._pool.take()
+            used = self._codec.encode(self.wire[version].tensor[: self.shard.words], buffer.bytes, seed=0)
+            self._encoded[version] = (self._codec.code, buffer, used)
+        return self._encoded[version]
 
     # ---- the whole state, for a backup or a snapshot ----
 
@@ -127,6 +146,8 @@ class OwnedShard:
         self.wire[version] = buffer
         for old in [v for v in self.wire if v <= version - VERSIONS_KEPT]:
             self.wire.pop(old).release()
+            if old in self._encoded:
+                self._encoded.pop(old)[1].release()
 
 
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:

@@ -80,6 +80,7 @@ class Reducer:
         self._to_copy: dict[int, int] = {}
         self._arrivals: dict[str, float] = {}
         self._added = self._told_added = 0  # contributions in the first shard's sum, here and at its primary
+        self._filled_under: dict[int, ViewNumber] = {}
         self._ledger: deque[Applied] = deque(maxlen=_LEDGER)
         self._snapshots_url = ""
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
@@ -153,7 +154,7 @@ class Reducer:
         if new or self._machine is None:
             return
         if self._machine.in_step:
-            self._around.say(InStep(self._machine.in_step))
+            self._around.say(InStep(self._machine.in_step, self._number))
         for entry in self._ledger:
             self._around.say(entry)
 
@@ -227,11 +228,11 @@ class Reducer:
             self._handle(record.shard, shard.Loaded(record.version))
             self._answer_to = None
 
-    def acked(self, peer: str, channel: Channel, index: int, version: int) -> None:
-        """A backup holds a version."""
+    def acked(self, peer: str, channel: Channel, index: int, version: int, number: ViewNumber) -> None:
+        """A backup holds a version (an older view's word may be of a state that it has let go of since)."""
         view = self.machine.view
         current = self._peers.get(peer) is channel and view is not None and view.backup.get(index) == peer
-        if current and self.machine.is_primary(index):
+        if current and self.machine.is_primary(index) and number >= self._filled_under.get(index, self._number):
             self._handle(index, shard.Acked(version))
 
     def told(self, step: int, measures: Iterable[clip.Measure]) -> None:
@@ -305,13 +306,14 @@ class Reducer:
         match effect:
             case shard.Fill(version=version):
                 data = encode_record(owned.state(version, wires=True), "none")
+                self._filled_under[index] = self._number
                 header = Header(Kind.STATE, self._number, shard=index, step=version, length=len(data))
                 self._backup_of(index).send(header, memoryview(data))
             case shard.Acknowledge(version=version):
                 if self._answer_to is not None:
                     self._answer_to.send(Header(Kind.ACK, self._number, shard=index, step=version), urgent=True)
             case shard.InStep():
-                self._around.say(InStep({index: self.machine.in_step[index]}))
+                self._around.say(InStep({index: self.machine.in_step[index]}, self._number))
             case shard.Capture(version=version, missed=True):
                 self._around.say(NotStored(self._snapshot, "a step was quicker than the word", version))
             case shard.Capture(version=version):
@@ -371,10 +373,10 @@ class Reducer:
 
     def _send_version(self, channel: Channel, index: int, version: int) -> None:
         owned = self._owned[index]
-        buffer = owned.wire[version].retain()
-        nbytes = owned.shard.nbytes
-        header = Header(Kind.VERSION, self._number, shard=index, step=version, length=nbytes)
-        channel.send(header, buffer.bytes[:nbytes], sent=buffer.release)
+        # The last version goes as it is: it is what the job was for.
+        code, buffer, nbytes = owned.encoded(version) if version < self._config.steps else owned.raw(version)
+        header = Header(Kind.VERSION, self._number, shard=index, step=version, length=nbytes, codec=code)
+        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
 
     def _disown(self, index: int) -> None:
         for ticket in [t for t, arrived in self._tickets.items() if arrived.shard == index]:

@@ -10,6 +10,7 @@ from typing import cast
 
 import msgspec
 
+from rallypoint.codec.build import build_stateless
 from rallypoint.config import JobConfig, parse
 from rallypoint.core import clip
 from rallypoint.core.job import JobRecord
@@ -34,7 +35,7 @@ from rallypoint.net.messages import (
     Welcome,
     expect,
 )
-from rallypoint.net.pool import BufferPool
+from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -68,6 +69,7 @@ class ServerService:
         self._changed = threading.Condition()  # a new view, or the end
         self._over = threading.Event()
         self._failure: str | None = None
+        self._decoders = threading.local()  # a codec of its own for each connection's thread
         self._peers: dict[tuple[str, int], Dialer] = {}
         self._reducer = Reducer(me=id, tracer=self._tracer, surroundings=self)
 
@@ -183,7 +185,7 @@ class ServerService:
             if header.kind is not Kind.ACK:
                 raise ProtocolError(f"a {header.kind.name} frame from server {peer}")
             self._reducer.inbox.put(
-                lambda h=header: self._reducer.acked(peer, channel, h.shard, h.step)  # type: ignore[misc]
+                lambda h=header: self._reducer.acked(peer, channel, h.shard, h.step, h.view)  # type: ignore[misc]
             )
 
     # ---- the reducer's words ----
@@ -311,8 +313,8 @@ class ServerService:
         buffer = self._pool.take()
         try:
             with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):
-                channel.receive_into(buffer.bytes[: header.length])
-        except LinkError:
+                header = self._receive_into(buffer, channel, header)
+        except RallypointError:
             buffer.release()
             raise
         self._wait_for(header.view)
@@ -326,12 +328,28 @@ class ServerService:
         else:
             self._reducer.inbox.put(lambda: self._reducer.replicated(channel, sender, header, buffer))
 
+    def _receive_into(self, buffer: Buffer, channel: Channel, header: Header) -> Header:
+        """The payload as fp32 words in `buffer`; the header as if it had come like that."""
+        if not header.codec:
+            channel.receive_into(buffer.bytes[: header.length])
+            return header
+        record, config = self._expect_job()
+        codec = getattr(self._decoders, "codec", None)
+        if codec is None:
+            codec = self._decoders.codec = build_stateless(config.codec)
+        place = record.layout.shards[header.shard]
+        if header.codec != codec.code or header.length > codec.bytes_for(place.words):
+            raise ProtocolError(f"{header.length} bytes in codec {header.codec} for shard {header.shard}: impossible")
+        codec.decode(memoryview(channel.receive_bytes(header)), buffer.tensor[: place.words])
+        return header._replace(codec=0, length=place.nbytes)
+
     def _check_payload(self, header: Header) -> None:
         """ProtocolError unless the frame carries exactly one shard of the job, with a sensible weight."""
         self._check_shard(header)
         record, _ = self._expect_job()
         expected = 0 if header.flags & SKIP else record.layout.shards[header.shard].nbytes
-        if header.length != expected or (header.flags & SKIP and header.kind is not Kind.REPLICATE):
+        misplaced = header.flags & SKIP and header.kind is not Kind.REPLICATE
+        if misplaced or (header.length != expected and not header.codec):
             raise ProtocolError(f"{header.length} bytes for shard {header.shard}, which has {expected}")
         if header.kind is Kind.PUSH and header.weight <= 0:
             raise ProtocolError(f"a contribution of weight {header.weight}: weights are positive")

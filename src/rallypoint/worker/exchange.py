@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rallypoint.config import JobConfig
 from rallypoint.core import worker as machine
 from rallypoint.core.layout import Layout
 from rallypoint.core.view import Member, View, ViewNumber
@@ -23,6 +24,7 @@ from rallypoint.net.pool import bytes_of
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
+from rallypoint.worker.encoder import Encoder
 from rallypoint.worker.link import ServerLink
 
 
@@ -51,13 +53,14 @@ class Exchange:
     views. One lock guards the machine; tensors are touched outside it, by the slot's current owner only.
     """
 
-    def __init__(self, layout: Layout, around: Surroundings, *, window: int, steps: int, pinned: bool = False) -> None:
+    def __init__(self, layout: Layout, config: JobConfig, around: Surroundings, *, pinned: bool = False) -> None:
         self.layout, self.me = layout, around.me
         self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
         self._bytes = bytes_of(self.buffer)
-        self._around, self._window, self._steps = around, window, steps
+        self._around, self._window, self._steps = around, config.window, config.steps
+        self._encoder = Encoder(layout, config)
         self._machine = WorkerMachine(
-            me=around.me, shards=len(layout.shards), steps=steps,
+            me=around.me, shards=len(layout.shards), steps=config.steps,
             buffer_shards=frozenset(s.index for s in layout.shards if s.role == "buffers"),
         )  # fmt: skip
         self._changed = threading.Condition()
@@ -66,6 +69,7 @@ class Exchange:
         self._claiming = False
         self._computing = False
         self._leaving = False
+        self._void = False  # there was a roll-back, and the encoder has not heard of it
         self._weight, self._finite = 1.0, True
         self._links: dict[str, ServerLink] = {}
         self._turning = threading.Lock()  # one view after the other
@@ -77,7 +81,9 @@ class Exchange:
         with self._turning:
             self._end_links_but(view)
             with self._changed:
+                before = self._machine.view
                 effects = self._machine.handle(machine.Viewed(view))
+                self._void = self._void or (before is not None and before.since != view.since)
                 self._changed.notify_all()
             self._run(effects)
             for server in view.servers:
@@ -117,9 +123,14 @@ class Exchange:
                 link.close()
 
     def _end_links_but(self, view: View) -> None:
-        """Links to servers that have been replaced end, threads and all, before the machine hears of the view."""
+        """Links to servers that have been replaced end, threads and all, before the machine hears of the view.
+
+        After a roll-back all of them: what is being received belongs to a past that is void.
+        """
+        before = self._machine.view
+        void = before is not None and before.since != view.since
         for id, link in list(self._links.items()):
-            if link.server not in view.servers:
+            if void or link.server not in view.servers:
                 del self._links[id]
                 link.close()
 
@@ -177,6 +188,9 @@ class Exchange:
         with self._changed:
             self._machine.begin(replica)
             self._computing = True
+            void, self._void = self._void, False
+        if void:
+            self._encoder.reset()
 
     def begin_push(self, weight: float, finite: bool) -> None:
         """What the contributions from now on weigh, and whether their loss was finite."""
@@ -224,6 +238,12 @@ class Exchange:
         self._computing = False
         self._handle(machine.ReplicaAbandoned())
 
+    def begin_install(self) -> torch.Tensor:
+        """The whole version in the buffer, which nobody writes until `installed`."""
+        with self._changed:
+            self._machine.install()
+        return self.buffer
+
     def installed(self) -> None:
         """The model holds the version that was to be installed; the slots are free."""
         self._handle(machine.Installed())
@@ -235,16 +255,22 @@ class Exchange:
 
     # ---- the links' threads ----
 
-    def arriving(self, shard: int, version: int, nbytes: int, view: ViewNumber) -> memoryview | None:
-        if not 0 <= shard < len(self.layout.shards) or nbytes != self.layout.shards[shard].nbytes:
+    def arriving(self, header: Header) -> memoryview | None:
+        shard, version, nbytes = header.shard, header.step, header.length
+        known = 0 <= shard < len(self.layout.shards)
+        if not known or (header.codec == 0 and nbytes != self.layout.shards[shard].nbytes):
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard}, which is not in this job's layout")
         with self._changed:
-            effects = self._machine.handle(machine.Arriving(shard, version, view))
+            effects = self._machine.handle(machine.Arriving(shard, version, header.view))
             moved_on = self._machine.target > self._machine.step + 1 or self._claiming
             if moved_on:
                 self._changed.notify_all()
         self._run(effects[1:])
         return self._slot_bytes(shard) if isinstance(effects[0], machine.Land) else None
+
+    def decode(self, shard: int, payload: memoryview) -> None:
+        place = self.layout.shards[shard]
+        self._encoder.decode(payload, self.buffer[place.start : place.stop])
 
     def landed(self, shard: int) -> None:
         with self._changed:
@@ -291,12 +317,22 @@ class Exchange:
 
     def _push(self, send: machine.Send) -> None:
         place = self.layout.shards[send.shard]
+        payload = self._encoder.encode(
+            send.shard, send.step, send.replica, self.buffer[place.start : place.stop]
+        )
         header = Header(
-            Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=place.nbytes,
+            Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step,
+            length=place.nbytes if payload is None else len(payload.data), codec=0 if payload is None else payload.code,
             weight=1.0 if place.role == "buffers" else self._weight, flags=0 if self._finite else NOT_FINITE,
         )  # fmt: skip
-        if (link := self._links.get(send.server)) is not None:
-            link.push(header, self._slot_bytes(send.shard), sent=lambda: self._sent(send.shard, send.serial))
+        link = self._links.get(send.server)
+        if payload is None:
+            if link is not None:
+                link.push(header, self._slot_bytes(send.shard), sent=lambda: self._sent(send.shard, send.serial))
+            return
+        if link is not None:
+            link.push(header, payload.data, sent=payload.buffer.release)
+        self._sent(send.shard, send.serial)  # the slot is free as soon as its gradient is written elsewhere
 
     def _slot_bytes(self, shard: int) -> memoryview:
         place = self.layout.shards[shard]

@@ -20,8 +20,11 @@ from rallypoint.observe.trace import Tracer
 class Arrivals(Protocol):
     """Where versions, and news of the link itself, go: the exchange."""
 
-    def arriving(self, shard: int, version: int, nbytes: int, view: ViewNumber) -> memoryview | None:
-        """The bytes to receive this version into; None to read and forget it. ProtocolError if it cannot be."""
+    def arriving(self, header: Header) -> memoryview | None:
+        """The bytes where this version belongs; None to read and forget it. ProtocolError if it cannot be."""
+
+    def decode(self, shard: int, payload: memoryview) -> None:
+        """The version that `arriving` made room for has come as this payload. ProtocolError if it cannot be read."""
 
     def landed(self, shard: int) -> None:
         """The version that `arriving` made room for is whole."""
@@ -67,16 +70,17 @@ class ServerLink:
         return self._dialer.trouble
 
     def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None:
-        """Queue a contribution; `sent` is called when its bytes may be reused, unless the link is lost first."""
+        """Queue a contribution; `sent` is called when its bytes may be reused, also when the link is lost."""
         with self._lock:
             channel = self._channel
-            if channel is None:
-                return
-            if self._credits == 0:
+            if channel is not None and self._credits == 0:
                 self._waiting.append((header, payload, sent))
                 return
             self._credits -= 1
-        channel.send(header, payload, sent)
+        if channel is None:
+            sent()  # it is lost; whoever hears that the link is will send it again
+        else:
+            channel.send(header, payload, sent)
 
     def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
         """Ask for one version again."""
@@ -104,7 +108,9 @@ class ServerLink:
     def _down(self, error: RallypointError) -> None:
         with self._lock:
             self._channel = None
-            self._waiting.clear()
+            waiting, self._waiting = self._waiting, deque()
+        for _, _, sent in waiting:
+            sent()
         self._arrivals.link_lost(self.server, error)
 
     def _receive_all(self, channel: Channel) -> None:
@@ -122,14 +128,18 @@ class ServerLink:
                     raise ProtocolError(f"a {header.kind.name} frame from server {self.server.id}")
 
     def _receive_version(self, channel: Channel, header: Header) -> None:
-        place = self._arrivals.arriving(header.shard, header.step, header.length, header.view)
-        if place is None:
+        place = self._arrivals.arriving(header)
+        if place is None or header.codec:
             if len(self._scratch) < header.length:
                 self._scratch = memoryview(bytearray(header.length))
-            channel.receive_into(self._scratch[: header.length])
-            return
-        with self._tracer.span("pull", shard=header.shard, version=header.step):
-            channel.receive_into(place)
+            payload = self._scratch[: header.length]
+            channel.receive_into(payload)
+            if place is None:
+                return
+            self._arrivals.decode(header.shard, payload)
+        else:
+            with self._tracer.span("pull", shard=header.shard, version=header.step):
+                channel.receive_into(place)
         self._arrivals.landed(header.shard)
 
     def _credit(self, channel: Channel, count: int) -> None:

@@ -102,6 +102,8 @@ class Run:
                     self._exchange.initialise()
                 case machine.Install(version=version):
                     self._install(version)
+                    if self._exchange.step != version:
+                        continue  # there was a roll-back meanwhile
                     self._evaluate()
                     if version == self._config.steps:
                         self._done()
@@ -195,7 +197,7 @@ class Run:
 
     def _install(self, version: int) -> None:
         with self._tracer.span("install", version=version):
-            self._tensors.read_from(self._exchange.buffer)
+            self._tensors.read_from(self._exchange.begin_install())
         self._exchange.installed()
         self._buffers_at_start = [placed.tensor.clone() for placed in self._tensors.buffers]
         self._tracer.on = self._trace_steps[0] <= self._exchange.step < self._trace_steps[1]

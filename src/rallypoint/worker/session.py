@@ -100,7 +100,7 @@ class Job:
         self._link.send(Propose(record))
         self._wait_for_view()
         around = Surroundings(self.id, self._token, self._transport, self._tracer, self._complain)
-        exchange = Exchange(record.layout, around, window=config.window, steps=config.steps, pinned=pinned)
+        exchange = Exchange(record.layout, config, around, pinned=pinned)
         with self._changed:
             self._exchange = exchange
             view, failure = self._view, self._failure

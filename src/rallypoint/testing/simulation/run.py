@@ -45,7 +45,7 @@ class Plan:
 
 _KINDS = (
     "crash", "crash", "crash", "pause", "pause", "long pause", "drop", "drop", "partition", "join", "leave",
-    "disk full", "torn write", "everything", "half said",
+    "disk full", "torn write", "everything", "half said", "drop first",
 )  # fmt: skip
 
 

@@ -50,6 +50,7 @@ class SimulatedServer:
         self.held: dict[int, Held] = {}
         self.applied: list[tuple[int, int]] = []
         self._prepared = False
+        self._filled_under: dict[int, ViewNumber] = {}
         self._followers: list[Wire] = []
         self._waiting: deque[tuple[ViewNumber, Any]] = deque()
         self._tickets: dict[int, tuple[int, Content]] = {}  # shard and payload
@@ -68,7 +69,7 @@ class SimulatedServer:
 
     def _on_admitted(self, new: bool) -> None:
         if not new and self.machine.in_step:
-            self.membership.send(("in step", self.machine.in_step))
+            self.membership.send(("in step", self.machine.in_step, self._number))
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -153,7 +154,7 @@ class SimulatedServer:
     def _answer_on(self, wire: Wire, index: int, event: shards.Event) -> None:
         for effect in self.machine.handle(index, event):
             if isinstance(effect, machine.On) and isinstance(effect.effect, shards.Acknowledge):
-                wire.send(1, ("ack", index, effect.effect.version))
+                wire.send(1, ("ack", index, effect.effect.version, self._number))
             else:
                 self._run([effect])
 
@@ -195,14 +196,20 @@ class SimulatedServer:
 
     def _from_backup(self, member: Member, message: Any) -> None:
         match message:
-            case ("ack", shard, version) if self.machine.view is not None:
-                if self.machine.is_primary(shard) and self.machine.view.backup.get(shard) == member.id:
+            case ("ack", shard, version, number) if self.machine.view is not None:
+                current = self.machine.is_primary(shard) and self.machine.view.backup.get(shard) == member.id
+                if current and number >= self._filled_under.get(shard, self._number):
                     self._handle(shard, shards.Acked(version))
 
     # ---- effects ----
 
     def _handle(self, index: int, event: shards.Event) -> None:
         self._run(self.machine.handle(index, event))
+
+    @property
+    def _number(self) -> ViewNumber:
+        assert self.machine.view is not None
+        return self.machine.view.number
 
     def _ticket(self, index: int, content: Content) -> int:
         self._last_ticket += 1
@@ -263,9 +270,10 @@ class SimulatedServer:
                 for wire in list(self._followers):
                     self._send_version(wire, index, version)
             case shards.Fill(version=version):
+                self._filled_under[index] = self._number
                 self._to_backup(index, "state", version, held.master, tuple(held.wire.items()))
             case shards.InStep():
-                self.membership.send(("in step", {index: self.machine.in_step[index]}))
+                self.membership.send(("in step", {index: self.machine.in_step[index]}, self._number))
             case shards.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shards.Capture(version=version):

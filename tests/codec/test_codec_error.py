@@ -1,0 +1,122 @@
+"""How far a decoded word is from the one that was sent, format by format; and from the mean of many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from codec_cases import encoded, gradient, same_bytes, there_and_back
+
+from rallypoint.codec.blocks import Int4Codec, Int8Codec
+from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
+from rallypoint.codec.scratch import PIECE_WORDS
+from rallypoint.codec.sign import SignCodec
+from rallypoint.codec.sparse import RandomKCodec
+
+SIZES = [1, 63, 256, 1000, PIECE_WORDS + 300]
+
+
+def steps_of(values: torch.Tensor, block: int, levels: int) -> torch.Tensor:
+    """The scale of each word's block."""
+    padded = torch.nn.functional.pad(values.double(), (0, -values.numel() % block))
+    scales = padded.view(-1, block).abs().amax(1, keepdim=True) / levels
+    return scales.expand(-1, block).reshape(-1)[: values.numel()]
+
+
+@pytest.mark.parametrize("words", SIZES)
+def test_casts_round_to_nearest(words: int) -> None:
+    values = gradient(words, scale=1.0)
+    assert same_bytes(there_and_back(raw_codec(), values), values)
+    for codec, error in ((fp16_codec(), 2.0**-11), (bf16_codec(), 2.0**-8)):
+        arrived = there_and_back(codec, values)
+        assert bool(((arrived - values).abs() <= error * values.abs() + 2.0**-25).all())
+
+
+def test_fp16_turns_what_is_too_large_into_an_infinity() -> None:
+    assert there_and_back(fp16_codec(), torch.tensor([65504.0, 65520.0, -1e6])).tolist() == [65504.0, float("inf"),
+                                                                                           float("-inf")]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", SIZES)
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e30])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_integers_are_within_half_a_step_or_one(words: int, scale: float, stochastic: bool) -> None:
+    values = gradient(words, scale=scale)
+    for codec in (Int8Codec(256, stochastic=stochastic), Int4Codec(64, stochastic=stochastic)):
+        step = steps_of(values, codec.block, codec.levels)
+        error = (there_and_back(codec, values).double() - values.double()).abs()
+        assert bool((error <= step * (1.0 if stochastic else 0.5) * (1 + 1e-4)).all())
+
+
+def test_integers_keep_each_blocks_largest_word_and_its_zeros() -> None:
+    values = gradient(64 * 50)
+    values[5::64] = 0.0
+    for codec in (Int8Codec(64), Int4Codec(64), Int4Codec(64, stochastic=True)):
+        arrived = there_and_back(codec, values)
+        largest = values.view(-1, 64).abs().argmax(1, keepdim=True)
+        torch.testing.assert_close(
+            arrived.view(-1, 64).gather(1, largest), values.view(-1, 64).gather(1, largest), rtol=1e-6, atol=0
+        )
+        if not codec.stochastic:
+            assert not arrived[5::64].any()
+
+
+def test_words_of_one_block_do_not_disturb_another() -> None:
+    values = gradient(1024)
+    alone = there_and_back(Int8Codec(256), values)
+    values[512:] *= 1e20
+    assert same_bytes(there_and_back(Int8Codec(256), values)[:512], alone[:512])
+
+
+@pytest.mark.parametrize("codec", [Int8Codec(32, stochastic=True), Int4Codec(32, stochastic=True)])
+def test_stochastic_rounding_has_the_right_mean(codec: Int8Codec | Int4Codec) -> None:
+    values = gradient(320, scale=1.0)
+    rounds = 2000
+    mean = sum(there_and_back(codec, values, seed).double() for seed in range(rounds)) / rounds
+    # One draw is off by at most a step with variance at most a quarter of its square: five sigma.
+    assert bool(((mean - values).abs() <= 5 * 0.5 * rounds**-0.5 * steps_of(values, 32, codec.levels)).all())
+    nearest = there_and_back(type(codec)(32), values)
+    assert (mean - values).norm() < 0.2 * (nearest - values).norm()
+
+
+def test_stochastic_draws_differ_from_word_to_word_and_seed_to_seed() -> None:
+    values = torch.full((64 * 1000,), 0.5)
+    values[::64] = 7.0  # the step is 1, so each 0.5 goes to 0 or 1
+    first, second = (there_and_back(Int4Codec(64, stochastic=True), values, seed) for seed in (1, 2))
+    for arrived in (first, second):
+        assert 0.48 < float(arrived.view(-1, 64)[:, 1:].mean()) < 0.52
+    assert 0.47 < float((first != second).view(-1, 64)[:, 1:].float().mean()) < 0.53
+
+
+@pytest.mark.parametrize("words", SIZES)
+def test_a_sign_arrives_with_its_blocks_mean_magnitude(words: int) -> None:
+    values = gradient(words)
+    arrived = there_and_back(SignCodec(256), values)
+    assert bool(((arrived < 0) == (values < 0)).all())
+    for start in range(0, words, 256):
+        block = slice(start, start + 256)
+        expected = values[block].abs().mean().expand_as(values[block])
+        torch.testing.assert_close(arrived[block].abs(), expected)
+    assert (arrived - values).norm() <= values.norm()
+
+
+def test_a_signs_scale_survives_a_sum_beyond_fp32() -> None:
+    values = torch.full((1024,), 3e38)
+    torch.testing.assert_close(there_and_back(SignCodec(1024), values), values, rtol=1e-5, atol=0)
+
+
+def test_random_words_have_the_right_mean() -> None:
+    values = gradient(1003, scale=1.0)
+    codec, rounds = RandomKCodec(0.1), 4000
+    mean = sum(there_and_back(codec, values, seed).double() for seed in range(rounds)) / rounds
+    assert bool(((mean - values).abs() <= 5 * 3.0 * rounds**-0.5 * values.abs()).all())  # variance 9 to 10 x squared
+
+
+def test_random_words_without_scaling_are_those_that_were_sent() -> None:
+    values = gradient(1003)
+    arrived = there_and_back(RandomKCodec(0.1, unbiased=False), values)
+    assert int((arrived != 0).sum()) == 101
+    assert bool(((arrived == values) | (arrived == 0)).all())
+
+
+def test_random_positions_are_never_sent() -> None:
+    assert len(encoded(RandomKCodec(0.01), gradient(10_000))) == 8 + 4 * 100

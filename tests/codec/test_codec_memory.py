@@ -1,0 +1,123 @@
+"""What is not sent is not lost: error feedback, and Deep Gradient Compression."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from codec_cases import encoded, encoder_of, gradient, there_and_back
+
+from rallypoint.codec.blocks import Int8Codec
+from rallypoint.codec.cast import bf16_codec, raw_codec
+from rallypoint.codec.dgc import FIRST_RATIO, DGCCodec
+from rallypoint.codec.feedback import ErrorFeedback
+from rallypoint.codec.lowrank import LowRankCodec
+from rallypoint.codec.protocol import Codec, Stateful
+from rallypoint.codec.sparse import TopKCodec, count_for
+from rallypoint.errors import UsageError
+
+WORDS = 48 * 80
+WITH_FEEDBACK = ["int8-feedback", "int4-feedback", "sign-feedback", "topk-feedback", "randomk-feedback",
+                 "powersgd-feedback"]  # fmt: skip
+
+
+def residual_of(codec: Codec) -> torch.Tensor:
+    assert isinstance(codec, Stateful)
+    return codec.state()["residual"]
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_what_arrived_and_the_residual_are_all_that_was_given(name: str) -> None:
+    codec = encoder_of(name, WORDS)
+    given, arrived = torch.zeros(WORDS, dtype=torch.float64), torch.zeros(WORDS, dtype=torch.float64)
+    for step in range(50):
+        values = gradient(WORDS, seed=step)
+        given += values
+        arrived += there_and_back(codec, values, seed=step)
+        torch.testing.assert_close(arrived + residual_of(codec), given, rtol=0, atol=1e-5 * float(given.abs().max()))
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_the_mean_of_what_arrives_approaches_a_constant_gradient(name: str) -> None:
+    codec, values = encoder_of(name, WORDS), gradient(WORDS)
+    steps = 800 if name in ("topk-feedback", "randomk-feedback", "sign-feedback") else 50
+    arrived = sum(there_and_back(codec, values, seed=step).double() for step in range(steps))
+    assert isinstance(arrived, torch.Tensor)
+    assert (arrived / steps - values).norm() < 0.25 * values.norm()
+
+
+def test_int8_with_feedback_is_as_good_as_raw_over_many_steps() -> None:
+    codec, values = ErrorFeedback(Int8Codec(256), WORDS), gradient(WORDS)
+    arrived = sum(there_and_back(codec, values).double() for _ in range(100)) / 100
+    once = there_and_back(Int8Codec(256), values)
+    assert (arrived - values).norm() < 0.02 * (once - values).norm()
+
+
+def test_top_k_leaves_no_residual_where_it_sent() -> None:
+    codec, values = ErrorFeedback(TopKCodec(0.01), WORDS), gradient(WORDS)
+    arrived = there_and_back(codec, values)
+    assert not residual_of(codec)[arrived != 0].any()
+    assert torch.equal(residual_of(codec) + arrived, values)
+
+
+def test_an_overflow_inside_the_codec_leaves_a_finite_residual() -> None:
+    codec = ErrorFeedback(LowRankCodec((48, 80), 2), WORDS)
+    there_and_back(codec, gradient(WORDS))
+    with pytest.raises(Exception, match="NaN or infinity"):
+        encoded(codec, torch.full((WORDS,), 3e38))
+    assert torch.isfinite(residual_of(codec)).all()
+
+
+@pytest.mark.parametrize("codec", [raw_codec(), bf16_codec()])
+def test_feedback_is_refused_around_what_needs_none(codec: Codec) -> None:
+    with pytest.raises(UsageError, match="error feedback"):
+        ErrorFeedback(codec, 10)
+
+
+def test_dgc_conserves_what_it_has_not_sent() -> None:
+    codec = DGCCodec(WORDS, ratio=0.01, momentum=0.0)
+    given, arrived = torch.zeros(WORDS, dtype=torch.float64), torch.zeros(WORDS, dtype=torch.float64)
+    for step in range(100):
+        values = gradient(WORDS, seed=step)
+        given += values
+        arrived += there_and_back(codec, values)
+        torch.testing.assert_close(arrived + codec.state()["unsent"], given, rtol=0, atol=1e-6)
+
+
+def test_dgc_follows_the_papers_equations() -> None:
+    codec = DGCCodec(WORDS, ratio=0.02, momentum=0.9, clip=0.05, sampled=False)
+    u, v = torch.zeros(WORDS, dtype=torch.float64), torch.zeros(WORDS, dtype=torch.float64)
+    for step in range(30):
+        values = gradient(WORDS, seed=step)
+        u = 0.9 * u + values * min(1.0, 0.05 / float(values.double().norm()))
+        v = v + u
+        arrived = there_and_back(codec, values)
+        mask = arrived != 0
+        assert int(mask.sum()) == count_for(0.02, WORDS)
+        assert float(v[mask].abs().min()) >= float(v[~mask].abs().max()) * (1 - 1e-5)
+        torch.testing.assert_close(arrived[mask].double(), v[mask], rtol=1e-4, atol=1e-8)
+        u[mask], v[mask] = 0.0, 0.0
+        torch.testing.assert_close(codec.state()["unsent"].double(), v, rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(codec.state()["velocity"].double(), u, rtol=1e-4, atol=1e-8)
+
+
+def test_dgc_with_every_word_sent_is_the_plain_gradient() -> None:
+    # Masking forgets the velocity of what is sent: with nothing held back there is no momentum left.
+    codec = DGCCodec(WORDS, ratio=1.0)
+    for step in range(3):
+        values = gradient(WORDS, seed=step)
+        assert torch.equal(there_and_back(codec, values), values)
+
+
+def test_dgc_warms_up_from_a_quarter_exponentially() -> None:
+    codec = DGCCodec(WORDS, ratio=0.001, warmup_steps=4, sampled=False)
+    ratios = []
+    for step in range(6):
+        ratios.append(codec.ratio_now)
+        arrived = there_and_back(codec, gradient(WORDS, seed=step))
+        assert int((arrived != 0).sum()) == count_for(ratios[-1], WORDS)
+    assert ratios[0] == FIRST_RATIO
+    assert ratios[4:] == [0.001, 0.001]
+    assert all(math.isclose(b / a, 0.004**0.25) for a, b in pairwise(ratios[:5]))

@@ -1,0 +1,74 @@
+"""Compressed contributions: other bytes than raw, the same ones for any number of workers, and a model that learns."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rallypoint as rp
+from rallypoint.codec.spec import Bf16, Fp16, Int4, Int8, RandomK, Raw, Sign, TopK
+from rallypoint.testing.processes import ProcessCluster
+
+sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
+
+from jobs import train_with
+
+CODECS: dict[str, dict[str, Any]] = {
+    "bf16": {"codec": Bf16()},
+    "fp16": {"codec": Fp16()},
+    "bf16 both ways": {"codec": Bf16(), "down": Bf16()},
+    "int8": {"codec": Int8()},
+    "int8 stochastic": {"codec": Int8(stochastic=True, error_feedback=False)},
+    "int4": {"codec": Int4()},
+    "topk": {"codec": TopK(ratio=0.05, sampled=False)},
+    "randomk": {"codec": RandomK(ratio=0.1)},
+    "sign": {"codec": Sign()},
+}
+
+
+# Of what raw gains in the 40 steps. What a sparse codec does not send comes some steps later: 1/ratio of them on average.
+LEARNS = {"int4": 0.9, "sign": 0.8, "topk": 0.5, "randomk": 0.4}
+
+
+@cache
+def outcome(codec: str, workers: int) -> tuple[str, float, float]:
+    settings = {"codec": Raw()} if codec == "raw" else CODECS[codec]
+    with ProcessCluster(workers=workers, servers=2) as cluster:
+        results = cluster.run(train_with, settings)
+    hashes = {hash for hash, _ in results}
+    assert len(hashes) == 1  # the last version goes as it is to everybody
+    losses = [loss for _, own in results for loss in sorted(own.items())]
+    losses.sort()
+    return hashes.pop(), losses[0][1], losses[-1][1]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_gives_the_same_bytes_for_any_number_of_workers(codec: str) -> None:
+    assert outcome(codec, 1)[0] == outcome(codec, 3)[0]
+    assert outcome(codec, 1)[0] != outcome("raw", 1)[0]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_learns_nearly_as_well(codec: str) -> None:
+    _, first, last = outcome(codec, 1)
+    _, _, raw = outcome("raw", 1)
+    assert first - last > LEARNS.get(codec, 0.97) * (first - raw), (first, last, raw)
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"codec": {"type": "powersgd"}}, "whole matrices"),
+        ({"codec": {"type": "dgc"}, "optimizer": rp.AdamW()}, "rp.SGD without momentum"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(settings: dict[str, Any], why: str) -> None:
+    from rallypoint.config import resolve
+    from rallypoint.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=why):
+        resolve(settings)
