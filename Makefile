@@ -33,7 +33,7 @@ simulate: setup ## Play SEEDS=1000 seeded plans of faults on a simulated cluster
 	$(BIN)/python -m rallypoint.testing.simulation --seeds $(or $(SEEDS),1000)
 
 chaos: setup ## Kill 40 processes under a training run: the same bytes?
-	@$(BIN)/rallypoint chaos --kills 40 --resizes 4,1,3 gpt --steps 1500 --validate-every 500 $(ARGS)
+	@$(BIN)/rallypoint chaos --kills 40 --resizes 4,1,3 --everything gpt --steps 1200 --validate-every 600 $(ARGS)
 
 check: setup ## Lint, types, import directions
 	$(BIN)/ruff check .

@@ -64,8 +64,7 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
     while (action := exchange.next_action()) is not None:
         match action:
             case Initialise():
-                exchange.buffer.fill_(1.0)
-                exchange.initialise()
+                exchange.initialise(torch.ones(exchange.layout.words))
             case Install(version=version):
                 exchange.begin_install()
                 exchange.installed()

@@ -223,15 +223,13 @@ def test_everything_may_die_at_once_and_again() -> None:
     assert any(result.recomputed > 0 for result in results)
 
 
-# ---- defects that are known ----
+# ---- defects that were found and must not come back ----
 
 
-@pytest.mark.xfail(strict=True, reason="known defect: first weights that a broken link took are never brought again")
 def test_first_weights_survive_a_broken_link() -> None:
     _play_all(_plan(seed, SimulatedJob(), 2, 2, Fault(0.0, "drop first", "worker")) for seed in range(8))
 
 
-@pytest.mark.xfail(strict=True, reason="known defect: slots that are being copied into the model are landed into")
 def test_versions_that_come_while_one_is_copied_into_the_model_do_not_spoil_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedWorker, "install_s", 0.2)
     job = SimulatedJob(replicas=2, steps=14, compute_s=0.02)  # those who take over come late, and others go on

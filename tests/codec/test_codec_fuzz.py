@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import struct
+
 import pytest
 import torch
 from codec_cases import FINITE_ONLY, SPECS, decoder_of, encoded, encoder_of, gradient
@@ -55,3 +58,20 @@ def test_forged_positions(name: str, counts: tuple[int, int], places: bytes) -> 
     places = places[: len(places) // 2 * 2]
     head = b"".join(count.to_bytes(4, "little") for count in counts)
     read(name, head + b"\0\0\x80\x3f" * (len(places) // 2) + places, 65536 + 3)
+
+
+# Where in each payload an fp32 lies that every decoded word depends on, and what it must not be.
+@pytest.mark.parametrize(
+    ("name", "place"), [("int8", 0), ("int4", 0), ("sign", 0), ("topk", 4), ("randomk", 8), ("powersgd", 0),
+                        ("powersgd", -4)],
+)  # fmt: skip
+@pytest.mark.parametrize("forged", [math.nan, math.inf, -math.inf, 3.4e38, -1.0])
+def test_a_forged_number_is_refused(name: str, place: int, forged: float) -> None:
+    if forged == -1.0 and name in ("topk", "randomk", "powersgd"):
+        return  # a number like any other
+    if forged == 3.4e38 and name in ("topk", "randomk", "sign"):
+        return
+    payload = bytearray(encoded(encoder_of(name, 48 * 80), gradient(48 * 80)))
+    struct.pack_into("<f", payload, place % len(payload), forged)
+    with pytest.raises(ProtocolError):
+        decoder_of(name, 48 * 80).decode(memoryview(payload), torch.zeros(48 * 80))

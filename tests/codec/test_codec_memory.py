@@ -67,7 +67,7 @@ def test_an_overflow_inside_the_codec_leaves_a_finite_residual() -> None:
     there_and_back(codec, gradient(WORDS))
     with pytest.raises(Exception, match="NaN or infinity"):
         encoded(codec, torch.full((WORDS,), 3e38))
-    assert torch.isfinite(residual_of(codec)).all()
+    assert float(residual_of(codec).abs().max()) < 1.0
 
 
 @pytest.mark.parametrize("codec", [raw_codec(), bf16_codec()])

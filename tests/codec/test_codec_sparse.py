@@ -69,6 +69,13 @@ def test_a_sampled_threshold_survives_values_in_step_with_the_sample() -> None:
     assert sent == count_for(0.01, 1 << 18)
 
 
+def test_a_sample_of_large_words_only_falls_back_to_the_exact_threshold() -> None:
+    values = gradient(1 << 18)
+    values[7::41] = torch.linspace(1.0, 2.0, len(range(7, 1 << 18, 41)))  # the very words that seed 7 samples
+    arrived = there_and_back(TopKCodec(0.01), values, seed=7)
+    assert torch.equal(arrived, reference(values, count_for(0.01, values.numel())))
+
+
 def test_zeros_are_not_sent() -> None:
     values = torch.zeros(1000)
     values[3] = 1e-44

@@ -280,8 +280,8 @@ class CoordinatorService:
         match message:
             case Propose(record=record):
                 self._handle(cluster.Proposed(hello.id, record))
-            case InStep(backups=backups, view=view):
-                self._handle(cluster.InStep(hello.id, backups, view))
+            case InStep(backups=backups):
+                self._handle(cluster.InStep(hello.id, backups))
             case Leaving():
                 self._handle(cluster.Leaving(hello.id))
             case Stored(snapshot=snapshot, shards=shards):

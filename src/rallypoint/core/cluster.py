@@ -117,12 +117,11 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class InStep:
-    """A primary's backup of these shards, of that birth number, holds all that it has published, and will from now
-    on."""
+    """A primary's backup of these shards, as they met in that view, holds all that it has published, and will from
+    now on."""
 
     server: str
-    backups: Mapping[int, int]
-    view: ViewNumber  # the newest one that the server knew when it said so
+    backups: Mapping[int, ViewNumber]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +333,6 @@ class ClusterMachine:
     _done: set[str] = field(default_factory=set)
     _awaited: set[str] = field(default_factory=set)  # known to an earlier coordinator, not back yet
     _in_step: set[int] = field(default_factory=set)
-    _paired: dict[int, ViewNumber] = field(default_factory=dict)  # the view in which primary and backup met
     _heard: dict[str, float] = field(default_factory=dict)
     _speeds: Speeds = field(default_factory=Speeds)
     _now: float = 0.0
@@ -376,7 +374,6 @@ class ClusterMachine:
             self.phase = Phase.GATHERING if state.last_word is None else Phase.OVER
             return
         self.phase = Phase.RUNNING
-        self._paired = dict.fromkeys(state.view.primary, state.view.number)  # it will be said again
         self._workers = {member.id: member for member in state.view.workers}
         self._servers = {member.id: member for member in state.view.servers}
         self._proposed = set(self._workers)
@@ -432,7 +429,7 @@ class ClusterMachine:
             case Proposed(worker=worker, record=record):
                 return self._proposal(worker, record)
             case InStep():
-                return self._now_in_step(event.server, event.backups, event.view)
+                return self._now_in_step(event.server, event.backups)
             case Leaving(worker=worker):
                 self._leaving |= {worker} & self._workers.keys()
                 return self._turn()
@@ -663,7 +660,6 @@ class ClusterMachine:
         if self._storing_first_weights and view.primary != before.primary:
             return self._start_over("")
         self._in_step = {s for s in self._in_step if _pair(view, s) == _pair(before, s)}
-        self._paired |= {s: view.number for s in view.primary if _pair(view, s) != _pair(before, s)}
         return self._publish(view, abandon=view.primary != before.primary)
 
     def _says_nothing_new(self, view: View, before: View) -> bool:
@@ -739,7 +735,6 @@ class ClusterMachine:
             self.phase = Phase.GATHERING  # nobody to begin with
             return []
         self._in_step.clear()
-        self._paired.clear()
         self._speeds.restart()
         self._final = not self.terms.snapshots
         shards, servers = self.record.layout.shards, list(self._servers)
@@ -756,12 +751,18 @@ class ClusterMachine:
     ) -> View:
         if since is None:
             self.view = None  # the hands of a void past say nothing about who has computed what
-        return View(
+        view = View(
             number=(number := self._next_number()), since=since or number,
             workers=tuple(self._workers[w] for w in self._workers if w in self._proposed),
             servers=tuple(self._servers.values()), deals=self._deals(), primary=primary, backup=backup, origin=origin,
             first=self.view.first if self.view is not None else min(self._active(), default=""), ending=ending,
         )  # fmt: skip
+        before = self.view
+        met = {
+            shard: before.met[shard] if before is not None and _pair(before, shard) == _pair(view, shard) else number
+            for shard in backup
+        }
+        return msgspec.structs.replace(view, met=met)
 
     def _next_number(self) -> ViewNumber:
         last = self._last_number
@@ -774,14 +775,12 @@ class ClusterMachine:
         dropped = self._abandon_snapshot() if abandon else []
         return [*dropped, Publish(view, members)]
 
-    def _now_in_step(self, server: str, backups: Mapping[int, int], known: ViewNumber) -> list[Effect]:
+    def _now_in_step(self, server: str, backups: Mapping[int, ViewNumber]) -> list[Effect]:
         if self.view is None or self.phase is not Phase.RUNNING:
             return []
-        births = {member.id: member.birth for member in self.view.servers}
         new = {
-            shard for shard, birth in backups.items()
-            if self.view.primary.get(shard) == server and births.get(self.view.backup.get(shard, "")) == birth
-            and known >= self._paired.get(shard, self.view.since)
+            shard for shard, met in backups.items()
+            if self.view.primary.get(shard) == server and self.view.met.get(shard) == met
         } - self._in_step  # fmt: skip
         if not new:
             return []

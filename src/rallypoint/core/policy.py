@@ -49,8 +49,8 @@ class Policy(Protocol):
 class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
     """Every step has all R contributions, summed in replica order 0..R-1 (I1, I3).
 
-    A contribution to a step that is over is a repeat and is dropped (I2). One to a step that has not begun cannot
-    come from a worker that follows the protocol: nobody can compute step t+1 before having every shard at t+1.
+    A contribution to a step that is over is a repeat and is dropped (I2). One to a step that has not begun is not for
+    us: nobody can compute step t+1 before having every shard at t+1, so it is for a primary that has replaced us.
     """
 
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:

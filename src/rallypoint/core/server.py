@@ -13,7 +13,7 @@ from rallypoint.core import shard as shards
 from rallypoint.core.clip import ClipMachine, Measure, Tell, Verdict
 from rallypoint.core.policy import Policy
 from rallypoint.core.shard import ShardMachine
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share of the links and of the memory
 
@@ -76,7 +76,7 @@ class ServerMachine:
     view: View | None = None
     birth: int = -1
     _machines: dict[int, ShardMachine] = field(default_factory=dict)
-    _backups: dict[int, tuple[str, int]] = field(default_factory=dict)  # id and birth
+    _backups: dict[int, tuple[str, ViewNumber]] = field(default_factory=dict)  # whom, and since which view
     _clip: ClipMachine | None = None
     _filling: set[int] = field(default_factory=set)
     _linked: set[str] = field(default_factory=set)
@@ -91,8 +91,8 @@ class ServerMachine:
         return sorted(self._machines)
 
     @property
-    def in_step(self) -> dict[int, int]:
-        """The shards whose backup may be promoted, and the birth number of that backup."""
+    def in_step(self) -> dict[int, ViewNumber]:
+        """The shards whose backup may be promoted, and the view in which we and that backup met."""
         return {i: self._backups[i][1] for i, machine in sorted(self._machines.items()) if machine.in_step}
 
     def is_primary(self, index: int) -> bool:
@@ -162,9 +162,8 @@ class ServerMachine:
             return self._start_over(view, restore=rolled_back)
         held = {s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))}
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines.keys() - held)]
-        births = {member.id: member.birth for member in view.servers}
         for index in sorted(held):
-            effects += self._assign(index, view, births)
+            effects += self._assign(index, view)
         return [*effects, *self._share(view), *self._fill_some()]
 
     # ---- views ----
@@ -174,16 +173,15 @@ class ServerMachine:
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
         self._filling.clear()
         self._clip = self._new_clip()
-        births = {member.id: member.birth for member in view.servers}
         for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
-            effects += self._assign(index, view, births)
+            effects += self._assign(index, view)
         effects += self._share(view)
         own = tuple(view.shards_of(self.me))
         if restore and view.origin and own:  # a server that joins later has none, and the snapshot may be gone
             effects.append(Restore(own, view.origin))
         return effects
 
-    def _assign(self, index: int, view: View, births: dict[str, int]) -> list[Effect]:
+    def _assign(self, index: int, view: View) -> list[Effect]:
         primary = view.primary[index] == self.me
         effects: list[Effect] = []
         if index not in self._machines:
@@ -192,7 +190,7 @@ class ServerMachine:
             )
             effects.append(Own(index))
         server = view.backup.get(index) if primary else None
-        backup = None if server is None else (server, births[server])
+        backup = None if server is None else (server, view.met[index])
         fresh = backup is not None and self._backups.get(index) != backup
         if backup is None or fresh:
             self._backups.pop(index, None)

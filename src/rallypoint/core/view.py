@@ -43,6 +43,8 @@ class View(msgspec.Struct, frozen=True):
     Attributes:
         number: the higher wins.
         since: the first view after the last roll-back; whatever carries an older number is from a past that is void.
+        met: of each shard with a backup, the view in which these two became primary and backup: what either has said of
+            an earlier meeting does not count.
         origin: the snapshot that the servers start from in view `since`; "" for the lead worker's first weights.
         workers, servers: all members, standby workers included.
         deals: by ascending start; the last one whose start is not above a step counts for it.
@@ -58,6 +60,7 @@ class View(msgspec.Struct, frozen=True):
     deals: tuple[Deal, ...]
     primary: dict[int, str]
     backup: dict[int, str] = {}
+    met: dict[int, ViewNumber] = {}
     origin: str = ""
     first: str = ""
     ending: bool = False

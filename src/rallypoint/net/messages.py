@@ -91,10 +91,10 @@ class Applied(_Message, frozen=True):
 
 
 class InStep(_Message, frozen=True):
-    """The backups (shard: their birth number) that hold all that was published, and will from now on, under `view`."""
+    """The shards whose backup holds all that was published, and will from now on; of each the view in which its
+    primary and backup met."""
 
-    backups: dict[int, int]
-    view: ViewNumber = ViewNumber()
+    backups: dict[int, ViewNumber]
 
 
 class Leaving(_Message, frozen=True):

@@ -154,7 +154,7 @@ class Reducer:
         if new or self._machine is None:
             return
         if self._machine.in_step:
-            self._around.say(InStep(self._machine.in_step, self._number))
+            self._around.say(InStep(self._machine.in_step))
         for entry in self._ledger:
             self._around.say(entry)
 
@@ -313,7 +313,7 @@ class Reducer:
                 if self._answer_to is not None:
                     self._answer_to.send(Header(Kind.ACK, self._number, shard=index, step=version), urgent=True)
             case shard.InStep():
-                self._around.say(InStep({index: self.machine.in_step[index]}, self._number))
+                self._around.say(InStep({index: self.machine.in_step[index]}))
             case shard.Capture(version=version, missed=True):
                 self._around.say(NotStored(self._snapshot, "a step was quicker than the word", version))
             case shard.Capture(version=version):

@@ -173,15 +173,18 @@ class Exchange:
     def _over(self) -> bool:
         return self._finished or self.gone
 
-    def initialise(self) -> None:
-        """Push what the buffer holds as version 0 of everything (the first worker, once)."""
-        view = self.view
+    def initialise(self, weights: torch.Tensor) -> None:
+        """Push `weights`, a vector like the buffer, as version 0 of everything.
+
+        Not the buffer itself: this may have to be done again while versions land there already.
+        """
+        view, data = self.view, bytes_of(weights)
         with self._changed:
             self._machine.initialised()
         for shard in self.layout.shards:
             header = Header(Kind.INITIAL, view.number, shard=shard.index, length=shard.nbytes)
             if (link := self._links.get(view.primary[shard.index])) is not None:
-                link.push(header, self._slot_bytes(shard.index), sent=_nothing)
+                link.push(header, data[shard.start * 4 : shard.stop * 4], sent=_nothing)
 
     def begin_replica(self, replica: int) -> None:
         """Begin to compute this replica."""
@@ -367,4 +370,4 @@ class Exchange:
 
 
 def _nothing() -> None:
-    """Nobody waits for this payload: it stays where it is until version 0 comes back into the same bytes."""
+    """Nobody waits for this payload: it goes with the last reference to it."""

@@ -98,8 +98,9 @@ class Run:
         while (action := self._next_action()) is not None:
             match action:
                 case machine.Initialise():
-                    self._tensors.write_to(self._exchange.buffer)
-                    self._exchange.initialise()
+                    weights = torch.empty(self._exchange.layout.words)
+                    self._tensors.write_to(weights)
+                    self._exchange.initialise(weights)
                 case machine.Install(version=version):
                     self._install(version)
                     if self._exchange.step != version:

@@ -81,8 +81,8 @@ class SimulatedCoordinator:
             case ("progress", step, replica, seconds, since):
                 self.outcome.computed.append((who, step, replica))
                 self._handle(cluster.Progress(who, step, replica, seconds, since))
-            case ("in step", backups, number):
-                self._handle(cluster.InStep(who, backups, number))
+            case ("in step", backups):
+                self._handle(cluster.InStep(who, backups))
             case ("leaving",):
                 self._handle(cluster.Leaving(who))
             case ("done", since):

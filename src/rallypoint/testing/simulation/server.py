@@ -69,7 +69,7 @@ class SimulatedServer:
 
     def _on_admitted(self, new: bool) -> None:
         if not new and self.machine.in_step:
-            self.membership.send(("in step", self.machine.in_step, self._number))
+            self.membership.send(("in step", self.machine.in_step))
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -273,7 +273,7 @@ class SimulatedServer:
                 self._filled_under[index] = self._number
                 self._to_backup(index, "state", version, held.master, tuple(held.wire.items()))
             case shards.InStep():
-                self.membership.send(("in step", {index: self.machine.in_step[index]}, self._number))
+                self.membership.send(("in step", {index: self.machine.in_step[index]}))
             case shards.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shards.Capture(version=version):
@@ -299,12 +299,13 @@ class SimulatedServer:
         """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4)."""
         content = self.held[index].wire[version]
         assert content == self.job.trajectory[version][index], f"{self.node.name}: shard {index}: other bytes"
-        birth = self.machine.in_step.get(index)
-        for backup in self.node.world.acceptors.values():
-            if birth is None or not isinstance(backup, SimulatedServer) or backup.machine.birth != birth:
-                continue
+        view = self.machine.view
+        if view is None or index not in self.machine.in_step:
+            return
+        backup = self.node.world.acceptors.get(view.backup[index])
+        if isinstance(backup, SimulatedServer):
             theirs = backup.machine.machine(index)
-            if backup.node.alive and theirs is not None and backup.machine.view == self.machine.view:
+            if backup.node.alive and theirs is not None and backup.machine.view == view:
                 assert theirs.version >= version, (
                     f"{self.node.name} publishes version {version} of shard {index} while its backup "
                     f"{backup.node.name} is at version {theirs.version}"

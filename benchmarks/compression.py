@@ -1,6 +1,6 @@
 """What codecs cost on one core: bytes on the wire, and how fast gradients are encoded, decoded and added.
 
-    python benchmarks/codecs.py [--json codecs.json]
+    python benchmarks/compression.py [--json codecs.json]
 
 16 MiB of gradient-like values in shards of 1 MiB, one thread. Speeds are GB of fp32 in a second of the core's time, the
 median of the rounds: other processes that want the same core do not count, those that want the same memory do. The
