@@ -64,7 +64,7 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
     while (action := exchange.next_action()) is not None:
         match action:
             case Initialise():
-                exchange.initialise(torch.ones(exchange.layout.words))
+                exchange.initialise(lambda start, stop: torch.ones(stop - start))
             case Install(version=version):
                 exchange.begin_install()
                 exchange.installed()

@@ -114,13 +114,13 @@ class _Job:
     def all_in_step(self) -> list[Effect]:
         """Every backup has been filled."""
         effects = []
-        for shard, backup in sorted(self.view.backup.items()):
-            effects += self.in_step(shard, self.births[backup])
+        for shard in sorted(self.view.backup):
+            effects += self.in_step(shard)
         return effects
 
-    def in_step(self, shard: int, birth: int, by: str = "", known: ViewNumber | None = None) -> list[Effect]:
-        """The shard's primary (or somebody else) says so of the backup of that birth, knowing the newest view."""
-        return self.play(InStep(by or self.view.primary[shard], {shard: birth}, known or self.view.number))
+    def in_step(self, shard: int, met: ViewNumber | None = None, by: str = "") -> list[Effect]:
+        """The shard's primary (or somebody else) says so of the backup that it met in that view (the right one)."""
+        return self.play(InStep(by or self.view.primary[shard], {shard: met or self.view.met[shard]}))
 
     def tick(self, seconds: float, *, alive: Sequence[str] | None = None) -> list[Effect]:
         """Time goes by; those who are alive (all by default) give a sign of life."""
@@ -439,7 +439,7 @@ def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_
 def test_nothing_is_published_when_nothing_has_changed() -> None:
     job = _begun()
     revision = job.machine.revision
-    assert job.play(Leaving("s0"), Left("w9", "x"), Failed("w9", "x"), InStep("s0", {0: 99}, job.view.number)) == []
+    assert job.play(Leaving("s0"), Left("w9", "x"), Failed("w9", "x"), InStep("s0", {0: ViewNumber(1, 99)})) == []
     assert job.tick(0.5) == []
     assert job.machine.revision == revision
 
@@ -549,26 +549,34 @@ def test_only_a_backup_in_step_is_promoted() -> None:
     assert job.machine.phase is Phase.RECOVERING
 
 
-def test_a_backup_is_in_step_only_under_the_birth_number_of_the_view_and_only_by_its_primary_s_word() -> None:
+def test_a_backup_is_in_step_only_under_the_view_they_met_in_and_only_by_its_primary_s_word() -> None:
     job = _running(_terms(replication=2))
     shard = SHARDS[0]
     primary, backup = job.view.primary[shard], job.view.backup[shard]
-    job.in_step(shard, job.births[backup] + 50)
-    job.in_step(shard, job.births[backup], by=backup)
+    met = job.view.met[shard]
+    for other in (ViewNumber(), ViewNumber(met.epoch, met.count + 1), ViewNumber(met.epoch + 1, met.count)):
+        assert job.in_step(shard, other) == []
+    assert job.in_step(shard, by=backup) == []
     assert job.machine.state().in_step == ()
     revision = job.machine.revision
-    job.in_step(shard, job.births[backup])
+    job.in_step(shard)
     assert job.machine.state().in_step == (shard,)
     assert job.machine.revision == revision + 1  # the next coordinator has to know
-    assert job.in_step(shard, job.births[backup], by=primary) == []
+    assert job.in_step(shard, by=primary) == []
     assert job.machine.revision == revision + 1
 
 
 def test_a_backup_that_was_born_again_is_not_in_step() -> None:
-    job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
+    job = _begun(_terms(replication=2))
     mine = [shard for shard, backup in job.view.backup.items() if backup == "s0"]
-    job.join("s0")
-    assert not set(mine) & {s for s in job.machine.state().in_step if job.view.backup.get(s) == "s0"}
+    met = job.view.met
+    assert _of(FindSnapshot, job.join("s0")) == []
+    again = [shard for shard in mine if job.view.backup.get(shard) == "s0"]
+    assert again
+    for shard in again:
+        assert job.view.primary[shard] == "s1"  # as before
+        assert job.in_step(shard, met[shard]) == []  # said of the process that is gone
+    assert not set(again) & set(job.machine.state().in_step)
 
 
 def test_a_shard_whose_primary_was_born_again_is_lost_without_a_backup() -> None:
@@ -606,8 +614,8 @@ def test_shards_move_only_when_all_that_are_to_move_can() -> None:
     moving = sorted(job.view.backup)
     assert len(moving) > 1
     for shard in moving[:-1]:
-        assert job.in_step(shard, job.births["s2"]) == []
-    assert job.in_step(moving[-1], job.births["s2"]) != []
+        assert job.in_step(shard) == []
+    assert job.in_step(moving[-1]) != []
     assert job.view.shards_of("s2") == moving
 
 
@@ -637,25 +645,30 @@ def _there_and_back() -> tuple[_Job, list[int], list[View]]:
 
 def test_a_word_from_before_a_backup_was_let_go_and_taken_again_says_nothing() -> None:
     job, back, views = _there_and_back()
-    birth, revision = job.births["s2"], job.machine.revision
+    revision = job.machine.revision
     for shard in back:
+        assert views[0].met[shard] == views[0].number
+        assert job.view.met[shard] == views[2].number
         for view in views[:2]:
-            assert job.in_step(shard, birth, known=view.number) == []
+            assert job.in_step(shard, view.number) == []
     assert job.machine.state().in_step == ()
     assert job.machine.revision == revision
     assert job.view == views[2]
     for count, shard in enumerate(back[:-1], 1):
-        job.in_step(shard, birth, known=views[2].number)
+        job.in_step(shard, views[2].number)
         assert job.machine.state().in_step == tuple(back[:count])
 
 
-def test_a_word_from_an_older_view_counts_if_primary_and_backup_had_met_by_then() -> None:
+def test_a_word_of_an_older_view_counts_while_primary_and_backup_have_not_parted() -> None:
     job = _running(_terms(replication=2))
     met = job.view
     job.come("w2")
     assert job.view.number > met.number
+    assert job.view.met == met.met == dict.fromkeys(SHARDS, met.number)
     shard = SHARDS[0]
-    job.in_step(shard, job.births[met.backup[shard]], known=met.number)
+    assert job.in_step(shard, job.view.number) == []
+    assert job.machine.state().in_step == ()
+    job.in_step(shard, met.number)
     assert job.machine.state().in_step == (shard,)
 
 
@@ -667,10 +680,10 @@ def test_a_word_from_before_a_roll_back_says_nothing() -> None:
     kept = [shard for shard in SHARDS if (job.view.primary[shard], job.view.backup[shard])
             == (before.primary[shard], before.backup[shard])]  # fmt: skip
     assert kept
-    birth = job.births[job.view.backup[kept[0]]]
-    assert job.in_step(kept[0], birth, known=before.number) == []
+    assert job.view.met == dict.fromkeys(SHARDS, job.view.number)
+    assert job.in_step(kept[0], before.met[kept[0]]) == []
     assert job.machine.state().in_step == ()
-    job.in_step(kept[0], birth)
+    job.in_step(kept[0])
     assert job.machine.state().in_step == (kept[0],)
 
 
@@ -681,6 +694,9 @@ def test_a_demoted_primary_is_not_in_step_before_it_has_been_filled() -> None:
     job.all_in_step()
     swapped = [s for s in SHARDS if job.view.primary[s] == before.backup[s] and job.view.backup[s] == before.primary[s]]
     assert swapped
+    for shard in swapped:
+        assert job.view.met[shard] == job.view.number > before.met[shard]
+        assert job.in_step(shard, before.met[shard]) == []
     assert not set(swapped) & set(job.machine.state().in_step)
     assert FindSnapshot() in job.play(Left("s1", "x"))
 
@@ -804,6 +820,24 @@ def test_members_that_outlived_the_coordinator_keep_their_birth_and_get_the_view
             Admit(name, old.births[name]), Publish(old.view, (name,)),
         ]  # fmt: skip
     assert job.machine.state().in_step == old.machine.state().in_step
+
+
+def test_a_word_that_died_with_the_coordinator_is_counted_when_it_is_said_again() -> None:
+    old = _running(_terms(replication=2))
+    old.step(0)
+    met = old.view.met
+    job = _again(old)  # which has not heard that any backup is in step
+    assert job.machine.state().in_step == ()
+    for name in ("s0", "s1", "w1"):
+        job.join(name, birth=old.births[name])
+    job.play(Left("w0", "x"))
+    assert job.view.number == ViewNumber(2, 1)
+    assert job.view.met == met  # who had met before goes on
+    for server in ("s0", "s1"):
+        job.play(InStep(server, {shard: met[shard] for shard in old.view.shards_of(server)}))
+    assert job.machine.state().in_step == tuple(SHARDS)
+    assert _of(FindSnapshot, job.play(Left("s0", "x"))) == []
+    assert set(job.view.primary.values()) == {"s1"}
 
 
 def test_views_of_a_later_coordinator_win() -> None:

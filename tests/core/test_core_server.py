@@ -31,6 +31,7 @@ from rallypoint.core.shard import (
 from rallypoint.core.view import Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
+FIRST = ViewNumber(1, 1)
 
 
 def _plan(shards: int, *, decides: bool = False, buffers: frozenset[int] = frozenset(), skip: bool = False) -> Plan:
@@ -43,13 +44,15 @@ def _plan(shards: int, *, decides: bool = False, buffers: frozenset[int] = froze
 
 def _view(
     count: int, primary: Mapping[int, str], backup: Mapping[int, str] | None = None, *, since: int = 1,
-    origin: str = "", births: Mapping[str, int] | None = None,
+    origin: str = "", births: Mapping[str, int] | None = None, met: Mapping[int, int] | None = None,
 ) -> View:  # fmt: skip
+    """Primaries and backups met in view `since`, unless `met` says otherwise."""
     born = {"s0": 1, "s1": 2, "s2": 3} if births is None else births
     return View(
         number=ViewNumber(1, count), since=ViewNumber(1, since), workers=(), deals=(), origin=origin,
         servers=tuple(Member(id, "h", f"{id}:1", birth) for id, birth in born.items()),
         primary=dict(primary), backup=dict(backup or {}),
+        met={shard: ViewNumber(1, (met or {}).get(shard, since)) for shard in backup or {}},
     )  # fmt: skip
 
 
@@ -155,7 +158,7 @@ def test_backups_are_filled_a_few_at_a_time_once_they_are_linked_and_there_is_so
     effects = server.handle(0, Acked(0))
     assert _on(effects, InStep) == [(0, InStep())]
     assert _on(effects, Fill) == [(FILLS_AT_ONCE, Fill(0))]
-    assert server.in_step == {0: 2}
+    assert server.in_step == {0: FIRST}
 
 
 def test_a_backup_that_is_linked_before_there_is_anything_to_send_is_filled_with_the_first_version() -> None:
@@ -166,11 +169,12 @@ def test_a_backup_that_is_linked_before_there_is_anything_to_send_is_filled_with
 
 
 def test_a_backup_whose_link_was_lost_is_filled_again_and_still_counts() -> None:
-    server = _server(_plan(2), _view(1, {0: "s0", 1: "s0"}, {0: "s1", 1: "s2"}), "s1", "s2")
+    view = _view(3, {0: "s0", 1: "s0"}, {0: "s1", 1: "s2"}, met={1: 3})
+    server = _server(_plan(2), view, "s1", "s2")
     for index in (0, 1):
         server.handle(index, Acked(0))
     server.peer_lost("s1")
-    assert server.in_step == {0: 2, 1: 3}
+    assert server.in_step == {0: FIRST, 1: ViewNumber(1, 3)}
     assert _on(server.handle(0, Contribute(0, 0, 1.0, 1)), Publish) == []
     assert _on(server.peer_linked("s1"), Fill) == [(0, Fill(1))]
     assert _on(server.handle(0, Acked(1)), Publish) == [(0, Publish(1))]
@@ -187,23 +191,46 @@ def test_a_fill_that_was_under_way_on_a_lost_link_makes_room_for_others() -> Non
 def test_another_backup_process_starts_from_nothing(again: dict[str, int]) -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1", "s2")
     server.handle(0, Acked(0))
-    assert server.in_step == {0: 2}
+    assert server.in_step == {0: FIRST}
     backup = "s1" if "s1" in again else "s2"
-    effects = server.adopt(_view(2, {0: "s0"}, {0: backup}, births=again))
+    effects = server.adopt(_view(2, {0: "s0"}, {0: backup}, births=again, met={0: 2}))
     assert server.in_step == {}
     if backup == "s1":
         assert _on(effects, Fill) == []  # the new process is not linked yet
         effects = server.peer_linked("s1")
     assert _on(effects, Fill) == [(0, Fill(0))]
     server.handle(0, Acked(0))
-    assert server.in_step == {0: again[backup]}
+    assert server.in_step == {0: ViewNumber(1, 2)}
 
 
 def test_a_backup_that_stays_through_a_view_stays_in_step() -> None:
     server = _server(_plan(2), _view(1, {0: "s0", 1: "s1"}, {0: "s1"}), "s1")
     server.handle(0, Acked(0))
     assert _on(server.adopt(_view(2, {0: "s0", 1: "s2"}, {0: "s1"})), Fill) == []
-    assert server.in_step == {0: 2}
+    assert server.in_step == {0: FIRST}
+
+
+def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_backup_in_step() -> None:
+    """Backup s1 in view 1, s2 in view 2, s1 again in view 3: it has let go of what it held, and we know of 1 and 3."""
+    server = _server(_plan(2), _view(1, {0: "s0", 1: "s0"}, {0: "s1", 1: "s1"}), "s1")
+    for index in (0, 1):
+        server.handle(index, Acked(0))
+    assert server.in_step == {0: FIRST, 1: FIRST}
+    effects = server.adopt(_view(3, {0: "s0", 1: "s0"}, {0: "s1", 1: "s1"}, met={0: 3}))
+    assert server.in_step == {1: FIRST}  # these two stayed together
+    assert _on(effects, Fill) == [(0, Fill(0))]
+    assert _on(server.handle(0, Contribute(0, 0, 1.0, 1)), Publish) == [(0, Publish(1))]  # it waits for nobody
+    assert server.in_step == {1: FIRST}
+    assert _on(server.handle(0, Acked(0)), InStep) == []  # what has been published since is not there yet
+    assert _on(server.handle(0, Acked(1)), InStep) == [(0, InStep())]
+    assert server.in_step == {0: ViewNumber(1, 3), 1: FIRST}
+
+
+def test_a_fill_that_was_under_way_when_they_parted_is_done_again() -> None:
+    server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1")
+    effects = server.adopt(_view(3, {0: "s0"}, {0: "s1"}, met={0: 3}))
+    assert _on(effects, Fill) == [(0, Fill(0))]
+    assert server.in_step == {}
 
 
 def test_when_a_shard_has_no_backup_any_more_its_fill_makes_room_for_others() -> None:
@@ -236,14 +263,24 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
     servers, shards = ["s0", "s1", "s2"], 5
     machine, linked = ServerMachine("s0", _plan(shards, decides=True)), set[str]()
     filling: dict[int, str] = {}
+    newest = _view(0, {})
     for count in range(1, data.draw(st.integers(2, 15))):
         primary = {shard: data.draw(st.sampled_from(servers)) for shard in range(shards)}
         others = st.sampled_from([*servers, ""])
         backup = {s: b for s, home in primary.items() if (b := data.draw(others)) not in ("", home)}
         since = data.draw(st.sampled_from([1, 1, 1, count]))
-        before = machine.view.since.count if machine.view is not None else since
-        view = _view(count, primary, backup, since=max(since, before), origin="step-3")
+        since = max(since, newest.since.count)
+        together = {
+            s: newest.met[s].count for s, b in backup.items()
+            if since == newest.since.count and (newest.primary.get(s), newest.backup.get(s)) == (primary[s], b)
+        }  # fmt: skip
+        met = {s: together.get(s, count) for s in backup}
+        newest = view = _view(count, primary, backup, since=since, origin="step-3", met=met)
+        if data.draw(st.integers(0, 3)) == 0:
+            continue  # this server does not hear of it
+        before = machine.in_step
         effects = machine.adopt(view)
+        assert machine.in_step.items() <= before.items()
         assert machine.held == sorted(s for s in primary if "s0" in (primary[s], backup.get(s)))
         owned = [effect.shard for effect in effects if isinstance(effect, Own)]
         assert len(owned) == len(set(owned))
@@ -259,13 +296,15 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
         for index in machine.held:
             if machine.is_primary(index) and machine.machine(index).version < 0:  # type: ignore[union-attr]
                 effects += machine.handle(index, Loaded(3))
+        for index in [index for index in sorted(machine._filling) if data.draw(st.booleans())]:
+            effects += machine.handle(index, Acked(machine.machine(index).version))  # type: ignore[union-attr]
         filled = _on(effects, Fill)
         assert len(machine._filling) <= FILLS_AT_ONCE
         for index, _ in filled:
             filling[index] = backup.get(index, "")
         for index in list(machine._filling):
             assert backup[index] == filling[index]
-        assert set(machine.in_step) <= {s for s in backup if primary[s] == "s0"}
+        assert machine.in_step.items() <= {s: view.met[s] for s in backup if primary[s] == "s0"}.items()
 
 
 # ---- decisions ----

@@ -30,7 +30,7 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
-# Of what raw gains in the 40 steps. What a sparse codec does not send comes some steps later: 1/ratio of them on average.
+# Of what raw gains in the 40 steps. What a sparse codec does not send comes some steps later: 1/ratio on average.
 LEARNS = {"int4": 0.9, "sign": 0.8, "topk": 0.5, "randomk": 0.4}
 
 

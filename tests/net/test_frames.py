@@ -57,7 +57,9 @@ def test_the_header_is_what_the_docstring_says() -> None:
         ({"protocol": 0}, "protocol 0 instead of"),
         ({"kind": 0}, "a frame of unknown kind 0"),
         ({"kind": 255}, "a frame of unknown kind 255"),
-        ({"codec": 1}, "a PUSH frame .*codec 1.* impossible"),
+        ({"kind": Kind.INITIAL, "codec": 1}, "a INITIAL frame .*codec 1.* impossible"),
+        ({"kind": Kind.REPLICATE, "codec": 1}, "a REPLICATE frame .*codec 1.* impossible"),
+        ({"kind": Kind.STATE, "codec": 255}, "a STATE frame .*codec 255.* impossible"),
         ({"flags": 4}, "flags 4.* impossible"),
         ({"flags": 255}, "impossible"),
         ({"weight": math.nan}, "weight nan.* impossible"),
@@ -70,6 +72,14 @@ def test_the_header_is_what_the_docstring_says() -> None:
 def test_an_impossible_header_is_refused_and_says_why(changed: dict[str, object], sentence: str) -> None:
     with pytest.raises(ProtocolError, match=sentence):
         unpack(raw(**changed))
+
+
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.VERSION])
+def test_only_contributions_and_versions_are_written_by_a_codec(kind: Kind) -> None:
+    assert unpack(raw(kind=kind, codec=1)).codec == 1
+    for other in set(Kind) - {Kind.PUSH, Kind.VERSION}:
+        with pytest.raises(ProtocolError, match=f"a {other.name} frame .*codec 1"):
+            unpack(raw(kind=other, codec=1, length=0))
 
 
 @pytest.mark.parametrize("kind", Kind)

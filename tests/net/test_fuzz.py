@@ -256,7 +256,7 @@ class Fuzzer:
         return self._header(self._kind(), length=self.rng.randrange((384 << 20) + 1, 2**32))
 
     def _impossible(self) -> bytes:
-        data = bytearray(self._frame(self._kind()))
+        data = bytearray(self._frame(self._kind(without={Kind.PUSH, Kind.VERSION})))  # these may name a codec
         match self.rng.randrange(5):
             case 0:
                 data[4] = self.rng.choice([0, 1, 3, 255])  # protocol
@@ -315,8 +315,8 @@ class Fuzzer:
         """Something that would end or change the job, were it said by a member."""
         return self.rng.choice(
             [
-                messages.Done(), messages.GiveUp("fuzz"), messages.Finished(), messages.Aborted("fuzz"),
-                messages.Report(self.rng.randrange(2**40), self.rng.randrange(3), 0.0, 1.0, 1),
+                messages.Done(self.view.since), messages.GiveUp("fuzz"), messages.Finished(), messages.Aborted("fuzz"),
+                messages.Report(self.rng.randrange(2**40), self.rng.randrange(3), 0.0, 1.0, 1, since=self.view.since),
                 messages.Turn(self.view), messages.Skipped(1, (0,)), messages.Leaving(),
             ]
         )  # fmt: skip
@@ -324,9 +324,10 @@ class Fuzzer:
     def _pointless_message(self) -> messages.Message:
         """Something that a new server may say, and that is about nothing of its own."""
         shard = self.rng.randrange(2 * len(self.layout.shards))
+        met = self.view.met.get(shard, self.view.number)
         return self.rng.choice(
             [
-                messages.Done(), messages.Leaving(), messages.Beat(), messages.InStep({shard: self.rng.randrange(9)}),
+                messages.Done(self.view.since), messages.Leaving(), messages.Beat(), messages.InStep({shard: met}),
                 messages.Stored("step-00000009-9", {"x.shards": 9}, {shard: ("x.shards", 0, 9, "00")}),
                 messages.NotStored("step-00000009-9", "fuzz", 2**40), messages.Metrics(3, {"fuzz": 1.0}),
                 messages.Propose(self.another_model),

@@ -20,12 +20,14 @@ RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAY
 MEMBERS = (Member("w0", "here"),), (Member("s0", "there", "127.0.0.1:1"),)
 VIEW = View(
     ViewNumber(3, 4), ViewNumber(2, 1), *MEMBERS, deals=(Deal(0, {"w0": (0, 1)}), Deal(7, {"w0": (1,), "w1": (0,)})),
-    primary={0: "s0", 1: "s0"}, backup={1: "s1"}, origin="step-00000004-1", first="w0", ending=True,
+    primary={0: "s0", 1: "s0"}, backup={1: "s1"}, met={1: ViewNumber(2, 3)},
+    origin="step-00000004-1", first="w0", ending=True,
 )  # fmt: skip
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32), m.Hello("worker", "w0", "here", b"proof", "", 7, ViewNumber(1, 2)),
     m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"), m.Propose(RECORD),
-    m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25), m.Applied(3, 2, 1e9, {"w0": 0.0, "w1": 0.5}), m.InStep({0: 3, 4: 1}),
+    m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25, ViewNumber(2, 1)), m.Applied(3, 2, 1e9, {"w0": 0.0, "w1": 0.5}),
+    m.InStep({0: ViewNumber(2, 1), 4: ViewNumber(3, 4)}),
     m.Leaving(), m.Stored("step-00000004-1", {"s0.shards": 9}, {0: ("s0.shards", 0, 9, "00ff")}),
     m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
     m.Say("words"), m.Skipped(4, (0, 1)), m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7), m.Prepare(RECORD),

@@ -27,6 +27,8 @@ from rallypoint.observe.waits import wait_until
 from rallypoint.worker.encoder import Encoder
 from rallypoint.worker.link import ServerLink
 
+_INITIAL_SHARDS = 16  # copies of first weights under way at a time
+
 
 class Rewound(BaseException):
     """The micro-batch in progress belongs to a past that is void; ``with micro:`` ends here, the loop yields another.
@@ -173,18 +175,26 @@ class Exchange:
     def _over(self) -> bool:
         return self._finished or self.gone
 
-    def initialise(self, weights: torch.Tensor) -> None:
-        """Push `weights`, a vector like the buffer, as version 0 of everything.
+    def initialise(self, words: Callable[[int, int], torch.Tensor]) -> None:
+        """Push ``words(start, stop)`` (1-D fp32 CPU) of every shard as version 0, a few shards at a time.
 
-        Not the buffer itself: this may have to be done again while versions land there already.
+        Not out of the buffer: this may have to be done again while versions land there already.
         """
-        view, data = self.view, bytes_of(weights)
+        since = self.view.since
         with self._changed:
             self._machine.initialised()
+        room = threading.Semaphore(_INITIAL_SHARDS)
         for shard in self.layout.shards:
+            while not room.acquire(timeout=0.1):
+                self.check()
+            view = self.view
+            if view.since != since:
+                return  # another beginning, perhaps somebody else's
             header = Header(Kind.INITIAL, view.number, shard=shard.index, length=shard.nbytes)
             if (link := self._links.get(view.primary[shard.index])) is not None:
-                link.push(header, data[shard.start * 4 : shard.stop * 4], sent=_nothing)
+                link.push(header, bytes_of(words(shard.start, shard.stop)), sent=room.release)
+            else:
+                room.release()
 
     def begin_replica(self, replica: int) -> None:
         """Begin to compute this replica."""
@@ -367,7 +377,3 @@ class Exchange:
             return f"server {server}"
         member = link.server
         return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
-
-
-def _nothing() -> None:
-    """Nobody waits for this payload: it goes with the last reference to it."""

@@ -98,9 +98,7 @@ class Run:
         while (action := self._next_action()) is not None:
             match action:
                 case machine.Initialise():
-                    weights = torch.empty(self._exchange.layout.words)
-                    self._tensors.write_to(weights)
-                    self._exchange.initialise(weights)
+                    self._exchange.initialise(self._tensors.part)
                 case machine.Install(version=version):
                     self._install(version)
                     if self._exchange.step != version:

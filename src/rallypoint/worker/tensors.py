@@ -22,6 +22,14 @@ class Placed:
         """This tensor's part of a flat fp32 vector, in the tensor's shape (and, for a buffer, its dtype)."""
         return self.of_part(vector, 0)
 
+    def words(self) -> torch.Tensor:
+        """The tensor as its words of the flat vector, 1-D fp32; a parameter's are a view where that can be."""
+        if self.entry.spec.group >= 0:
+            return self.tensor.detach().reshape(-1)
+        words = torch.zeros(self.entry.stop - self.entry.start)
+        self.of_part(words, self.entry.start).copy_(self.tensor)
+        return words
+
     def of_part(self, vector: torch.Tensor, start: int) -> torch.Tensor:
         """The same of a vector that begins at word `start` of the whole one."""
         words = vector[self.entry.start - start : self.entry.stop - start]
@@ -57,11 +65,15 @@ class ModelTensors:
         return {name: _hash(p) for name, p in self.frozen.items()}
 
     @torch.no_grad()
-    def write_to(self, vector: torch.Tensor) -> None:
-        """Copy parameters and buffers into a flat fp32 CPU vector; gaps between groups become zero."""
-        vector.zero_()
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Words `start` to `stop` of the flat vector, as a new 1-D fp32 CPU tensor; gaps between groups are zero."""
+        vector = torch.zeros(stop - start)
         for placed in (*self.parameters, *self.buffers):
-            placed.of(vector).copy_(placed.tensor)
+            first, last = max(start, placed.entry.start), min(stop, placed.entry.stop)
+            if first < last:
+                words = placed.words()[first - placed.entry.start : last - placed.entry.start]
+                vector[first - start : last - start].copy_(words)
+        return vector
 
     @torch.no_grad()
     def read_from(self, vector: torch.Tensor) -> None:
