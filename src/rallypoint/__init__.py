@@ -11,8 +11,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rallypoint.config import SGD, Adam, AdamW, Group, JobConfig
-    from rallypoint.core.policy import Sync
+    from rallypoint.config import Group, JobConfig
+    from rallypoint.core.optimizer import SGD, Adam, AdamW
+    from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
     from rallypoint.launch.join import join
     from rallypoint.worker.micro import Micro
@@ -23,12 +24,16 @@ __version__ = "0.1.0"
 
 # Names are looked up when first used: the command line and the coordinator need no torch, and start in no time.
 _HOMES = {
-    "SGD": "rallypoint.config",
-    "Adam": "rallypoint.config",
-    "AdamW": "rallypoint.config",
+    "SGD": "rallypoint.core.optimizer",
+    "Adam": "rallypoint.core.optimizer",
+    "AdamW": "rallypoint.core.optimizer",
+    "AllReduce": "rallypoint.core.policy",
+    "Async": "rallypoint.core.policy",
+    "BoundedStaleness": "rallypoint.core.policy",
     "Group": "rallypoint.config",
     "Job": "rallypoint.worker.session",
     "JobConfig": "rallypoint.config",
+    "LocalSteps": "rallypoint.core.policy",
     "Micro": "rallypoint.worker.micro",
     "Run": "rallypoint.worker.run",
     "Sync": "rallypoint.core.policy",
@@ -43,9 +48,13 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "AllReduce",
+    "Async",
+    "BoundedStaleness",
     "Group",
     "Job",
     "JobConfig",
+    "LocalSteps",
     "Micro",
     "Run",
     "Sync",

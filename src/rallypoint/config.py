@@ -17,46 +17,11 @@ import msgspec
 
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, PowerSGD, Raw
 from rallypoint.core.layout import SHARD_BYTES
-from rallypoint.core.policy import Sync
+from rallypoint.core.optimizer import SGD, AdamW, Optimizer
+from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
 from rallypoint.errors import ConfigError
 
-
-class AdamW(msgspec.Struct, frozen=True, tag="adamw", kw_only=True, forbid_unknown_fields=True):
-    """torch.optim.AdamW on the servers (Loshchilov and Hutter, 2019).
-
-    `fused` is nearly three times as fast on a server's core. The bytes are still the same for any number of workers
-    and servers, but no longer those of plain PyTorch: torch's fused kernel rounds the tail of a tensor differently, and
-    shards end elsewhere than parameters do.
-    """
-
-    lr: Schedule | float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    fused: bool = False
-
-
-class Adam(msgspec.Struct, frozen=True, tag="adam", kw_only=True, forbid_unknown_fields=True):
-    """torch.optim.Adam on the servers (Kingma and Ba, 2015). `fused`: see AdamW."""
-
-    lr: Schedule | float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    fused: bool = False
-
-
-class SGD(msgspec.Struct, frozen=True, tag="sgd", kw_only=True, forbid_unknown_fields=True):
-    """torch.optim.SGD on the servers, with momentum and Nesterov's variant (Sutskever et al., 2013)."""
-
-    lr: Schedule | float = 1e-2
-    momentum: float = 0.0
-    nesterov: bool = False
-    weight_decay: float = 0.0
-
-
-Optimizer = AdamW | Adam | SGD
 CastSpec = Raw | Fp16 | Bf16
 
 
@@ -75,8 +40,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
         batch: samples of one replica at one step.
         steps: updates to make.
-        optimizer: what the servers apply.
-        sync: when they apply it.
+        optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations).
+        sync: how workers and servers keep in step.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
         seed: of the sample order and of every replica's randomness.
@@ -96,7 +61,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch: int = 32
     steps: int = 100
     optimizer: Optimizer = AdamW()
-    sync: Sync = Sync()
+    sync: Mode = Sync()
     accumulate: int = 1
     clip: float | None = None
     seed: int = 0
@@ -118,12 +83,47 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return Constant(lr) if isinstance(lr, (int, float)) else lr
 
     @property
+    def policy(self) -> ServerPolicy:
+        """When the servers apply contributions."""
+        return server_policy(self.sync)
+
+    @property
+    def streaming(self) -> bool:
+        """Does each replica have a clock of its own?"""
+        return self.policy.streaming
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps, if the worker makes any."""
+        return self.sync if isinstance(self.sync, LocalSteps) else None
+
+    @property
+    def steps_per_round(self) -> int:
+        """Steps of a replica between two of its contributions."""
+        return self.local.steps if self.local is not None else 1
+
+    @property
+    def rounds(self) -> int:
+        """Contributions that each replica makes; under an aligned policy the job's last version."""
+        return -(-self.steps // self.steps_per_round)
+
+    @property
+    def applied(self) -> Optimizer:
+        """What the servers apply."""
+        return self.local.outer if self.local is not None else self.optimizer
+
+    @property
+    def clips_on_servers(self) -> bool:
+        """Is the gradient clipped by the norm of the mean? Otherwise each replica clips its own."""
+        return self.clip is not None and not self.streaming and self.local is None
+
+    @property
     def decides(self) -> bool:
-        """Do servers take a decision together before they apply a step?
+        """Do servers take a decision together before they apply a round?
 
         Stopping needs none: a worker sees its own loss before it pushes anything of that replica.
         """
-        return self.clip is not None or self.nonfinite == "skip"
+        return not self.streaming and (self.clips_on_servers or self.nonfinite == "skip")
 
 
 class Settings(TypedDict, total=False):
@@ -133,7 +133,7 @@ class Settings(TypedDict, total=False):
     batch: int
     steps: int
     optimizer: Optimizer
-    sync: Sync
+    sync: Mode
     accumulate: int
     clip: float | None
     seed: int
@@ -227,6 +227,7 @@ def _check(config: JobConfig) -> None:
             raise ConfigError(f"{name} is {getattr(config, name)}: it must be at least 1")
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
+    _check_mode(config)
     if config.hold_bytes < 0:
         raise ConfigError(f"hold_bytes is {config.hold_bytes}: it cannot be negative")
     if not math.isfinite(config.schedule.peak):
@@ -243,6 +244,21 @@ def _check(config: JobConfig) -> None:
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
     if isinstance(config.optimizer, SGD) and config.optimizer.nesterov and config.optimizer.momentum <= 0:
         raise ConfigError("nesterov=True needs a momentum above 0")
+
+
+def _check_mode(config: JobConfig) -> None:
+    match config.sync:
+        case Sync(quorum=int() as quorum) if not 1 <= quorum <= config.replicas:
+            raise ConfigError(f"a quorum of {quorum} of {config.replicas} replicas: use 1 to replicas, or None")
+        case BoundedStaleness(staleness=staleness) if staleness < 0:
+            raise ConfigError(f"a staleness of {staleness}: 0 is Sync, and more lets replicas run ahead")
+        case LocalSteps(steps=steps) if steps < 1:
+            raise ConfigError(f"{steps} local steps: it must be at least 1")
+        case _:
+            pass
+    policy = config.policy
+    if isinstance(policy, Async) and (policy.fold < 1 or not policy.delay_compensation >= 0):
+        raise ConfigError("async: fold must be at least 1, and delay_compensation cannot be negative")
 
 
 def _merge(base: Any, over: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.config import AdamW, JobConfig
+from rallypoint.config import JobConfig
 from rallypoint.core.cluster import (
     AHEAD,
     CAPTURE_AHEAD,
@@ -51,6 +51,7 @@ from rallypoint.core.cluster import (
 )
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.optimizer import AdamW
 from rallypoint.core.view import Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)

@@ -15,11 +15,11 @@ import msgspec
 import pytest
 import torch
 
-from rallypoint.config import AdamW
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.optimizer import AdamW
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net import messages

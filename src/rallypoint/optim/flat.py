@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.config import SGD, Adam, AdamW, GroupSettings, JobConfig, Optimizer, settings_of
+from rallypoint.config import GroupSettings, JobConfig, settings_of
+from rallypoint.core.optimizer import SGD, Adam, AdamW, Optimizer
 from rallypoint.core.schedule import rate_at
 
 

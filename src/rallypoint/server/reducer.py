@@ -127,7 +127,7 @@ class Reducer:
         self._machine = ServerMachine(
             self._me,
             Plan(
-                policy=config.sync, expected=[config.replicas if s.index in parameters else 1 for s in shards],
+                policy=config.policy, expected=[config.replicas if s.index in parameters else 1 for s in shards],
                 measured=parameters, decides=waits if config.decides else frozenset(), clip=config.clip,
                 skip_not_finite=config.nonfinite == "skip",
             ),

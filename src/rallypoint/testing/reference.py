@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from rallypoint.config import SGD, Adam, AdamW, JobConfig, Optimizer, settings_of
+from rallypoint.config import JobConfig, settings_of
 from rallypoint.core.clip import clip_scale, total_norm
+from rallypoint.core.optimizer import SGD, Adam, AdamW, Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MapDataset, MicroBatches, seed_everything

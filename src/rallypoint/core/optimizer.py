@@ -1,0 +1,44 @@
+"""Optimizers as data: what servers apply, or (local steps) what workers do between two synchronisations."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rallypoint.core.schedule import Schedule
+
+
+class AdamW(msgspec.Struct, frozen=True, tag="adamw", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.AdamW (Loshchilov and Hutter, 2019).
+
+    `fused` is nearly three times as fast on a server's core. The bytes are still the same for any number of workers
+    and servers, but no longer those of plain PyTorch: torch's fused kernel rounds the tail of a tensor differently, and
+    shards end elsewhere than parameters do.
+    """
+
+    lr: Schedule | float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    fused: bool = False
+
+
+class Adam(msgspec.Struct, frozen=True, tag="adam", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.Adam (Kingma and Ba, 2015). `fused`: see AdamW."""
+
+    lr: Schedule | float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    fused: bool = False
+
+
+class SGD(msgspec.Struct, frozen=True, tag="sgd", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.SGD, with momentum and Nesterov's variant (Sutskever et al., 2013)."""
+
+    lr: Schedule | float = 1e-2
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+
+Optimizer = AdamW | Adam | SGD
