@@ -15,7 +15,7 @@ from cluster import join_gloo, write_result
 from rallypoint.config import resolve
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.worker import Compute, Initialise, Install
+from rallypoint.core.slots import Compute, Initialise, Install
 from rallypoint.launch import environment
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.worker.exchange import Exchange

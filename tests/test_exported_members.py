@@ -16,9 +16,13 @@ EXPORTED = [
     "SGD",
     "Adam",
     "AdamW",
+    "AllReduce",
+    "Async",
+    "BoundedStaleness",
     "Group",
     "Job",
     "JobConfig",
+    "LocalSteps",
     "Micro",
     "Run",
     "Sync",
@@ -84,7 +88,7 @@ def public_members(thing: object) -> Iterator[tuple[str, object]]:
     """Methods and properties that a class of ours defines itself."""
     if inspect.isclass(thing):
         for name, value in vars(thing).items():
-            if issubclass(thing, rallypoint.Sync) and documented(getattr(Policy, name, None)):
+            if issubclass(thing, (rallypoint.Sync, rallypoint.BoundedStaleness, rallypoint.Async)) and documented(getattr(Policy, name, None)):
                 continue  # the interface has said what it does
             if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, (property, classmethod))):
                 yield name, value

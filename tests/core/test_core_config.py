@@ -12,9 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import (
-    SGD,
-    Adam,
-    AdamW,
     Group,
     GroupSettings,
     JobConfig,
@@ -24,6 +21,7 @@ from rallypoint.config import (
     resolve,
     settings_of,
 )
+from rallypoint.core.optimizer import SGD, Adam, AdamW
 from rallypoint.core.schedule import Constant, Cosine, cosine, linear, step_decay
 from rallypoint.errors import ConfigError
 

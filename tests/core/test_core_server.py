@@ -34,6 +34,11 @@ PURE = settings(derandomize=True, deadline=None, max_examples=60)
 FIRST = ViewNumber(1, 1)
 
 
+def applied(step: int, scale: float | None) -> Apply:
+    return Apply(step + 1, step, scale, step)
+
+
+
 def _plan(shards: int, *, decides: bool = False, buffers: frozenset[int] = frozenset(), skip: bool = False) -> Plan:
     parameters = frozenset(range(shards)) - buffers
     waiting = frozenset(range(shards)) if skip else parameters
@@ -243,7 +248,7 @@ def test_when_a_shard_has_no_backup_any_more_its_fill_makes_room_for_others() ->
 def test_a_promoted_backup_publishes_and_fills_its_own_backup() -> None:
     server = _server(_plan(1), _view(1, {0: "s1"}, {0: "s0"}), "s1", "s2")
     server.handle(0, Loaded(4))
-    assert _on(server.handle(0, Replicated(4, False, 1)), Apply) == [(0, Apply(4, 1.0))]
+    assert _on(server.handle(0, Replicated(4, False, 1)), Apply) == [(0, applied(4, 1.0))]
     effects = server.adopt(_view(2, {0: "s0"}, {0: "s2"}, births={"s0": 1, "s2": 3}))
     assert effects == [On(0, Abandon()), On(0, Publish(5)), On(0, Fill(5))]
 
@@ -332,14 +337,14 @@ def test_all_servers_scale_by_the_norm_of_all_shards() -> None:
     assert told == [Tell(0, (Measure(0, 2.0), Measure(2, 1.0)))]
     effects = _finish(server, server.told(0, [Measure(1, 2.0)]))
     scale = 1.0 / (3.0 + 1e-6)
-    assert _on(effects, Apply) == [(0, Apply(0, scale)), (2, Apply(0, scale))]
+    assert _on(effects, Apply) == [(0, applied(0, scale)), (2, applied(0, scale))]
     assert _on(effects, Publish) == [(0, Publish(1)), (2, Publish(1))]
 
 
 def test_without_decisions_nothing_is_measured_and_nothing_told() -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}))
     effects = server.handle(0, Contribute(0, 0, 1.0, 1))
-    assert effects == [On(0, Take(1, 1.0)), On(0, Finish(0, 1.0, False)), On(0, Apply(0, 1.0)), On(0, Publish(1))]
+    assert effects == [On(0, Take(1, 1.0)), On(0, Finish(0, 1.0, False)), On(0, applied(0, 1.0)), On(0, Publish(1))]
     assert server.measured(0, Measure(0, 1.0)) == []
     assert server.told(0, [Measure(0, 1.0)]) == []
     assert server.peer_linked("s1") == []
@@ -351,7 +356,8 @@ def test_buffers_do_not_wait_for_clipping_and_wait_to_be_skipped() -> None:
         server = _server(plan, _view(1, {0: "s0", 1: "s0"}))
         assert bool(_on(_step(server, 1, 0, 0.0), Apply)) != skip
         effects = _finish(server, _step(server, 0, 0, float("inf")))
-        assert _on(effects, Apply) == ([(0, Apply(0, None)), (1, Apply(0, None))] if skip else [(0, Apply(0, 0.0))])
+        nothing, zero = [(0, applied(0, None)), (1, applied(0, None))], [(0, applied(0, 0.0))]
+        assert _on(effects, Apply) == (nothing if skip else zero)
 
 
 def test_what_is_known_is_told_again_when_servers_change_and_when_a_link_stands_again() -> None:
@@ -373,7 +379,7 @@ def test_a_shard_that_is_promoted_after_the_decision_takes_the_same_decision() -
     _finish(server, verdict)  # and s1 dies before it has replicated its part of step 0
     server.adopt(_view(2, {0: "s0", 1: "s0"}, births={"s0": 1}))
     effects = server.handle(1, Contribute(0, 0, 1.0, 7))  # sent again
-    assert _on(effects, Apply) == [(1, Apply(0, 1.0 / (5.0 + 1e-6)))]
+    assert _on(effects, Apply) == [(1, applied(0, 1.0 / (5.0 + 1e-6)))]
 
 
 def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
@@ -385,7 +391,7 @@ def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
     effects = _step(server, 1, 0, 4.0)
     assert Tell(0, (Measure(0, 3.0), Measure(1, 4.0))) in effects
     assert _on(_finish(server, effects), Apply) == [
-        (0, Apply(0, 1.0 / (5.0 + 1e-6))), (1, Apply(0, 1.0 / (5.0 + 1e-6))),
+        (0, applied(0, 1.0 / (5.0 + 1e-6))), (1, applied(0, 1.0 / (5.0 + 1e-6))),
     ]  # fmt: skip
 
 

@@ -39,6 +39,16 @@ from rallypoint.core.shard import (
     Take,
 )
 
+
+def applied(
+    step: int, scale: float | None, *, replicate: bool = False, replica: int = 0, oldest: int | None = None
+) -> Apply:
+    """The update of a round in an aligned job."""
+    return Apply(
+        step + 1, step, scale, step if oldest is None else oldest, replica=replica, replicate=replicate
+    )
+
+
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
 
@@ -138,7 +148,7 @@ def test_there_is_one_update_per_step_and_versions_rise_by_one(
     outcome = [effect for effect in bench.effects if isinstance(effect, (Finish, Apply, Publish))]
     expected: list[Effect] = [Publish(0)]
     for step in range(len(steps)):
-        expected += [Finish(step, total, decides), Apply(step, 0.5 if decides else 1.0), Publish(step + 1)]
+        expected += [Finish(step, total, decides), applied(step, 0.5 if decides else 1.0), Publish(step + 1)]
     assert outcome == expected
     assert bench.machine.version == len(steps)
     assert bench.machine.missing == list(range(replicas))
@@ -210,19 +220,19 @@ def test_with_decisions_the_update_waits_and_a_repeat_or_a_stale_decision_is_ign
     assert bench.machine.awaiting
     assert bench.push(0, 1) == [Drop(3)]
     assert bench.handle(Decide(1, 0.1)) == []
-    assert bench.handle(Decide(0, 0.25)) == [Apply(0, 0.25), Publish(1)]
+    assert bench.handle(Decide(0, 0.25)) == [applied(0, 0.25), Publish(1)]
     assert bench.handle(Decide(0, 0.5)) == []
     assert bench.machine.version == 1
     bench.push(1, 0)
     bench.push(1, 1)
     assert bench.handle(Decide(0, 0.5)) == []
-    assert bench.handle(Decide(1, None)) == [Apply(1, None), Publish(2)]
+    assert bench.handle(Decide(1, None)) == [applied(1, None), Publish(2)]
 
 
 def test_a_decision_that_comes_before_the_sum_is_finished_is_kept_for_that_step_only() -> None:
     bench = _ready(1, decides=True)
     assert bench.handle(Decide(0, None)) == []
-    assert bench.push(0, 0)[1:] == [Finish(0, 1.0, True), Apply(0, None), Publish(1)]
+    assert bench.push(0, 0)[1:] == [Finish(0, 1.0, True), applied(0, None), Publish(1)]
     assert bench.push(1, 0)[1:] == [Finish(1, 1.0, True)]  # the old decision decides nothing
     assert bench.machine.awaiting
 
@@ -233,7 +243,7 @@ def test_a_contribution_to_the_next_step_while_a_decision_is_awaited_is_dropped_
     assert bench.push(1, 0) == [Drop(2)]
     assert bench.push(1, 1) == [Drop(3, "replica 1 does not contribute to this shard (it has 1)")]
     assert bench.machine.awaiting
-    assert bench.handle(Decide(0, 0.5)) == [Apply(0, 0.5), Publish(1)]
+    assert bench.handle(Decide(0, 0.5)) == [applied(0, 0.5), Publish(1)]
     assert bench.push(1, 0)[0] == Take(4, 1.0)  # sent again, it counts
 
 
@@ -242,7 +252,7 @@ def test_a_buffer_shard_takes_replica_0_alone() -> None:
     (dropped,) = bench.push(0, 1)
     assert isinstance(dropped, Drop)
     assert dropped.fault == "replica 1 does not contribute to this shard (it has 1)"
-    assert bench.push(0, 0) == [Take(2, 1.0), Finish(0, 1.0, False), Apply(0, 1.0), Publish(1)]
+    assert bench.push(0, 0) == [Take(2, 1.0), Finish(0, 1.0, False), applied(0, 1.0), Publish(1)]
 
 
 def test_the_first_parameters_are_installed_and_later_ones_dropped_without_fault() -> None:
@@ -356,10 +366,10 @@ def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     assert pair.run(FillBackup()) == []  # there is nothing to send yet
     assert pair.run(Initialise(pair.ticket())) == [Install(1), Publish(0)]
     assert pair.primary.unfilled
-    assert pair.step(0)[1:] == [Finish(0, 1.0, False), Apply(0, 1.0), Publish(1)]
+    assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0), Publish(1)]
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.run(FillBackup()) == []
-    assert pair.step(1)[1:] == [Finish(1, 1.0, False), Apply(1, 1.0, replicate=True), Publish(2)]
+    assert pair.step(1)[1:] == [Finish(1, 1.0, False), applied(1, 1.0, replicate=True), Publish(2)]
     assert not pair.primary.in_step
 
 
@@ -378,7 +388,7 @@ def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None
 
 def test_nothing_is_published_that_a_backup_in_step_does_not_hold() -> None:
     pair = _in_step()
-    assert pair.step(0)[1:] == [Finish(0, 1.0, False), Apply(0, 1.0, replicate=True)]
+    assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0, replicate=True)]
     assert (pair.primary.version, pair.primary.published) == (1, 0)
     assert pair.run(Acked(1)) == [Publish(1)]
     assert pair.run(Acked(0)) == []  # late news
@@ -472,8 +482,8 @@ def test_a_view_that_changes_nothing_for_the_shard_changes_nothing() -> None:
 def test_a_backup_applies_the_same_update_and_acknowledges_it() -> None:
     backup = ShardMachine(Sync(), 3, decides=True, primary=False)
     assert backup.handle(Loaded(4)) == [Acknowledge(4)]
-    assert backup.handle(Replicated(4, False, 1)) == [Take(1, 1.0), Apply(4, 1.0), Acknowledge(5)]
-    assert backup.handle(Replicated(5, True, 2)) == [Take(2, 1.0), Apply(5, None), Acknowledge(6)]
+    assert backup.handle(Replicated(4, False, 1)) == [Take(1, 1.0), applied(4, 1.0), Acknowledge(5)]
+    assert backup.handle(Replicated(5, True, 2)) == [Take(2, 1.0), applied(5, None), Acknowledge(6)]
     assert backup.version == 6
 
 
@@ -539,7 +549,7 @@ def test_a_demoted_primary_drops_what_it_held_and_waits_for_the_state() -> None:
     assert (pair.primary.version, pair.primary.published, pair.primary.in_step) == (-1, -1, False)
     assert pair.primary.missing == [0, 1, 2]
     assert pair.primary.handle(Loaded(7)) == [Acknowledge(7)]
-    assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), Apply(7, 1.0), Acknowledge(8)]
+    assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), applied(7, 1.0), Acknowledge(8)]
 
 
 @PURE
@@ -599,7 +609,7 @@ def test_a_capture_happens_at_exactly_its_version_or_is_too_late(now: int, wante
 def test_a_version_is_captured_before_it_is_published_and_even_while_the_backup_is_waited_for() -> None:
     pair = _in_step()
     pair.run(CaptureAt(1))
-    assert pair.step(0)[2:] == [Apply(0, 1.0, replicate=True), Capture(1)]
+    assert pair.step(0)[2:] == [applied(0, 1.0, replicate=True), Capture(1)]
     fresh = _Bench(ShardMachine(Sync(), 1))
     assert fresh.handle(CaptureAt(0)) == []
     assert fresh.handle(Initialise(1)) == [Install(1), Capture(0), Publish(0)]

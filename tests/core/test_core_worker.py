@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Deal, Member, View, ViewNumber
-from rallypoint.core.worker import (
+from rallypoint.core.slots import (
     Arriving,
     Assisted,
     Compute,
@@ -31,8 +30,9 @@ from rallypoint.core.worker import (
     Sent,
     Slot,
     Viewed,
-    WorkerMachine,
 )
+from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.worker import WorkerMachine
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 V1 = ViewNumber(1, 1)

@@ -34,7 +34,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         replication: 2 keeps every shard on a second server too (I4).
         heartbeat: seconds without a sign of life after which a member is given up.
         backup_tasks: give a straggler's replica to an idle worker too.
-        snapshot_steps, snapshot_seconds: take a snapshot so often; 0: never for that reason.
+        snapshot_steps, snapshot_seconds: take a snapshot after so many steps of training, or so often; 0: never for
+            that reason.
         snapshots: take one at the start, at the end and on demand, too.
     """
 
@@ -539,7 +540,7 @@ class ClusterMachine:
         if worker not in self._workers or self.phase is not Phase.RUNNING or self.record is None:
             return []
         self._done.add(worker)
-        self.furthest = max(self.furthest, int(self.record.config["steps"]) - 1)
+        self.furthest = max(self.furthest, self.record.rounds - 1)
         effects: list[Effect] = []
         if self.view is not None and not self.view.ending:
             effects += self._turn(ending=True)
@@ -554,7 +555,7 @@ class ClusterMachine:
         self.revision += 1
         assert self.record is not None
         assert self.view is not None
-        lead = self.view.lead(int(self.record.config["steps"]))
+        lead = self.view.lead(self.record.rounds)
         self.last_word = Finish(lead if lead in present else min(present))
         return [self.last_word]
 
@@ -625,8 +626,10 @@ class ClusterMachine:
 
     def _deal_again_if_uneven(self) -> list[Effect]:
         """When somebody has become slower or faster than what it was dealt for."""
-        if self.view is None or not self._speeds.settled(self._active(), self._now):
+        if self.view is None or self.record is None or not self._speeds.settled(self._active(), self._now):
             return []
+        if self.record.sticky:
+            return []  # a replica that moves leaves behind what is worth more
         if len(self.view.deals) > 1 and self.view.deals[-1].start > self.furthest:
             return []  # the last change has not come to count yet
         effects = self._turn()
@@ -834,7 +837,7 @@ class ClusterMachine:
         return self._turn()
 
     def _at_the_end(self, version: int) -> bool:
-        return self.record is not None and version >= int(self.record.config["steps"])
+        return self.record is not None and version >= self.record.rounds
 
     def _give_up_snapshot(self) -> list[Effect]:
         """No part of the one under way has come for long: a server may not have heard, or cannot write."""
@@ -849,9 +852,11 @@ class ClusterMachine:
     def _snapshot_if_due(self) -> list[Effect]:
         if self._taking is not None or not self._begun or not self.terms.snapshots or self.phase is not Phase.RUNNING:
             return []
-        step, when = self._last_taken
-        by_steps = 0 < self.terms.snapshot_steps <= self.furthest + 1 - step
-        by_time = 0 < self.terms.snapshot_seconds <= self._now - when and self.furthest + 1 > step
+        assert self.record is not None
+        version, when = self._last_taken
+        since = self.furthest + 1 - version
+        by_steps = 0 < self.terms.snapshot_steps <= since * self.record.steps_per_round
+        by_time = 0 < self.terms.snapshot_seconds <= self._now - when and since > 0
         ended = self.view is not None and self.view.ending and not self._final
         return self._take_snapshot() if by_steps or by_time or self._wanted or ended else []
 
@@ -862,7 +867,7 @@ class ClusterMachine:
             self._wanted = True  # they could not hear of it
             return []
         self._wanted = False
-        version = min(self.furthest + CAPTURE_AHEAD, int(self.record.config["steps"]))
+        version = min(self.furthest + CAPTURE_AHEAD, self.record.rounds)
         return self._capture(version, [member.id for member in self.view.servers])
 
     def _capture(self, version: int, servers: Sequence[str]) -> list[Effect]:

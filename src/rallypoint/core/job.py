@@ -10,11 +10,23 @@ from rallypoint.core.layout import Layout, first_difference
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """One model, one configuration. `frozen` maps every frozen parameter to a hash of its bytes."""
+    """One model, one configuration; `config.record_of` makes it.
+
+    Attributes:
+        config: the resolved settings.
+        layout: of the model.
+        rounds: contributions that each replica makes; under an aligned policy the job's last version.
+        frozen: every frozen parameter's name, and a hash of its bytes.
+        steps_per_round: steps of a replica between two of its contributions.
+        sticky: replicas leave something of use on the worker that computes them, so they are not moved for speed's sake.
+    """
 
     config: dict[str, Any]
     layout: Layout
+    rounds: int
     frozen: dict[str, str] = {}
+    steps_per_round: int = 1
+    sticky: bool = False
 
 
 def disagreement(first: JobRecord, other: JobRecord) -> str | None:

@@ -66,6 +66,9 @@ class Policy(Protocol):
     def serve(self, ledger: Ledger, clock: int) -> bool:
         """May a follower have the parameters for a replica's step `clock`?"""
 
+    def rate(self, staleness: int) -> float:
+        """How many times the learning rate a contribution counts that is so many updates late."""
+
 
 class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
     """Every round has all R contributions, summed in replica order 0..R-1 (I1, I3).
@@ -97,6 +100,9 @@ class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
 
     def serve(self, ledger: Ledger, clock: int) -> bool:
         return True
+
+    def rate(self, staleness: int) -> float:
+        return 1.0
 
     def _needed(self, ledger: Ledger) -> int:
         return ledger.expected if self.quorum is None else min(self.quorum, ledger.expected)
@@ -132,6 +138,9 @@ class BoundedStaleness(_OnArrival, frozen=True, tag="bounded-staleness", forbid_
     def serve(self, ledger: Ledger, clock: int) -> bool:
         return clock <= ledger.slowest + self.staleness
 
+    def rate(self, staleness: int) -> float:
+        return 1.0
+
 
 class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
     """Applied on arrival, and nobody waits for anybody.
@@ -157,6 +166,9 @@ class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
 
     def serve(self, ledger: Ledger, clock: int) -> bool:
         return True
+
+    def rate(self, staleness: int) -> float:
+        return 1.0 / max(1, staleness) if self.scale_by_staleness else 1.0
 
 
 class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_fields=True):

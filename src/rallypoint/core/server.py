@@ -20,8 +20,11 @@ FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share o
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What of the job's record the machine needs: `expected` contributions of every shard, `measured` those that count
-    in the global norm, `decides` those that wait for a decision."""
+    """What of the job's record the machine needs.
+
+    `expected` replicas contribute to a shard, `rounds` times each; `measured` shards count in the global norm (the
+    parameters), `decides` are those that wait for a decision.
+    """
 
     policy: Policy
     expected: Sequence[int]
@@ -29,6 +32,17 @@ class Plan:
     decides: frozenset[int]
     clip: float | None = None
     skip_not_finite: bool = False
+    rounds: int = 0
+    buffer_policy: Policy | None = None  # if it is not that of the parameters
+    compensates: bool = False
+
+    def machine(self, index: int, *, primary: bool) -> ShardMachine:
+        """A new machine for the shard."""
+        policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
+        return ShardMachine(
+            policy, self.expected[index], index in self.decides, primary=primary, rounds=self.rounds,
+            skips=self.skip_not_finite and policy.streaming, compensates=self.compensates and index in self.measured,
+        )  # fmt: skip
 
 
 # ---- effects beside those of a shard ---------------------------------------------------------------------------
@@ -118,6 +132,22 @@ class ServerMachine:
             effects += self._fill_some()
         return effects
 
+    def want(self, event: shards.Want) -> list[Effect]:
+        """A follower wants a replica's next parameters of every shard that is primary here."""
+        return self._all_primaries(event)
+
+    def unfollowed(self, follower: str) -> list[Effect]:
+        """A follower is gone."""
+        return self._all_primaries(shards.Unfollowed(follower))
+
+    def _all_primaries(self, event: shards.Event) -> list[Effect]:
+        return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
+
+    @property
+    def tally(self) -> shards.Tally | None:
+        """What has become of the contributions to the first shard, if it is primary here."""
+        return self._machines[0].tally if self.is_primary(0) else None
+
     def measured(self, step: int, measure: Measure) -> list[Effect]:
         """A shard of ours has finished its sum."""
         return [] if self._clip is None else list(self._clip.measured(step, measure))
@@ -185,9 +215,7 @@ class ServerMachine:
         primary = view.primary[index] == self.me
         effects: list[Effect] = []
         if index not in self._machines:
-            self._machines[index] = ShardMachine(
-                self.plan.policy, self.plan.expected[index], index in self.plan.decides, primary=primary
-            )
+            self._machines[index] = self.plan.machine(index, primary=primary)
             effects.append(Own(index))
         server = view.backup.get(index) if primary else None
         backup = None if server is None else (server, view.met[index])

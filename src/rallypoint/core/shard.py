@@ -5,6 +5,10 @@ acknowledges them. The backup first gets the whole state (Fill), then every upda
 first acknowledgement on, the primary publishes nothing that the backup does not hold (I4); once that is so for all that
 has been published, the backup is in step, and may be promoted.
 
+Under a streaming policy each replica has a clock, the step of its next contribution, and versions count updates. What
+goes back then is an answer: a follower wants the parameters for one replica's next step, and gets them (Reply) once
+that replica's contribution before is in them, durable, and the policy lets it go on.
+
 A payload is named here by a `Ticket`, an opaque number that the shell maps to a buffer. Every ticket that comes in goes
 out again in exactly one of Take, Add or Drop, so no buffer can be forgotten.
 """
@@ -30,13 +34,38 @@ class Initialise:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """A contribution arrived: named by (shard, step, replica), weighted, perhaps known to be not finite."""
+    """A contribution arrived: named by (shard, step, replica), weighted, perhaps known to be not finite; computed from
+    version `base`."""
 
     step: int
     replica: int
     weight: float
     ticket: Ticket
     finite: bool = True
+    base: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A follower wants the parameters for `replica`'s next step, or (EVERYTHING) those at the end of the job.
+
+    What it wanted before it wants no more.
+    """
+
+    follower: str
+    replica: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unfollowed:
+    """A follower is gone."""
+
+    follower: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Nothing more has queued up: apply what is in the sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +81,21 @@ class Loaded:
     """The whole state at `version` is in place: from a snapshot (a primary), or from the primary (a backup)."""
 
     version: int
+    clocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The primary's update of `step` came: the finished gradient, scaled; or nothing is to change (`skip`)."""
+    """The primary's update of version `step` came: the finished gradient, scaled; or nothing is to change (`skip`).
+
+    Under a streaming policy it was `replica`'s contribution, at `rate` times the learning rate.
+    """
 
     step: int
     skip: bool
     ticket: Ticket
+    replica: int = 0
+    rate: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +127,8 @@ class CaptureAt:
 
 
 Event = (
-    Initialise | Contribute | Decide | Loaded | Replicated | Acked | Assigned | FillBackup | CaptureAt
+    Initialise | Contribute | Want | Unfollowed | Fold | Decide | Loaded | Replicated | Acked | Assigned | FillBackup
+    | CaptureAt
 )  # fmt: skip
 
 
@@ -108,18 +144,23 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """The ticket's payload, times `weight`, becomes the sum (a backup's: the finished gradient)."""
+    """The ticket's payload, times `weight`, becomes the sum (a backup's: the finished gradient).
+
+    With `base` it is first compensated for the updates since that version.
+    """
 
     ticket: Ticket
     weight: float
+    base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """The ticket's payload, times `weight`, is added to the sum."""
+    """The ticket's payload, times `weight`, is added to the sum; `base`: see Take."""
 
     ticket: Ticket
     weight: float
+    base: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +195,35 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply the finished mean gradient of `step`, scaled; with None leave the parameters as they are.
+    """Apply the finished mean gradient, scaled, which makes `version`; with None leave the parameters as they are.
 
-    With `replicate` the scaled gradient goes to the backup too.
+    `step` is the place in the learning-rate schedule, `rate` multiplies what stands there. Wire copies from version
+    `oldest` on are kept. With `replicate` the scaled gradient goes to the backup too, as `replica`'s.
     """
 
+    version: int
     step: int
     scale: float | None
+    oldest: int
+    rate: float = 1.0
+    replica: int = 0
     replicate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Send `version` to a follower, as the parameters for `replica`'s step `clock`; `last`: nothing will follow."""
+
+    follower: str
+    replica: int
+    clock: int
+    version: int
+    last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """The sum may be applied, but would take more of what has queued up: Fold when nothing has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,66 +261,113 @@ class Capture:
 
 
 Effect = (
-    Install | Take | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Fill | Acknowledge | InStep | Capture
+    Install | Take | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Gather | Fill | Acknowledge
+    | InStep | Capture
 )  # fmt: skip
+
+EVERYTHING = -1  # wanted: no replica's next step, but the end of the job
+VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
 
 
 @dataclass(slots=True)
-class _Held:
-    ticket: Ticket
-    weight: float
+class Tally:
+    """What has become of contributions: each is counted once, as applied, folded (into another's update) or dropped.
+
+    `repeats` are none of these: the same contribution once more (I2). `staleness` counts contributions by the updates
+    that their shard had had since the version they were computed from.
+    """
+
+    applied: int = 0
+    folded: int = 0
+    dropped: int = 0
+    repeats: int = 0
+    staleness: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Wanted:
+    replica: int
+    clock: int  # served once the replica's clock shows so much
 
 
 @dataclass(slots=True)
 class ShardMachine:
-    """One shard's ledger. `expected` is R for parameters, 1 for buffers (replica 0's are kept).
+    """One shard's ledger. `expected` replicas contribute: R to parameters, 1 to buffers (replica 0's are kept).
 
     With `decides` the shard waits, once its sum is finished, for the decision that all servers take together
-    (global-norm clipping, or skipping a step that is not finite).
+    (global-norm clipping, or skipping a step that is not finite). `rounds` is how often each replica contributes.
     """
 
     policy: Policy
     expected: int
     decides: bool = False
     primary: bool = True
+    rounds: int = 0
+    skips: bool = False  # under a streaming policy: a contribution that is not finite changes nothing
+    compensates: bool = False
     version: int = -1  # updates applied here
     published: int = -1  # what followers may see; behind `version` while the backup has not acknowledged
-    added: int = 0
     awaiting: bool = False
     unfilled: bool = False  # there is a backup that has not been sent the state
     in_step: bool = False
+    clocks: list[int] = field(default_factory=list)  # of each replica, under a streaming policy
+    tally: Tally = field(default_factory=Tally)
     _fed: bool = False  # the backup gets every update
     _strict: bool = False  # nothing is published that the backup does not hold
     _acked: int = -1
     _capture_at: int = -1
     _decision: Decide | None = None  # one that came before the sum was finished (buffers are not measured)
-    _held: dict[int, _Held] = field(default_factory=dict)
-    _total: float = 0.0
-    _not_finite: list[int] = field(default_factory=list)
+    _sum: list[Contribute] = field(default_factory=list)  # what is in the sum in progress, in its order
+    _held: dict[int, Contribute] = field(default_factory=dict)
+    _wants: dict[str, _Wanted] = field(default_factory=dict)
+    _since: list[int] = field(default_factory=list)  # the version that each replica's last contribution is in
+
+    def __post_init__(self) -> None:
+        self._restart_clocks(())
+
+    # ---- what the policy may know ----
+
+    @property
+    def added(self) -> int:
+        return len(self._sum)
+
+    @property
+    def slowest(self) -> int:
+        return min(self.clocks, default=self.version)
 
     def knows(self, replica: int) -> bool:
-        return replica < self.added or replica in self._held
+        return replica in self._held or any(contribution.replica == replica for contribution in self._sum)
+
+    def clock(self, replica: int) -> int:
+        return self.clocks[replica] if self.clocks else self.version
 
     @property
     def missing(self) -> list[int]:
-        """The replicas whose contribution to the step in progress has not arrived."""
-        return [r for r in range(self.added, self.expected) if r not in self._held]
+        """The replicas whose next contribution has not arrived."""
+        return [replica for replica in range(self.expected) if not self.knows(replica)]
 
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; the effects are to be run in order."""
         match event:
-            case Initialise(ticket=ticket):
-                return self._initialise(ticket)
             case Contribute():
                 return self._contribute(event)
-            case Decide():
-                return self._decide(event)
-            case Loaded(version=version):
-                return self._loaded(version)
+            case Want():
+                return self._want(event)
             case Replicated():
                 return self._replicated(event)
             case Acked(version=version):
                 return self._acknowledged(version)
+            case Initialise(ticket=ticket):
+                return self._initialise(ticket)
+            case Decide():
+                return self._decide(event)
+            case Fold():
+                return self._finish() if self._sum else []
+            case Unfollowed(follower=follower):
+                self._wants.pop(follower, None)
+                return []
+            case Loaded():
+                return self._loaded(event)
             case Assigned():
                 return self._assigned(event)
             case FillBackup():
@@ -266,7 +375,7 @@ class ShardMachine:
             case CaptureAt(version=version):
                 return self._capture(version)
 
-    # ---- the primary ----
+    # ---- the primary: contributions ----
 
     def _initialise(self, ticket: Ticket) -> list[Effect]:
         if self.version >= 0 or not self.primary:
@@ -285,37 +394,45 @@ class ShardMachine:
                 fault = f"replica {event.replica} does not contribute to this shard (it has {self.expected})"
                 return [Drop(event.ticket, fault)]
             case Verdict.DROP:
+                self.tally.repeats += 1
                 return [Drop(event.ticket)]
             case Verdict.HOLD:
-                self._note(event)
-                self._held[event.replica] = _Held(event.ticket, event.weight)
+                self._held[event.replica] = event
                 return [Hold(event.ticket)]
             case Verdict.ADD:
-                self._note(event)
-                return [self._add(event.ticket, event.weight), *self._add_held(), *self._finish()]
+                return [self._add(event), *self._take_held(), *self._finish_when_complete()]
 
-    def _note(self, event: Contribute) -> None:
-        if not event.finite:
-            self._not_finite.append(event.replica)
+    def _add(self, event: Contribute) -> Effect:
+        self._sum.append(event)
+        base = event.base if self.compensates and event.base < self.version else None
+        return (Take if self.added == 1 else Add)(event.ticket, event.weight, base)
 
-    def _add(self, ticket: Ticket, weight: float) -> Effect:
-        first = self.added == 0
-        self.added += 1
-        self._total += weight
-        return Take(ticket, weight) if first else Add(ticket, weight)
-
-    def _add_held(self) -> list[Effect]:
+    def _take_held(self) -> list[Effect]:
+        """Those of the held whose turn has come, in replica order."""
         effects: list[Effect] = []
-        while (held := self._held.pop(self.added, None)) is not None:
-            effects.append(self._add(held.ticket, held.weight))
+        for replica in sorted(self._held):
+            held = self._held.pop(replica)
+            if self.policy.admit(self, held.step, replica) is not Verdict.ADD:
+                self._held[replica] = held
+                continue
+            effects.append(self._add(held))
+            if self.policy.streaming:
+                break  # an update of its own
         return effects
 
-    def _finish(self) -> list[Effect]:
-        if not self.policy.complete(self):
+    def _finish_when_complete(self) -> list[Effect]:
+        if not self._sum or self.awaiting:
             return []
-        finish = Finish(self.version, self._total, self.decides, tuple(sorted(self._not_finite)))
+        if self.policy.complete(self) or (self.policy.streaming and self._fed):
+            return self._finish()
+        return [Gather()] if self.policy.streaming else []
+
+    def _finish(self) -> list[Effect]:
+        not_finite = tuple(sorted(c.replica for c in self._sum if not c.finite))
+        total = sum(contribution.weight for contribution in self._sum)
+        finish = Finish(self.version, total, self.decides, not_finite)
         if not self.decides:
-            return [finish, *self._advance(1.0)]
+            return [finish, *self._advance(None if self.skips and not_finite else 1.0)]
         if self._decision is not None and self._decision.step == self.version:
             return [finish, *self._advance(self._decision.scale)]
         self.awaiting = True
@@ -330,18 +447,92 @@ class ShardMachine:
         return []
 
     def _advance(self, scale: float | None) -> list[Effect]:
-        applied = Apply(self.version, scale, replicate=self._fed)
+        rate = self._count(skipped=scale is None)
+        replica = self._sum[0].replica
+        applied = Apply(
+            self.version + 1, self._place, scale, self._oldest, rate=rate, replica=replica, replicate=self._fed
+        )
+        done, self._sum, self.awaiting = self._sum, [], False
         self.version += 1
-        self.added, self._total, self.awaiting = 0, 0.0, False
-        self._not_finite.clear()
-        return [applied, *self._captured(), *self._publish()]
+        for contribution in done if self.clocks else ():
+            self._tick(contribution.replica)
+        effects: list[Effect] = [applied, *self._captured(), *self._publish()]
+        if self.policy.streaming:
+            effects += [*self._take_held(), *self._finish_when_complete()]
+        return effects
+
+    def _count(self, *, skipped: bool) -> float:
+        """The sum in the tally; how many times the learning rate it is worth."""
+        if not self.policy.streaming:
+            self.tally.applied += 0 if skipped else self.added
+            self.tally.dropped += self.expected if skipped else self.expected - self.added
+            return 1.0
+        for contribution in self._sum:
+            late = max(0, self.version - contribution.base)
+            self.tally.staleness[late] = self.tally.staleness.get(late, 0) + 1
+        if skipped:
+            self.tally.dropped += self.added
+        else:
+            self.tally.applied += 1
+            self.tally.folded += self.added - 1
+        return sum(self.policy.rate(self.version - contribution.base) for contribution in self._sum)
+
+    @property
+    def _place(self) -> int:
+        """Where in the schedule the job is, as this shard sees it."""
+        return self.version if not self.clocks else sum(self.clocks) // len(self.clocks)
+
+    @property
+    def _oldest(self) -> int:
+        """The oldest version of which, after the next update, the wire copy is needed."""
+        kept = VERSIONS_KEPT + (2 * self.expected if self.compensates else 0)
+        oldest = max(0, self.version + 2 - kept)
+        return min(oldest, max(self.published, 0)) if self.primary else oldest
+
+    def _tick(self, replica: int) -> None:
+        self.clocks[replica] += 1
+        self._since[replica] = self.version
+
+    # ---- the primary: versions ----
 
     def _publish(self) -> list[Effect]:
         """Publish what may be, if there is anything new."""
-        if self.version == self.published or (self._strict and self._acked < self.version):
+        visible = min(self.version, self._acked) if self._strict else self.version
+        if visible <= self.published:
             return []
-        self.published = self.version
-        return [Publish(self.version)]
+        self.published = visible
+        return self._serve() if self.policy.streaming else [Publish(visible)]
+
+    def _want(self, event: Want) -> list[Effect]:
+        if not self.primary:
+            return []  # it was sent under an older view; its worker will ask again
+        self._wants[event.follower] = _Wanted(event.replica, self._next_clock(event.replica))
+        return self._serve()
+
+    def _next_clock(self, replica: int) -> int:
+        """What the replica's clock will show once all that has arrived of it is applied."""
+        if replica == EVERYTHING:
+            return self.rounds
+        return self.clocks[replica] + self.knows(replica) if replica < self.expected else 0
+
+    def _serve(self) -> list[Effect]:
+        if self.published < 0:
+            return []
+        effects: list[Effect] = []
+        for follower in [f for f, wanted in self._wants.items() if self._may_have(wanted)]:
+            replica = self._wants.pop(follower).replica
+            clock = self.clocks[replica] if 0 <= replica < self.expected else self.rounds
+            effects.append(Reply(follower, replica, clock, self.published, last=replica == EVERYTHING))
+        return effects
+
+    def _may_have(self, wanted: _Wanted) -> bool:
+        replica = wanted.replica
+        if replica == EVERYTHING:
+            return self.slowest >= self.rounds and self.published == self.version
+        if replica >= self.expected:
+            return True  # it contributes nothing here: any version will do
+        here = self.clocks[replica] >= wanted.clock and self.published >= self._since[replica]
+        return here and self.policy.serve(self, self.clocks[replica])
 
     def _fill(self) -> list[Effect]:
         if not (self.primary and self.unfilled and self.version >= 0):
@@ -367,18 +558,27 @@ class ShardMachine:
             return [Drop(event.ticket)]  # from a primary that has been replaced, or from before our state came
         if self.version > event.step:
             return [Drop(event.ticket), Acknowledge(self.version)]
-        applied = Apply(self.version, None if event.skip else 1.0)
+        scale = None if event.skip else 1.0
+        applied = Apply(self.version + 1, self._place, scale, self._oldest, rate=event.rate)
         self.version += 1
+        if event.replica < len(self.clocks):
+            self._tick(event.replica)
         return [Take(event.ticket, 1.0), applied, Acknowledge(self.version)]
 
     # ---- either ----
 
-    def _loaded(self, version: int) -> list[Effect]:
-        self.version = version
+    def _loaded(self, event: Loaded) -> list[Effect]:
+        self.version = event.version
+        self._restart_clocks(event.clocks)
         if not self.primary:
-            return [Acknowledge(version)]
+            return [Acknowledge(event.version)]
         self.published = -1
         return [*self._captured(), *self._publish()]
+
+    def _restart_clocks(self, clocks: tuple[int, ...]) -> None:
+        if self.policy.streaming:
+            self.clocks = list(clocks) or [0] * self.expected
+            self._since = [max(0, self.version)] * self.expected
 
     def _assigned(self, event: Assigned) -> list[Effect]:
         promoted, demoted = event.primary and not self.primary, self.primary and not event.primary
@@ -407,12 +607,14 @@ class ShardMachine:
     def _forget_step(self) -> list[Effect]:
         effects: list[Effect] = [Drop(held.ticket) for _, held in sorted(self._held.items())]
         self._held.clear()
-        self.added, self._total, self.awaiting, self._decision = 0, 0.0, False, None
-        self._not_finite.clear()
+        self._wants.clear()
+        self._sum, self.awaiting, self._decision = [], False, None
         self._capture_at = -1
         return [*effects, Abandon()]
 
     def _capture(self, version: int) -> list[Effect]:
+        if self.primary and self.policy.streaming:
+            return [Capture(self.version)] if self.version >= 0 else []  # no version is common to all shards
         if not self.primary or self.version > version:
             return [Capture(max(self.version, version + 1), missed=True)]
         self._capture_at = version

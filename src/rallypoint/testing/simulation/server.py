@@ -29,9 +29,9 @@ class Held:
     sum: Content = 0
     wire: dict[int, Content] = field(default_factory=dict)
 
-    def keep(self, version: int) -> None:
+    def keep(self, version: int, oldest: int) -> None:
         self.wire[version] = self.master
-        self.wire.pop(version - 2, None)
+        self.wire = {v: content for v, content in self.wire.items() if v >= oldest}
 
 
 class SimulatedServer:
@@ -144,8 +144,9 @@ class SimulatedServer:
                     self._send_version(wire, shard, version)
             case ("measures", _, step, measures):
                 self._run(self.machine.told(step, measures))
-            case ("replicate", _, shard, step, skip, content) if self.machine.takes_from(shard, who):
-                self._answer_on(wire, shard, shards.Replicated(step, skip, self._ticket(shard, content)))
+            case ("replicate", _, shard, step, skip, content, replica, rate) if self.machine.takes_from(shard, who):
+                update = shards.Replicated(step, skip, self._ticket(shard, content), replica, rate)
+                self._answer_on(wire, shard, update)
             case ("state", _, shard, version, master, wires) if self.machine.takes_from(shard, who):
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
@@ -244,14 +245,14 @@ class SimulatedServer:
                 continue
             version, content = self.store.read(effect.origin, index)
             self.held[index].master = content
-            self.held[index].keep(version)
+            self.held[index].keep(version, version)
             self._handle(index, shards.Loaded(version))
 
     def _run_on(self, index: int, held: Held, effect: shards.Effect) -> None:
         match effect:
             case shards.Install(ticket=ticket):
                 held.master = self._payload(ticket)
-                held.keep(0)
+                held.keep(0, 0)
             case shards.Take(ticket=ticket):
                 held.sum = self._payload(ticket)
             case shards.Add(ticket=ticket):
@@ -292,8 +293,9 @@ class SimulatedServer:
             held.sum = self.job.scaled(held.sum, apply.scale)
             held.master = self.job.update(held.master, held.sum, apply.step)
         if apply.replicate:
-            self._to_backup(index, "replicate", apply.step, apply.scale is None, held.sum)
-        held.keep(apply.step + 1)
+            update = (apply.version - 1, apply.scale is None, held.sum, apply.replica, apply.rate)
+            self._to_backup(index, "replicate", *update)
+        held.keep(apply.version, apply.oldest)
 
     def _check_published(self, index: int, version: int) -> None:
         """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4)."""
