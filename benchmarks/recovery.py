@@ -60,7 +60,7 @@ def kill(what: str, count: int, workers: int, step_seconds: float, console: Cons
             status = launch(plan, RunConsole(Console(file=log, highlight=False)), driver.meddle)
         if status:
             raise SystemExit(f"the run failed: {(folder.parent / 'console.txt').read_text()[-2000:]}")
-        ledger = ledger_of(folder, steps, workers * BATCH)
+        ledger = ledger_of(folder, steps, steps * workers * BATCH)
     if not ledger.exact:
         raise SystemExit(f"the ledger is not exact: {ledger.missing} {ledger.wrong}")
     usual = typical_gap(ledger.times)

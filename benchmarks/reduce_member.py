@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cluster import join_gloo, write_result
-from rallypoint.config import resolve
-from rallypoint.core.job import JobRecord
+from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.slots import Compute, Initialise, Install
 from rallypoint.launch import environment
@@ -49,7 +48,7 @@ def rallypoint(task: Task) -> list[float]:
         "hold_bytes": task.hold_bytes,
     })  # fmt: skip
     layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
-    record = JobRecord(msgspec.to_builtins(config), layout)
+    record = record_of(config, layout)
     with Job(
         id=os.environ[environment.ID], coordinator=os.environ[environment.COORDINATOR],
         token=os.environ[environment.TOKEN],

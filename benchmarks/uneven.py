@@ -37,7 +37,7 @@ def rate(replicas: int, seconds: float, slow: float, steps: int, backup_tasks: b
         )  # fmt: skip
         if launch(plan, RunConsole(Console(file=log, highlight=False))):
             raise SystemExit(f"the run failed: {(Path(parent) / 'console.txt').read_text()[-2000:]}")
-        times = ledger_of(folder, steps, replicas).times
+        times = ledger_of(folder, steps, steps * replicas).times
     return replicas / statistics.median(b - a for a, b in itertools.pairwise(times[len(times) // 2 :]))
 
 

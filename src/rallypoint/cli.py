@@ -93,7 +93,7 @@ def train(
 
     Example: [bold]rallypoint train gpt --data my/texts --steps 500[/bold]; its own options: rallypoint train gpt --help
     """
-    _launch(_recipe_argv(recipe, context.args), context.params)
+    _launch(_recipe_argv(recipe, _without_settings(context)), context.params)
 
 
 @app.command(context_settings=_PASS_ON)
@@ -125,7 +125,7 @@ def chaos(
 
     sizes = _sizes(resizes)
     blows = parse_blows(schedule) or random_blows(kills, sizes, stops, everything, servers, seed)
-    plan = _plan(_recipe_argv(recipe, context.args), context.params)
+    plan = _plan(_recipe_argv(recipe, _without_settings(context)), context.params)
     raise typer.Exit(play(plan, blows, seed, Console(highlight=False), json=json))
 
 
@@ -239,6 +239,22 @@ def main() -> None:
     except RallypointError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _without_settings(context: typer.Context) -> list[str]:
+    """What a recipe is given: without each `--set key=value` among it, which is the job's wherever it stands."""
+    rest: list[str] = []
+    own: list[str] = list(context.params["sets"] or [])
+    arguments = iter(context.args)
+    for argument in arguments:
+        if argument == "--set":
+            own.append(next(arguments, ""))
+        elif argument.startswith("--set="):
+            own.append(argument.removeprefix("--set="))
+        else:
+            rest.append(argument)
+    context.params["sets"] = own
+    return rest
 
 
 def _recipe_argv(recipe: str, arguments: list[str]) -> list[str]:

@@ -15,22 +15,27 @@ from typing import Any, Literal, TypedDict
 
 import msgspec
 
-from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, PowerSGD, Raw
-from rallypoint.core.layout import SHARD_BYTES
+from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, remembers
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import SHARD_BYTES, Layout, Role
 from rallypoint.core.optimizer import SGD, AdamW, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
 from rallypoint.errors import ConfigError
 
-CastSpec = Raw | Fp16 | Bf16
+DownSpec = Raw | Fp16 | Bf16 | Int8
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters with settings of their own: those whose name matches any of `match` (shell patterns)."""
+    """Parameters with settings of their own: those whose name matches any of `match` (shell patterns).
+
+    `weight_decay` and `codec` are the job's where they are None.
+    """
 
     match: tuple[str, ...]
     weight_decay: float | None = None
     lr_scale: float = 1.0
+    codec: CodecSpec | None = None
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -50,7 +55,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
         groups: parameters with settings of their own; the first match wins.
         codec: how gradients are written on their way up; a lossy one changes what is computed.
-        down: how parameters are written on their way down, the last version excepted, which goes as it is.
+        down: how parameters are written on their way down, the last version excepted, which goes as it is. Without
+            error feedback: what servers keep is exact, so no error adds up.
         shard_bytes: the largest shard.
         window: contributions that may be under way from one worker to one server.
         hold_bytes: bytes that a server holds back for their turn before it slows the senders down.
@@ -69,7 +75,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     decay_1d: bool = False
     groups: tuple[Group, ...] = ()
     codec: CodecSpec = Raw()
-    down: CastSpec = Raw()
+    down: DownSpec = Raw()
     shard_bytes: int = SHARD_BYTES
     window: int = 4
     hold_bytes: int = 256 << 20
@@ -78,9 +84,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def schedule(self) -> Schedule:
-        """The learning rate as a schedule."""
-        lr = self.optimizer.lr
-        return Constant(lr) if isinstance(lr, (int, float)) else lr
+        """The learning rate of `optimizer`, over the job's steps."""
+        return _schedule_of(self.optimizer)
 
     @property
     def policy(self) -> ServerPolicy:
@@ -107,15 +112,33 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Contributions that each replica makes; under an aligned policy the job's last version."""
         return -(-self.steps // self.steps_per_round)
 
+    def steps_of(self, round: int) -> range:
+        """The steps that a replica makes in this round: fewer in the last one, if they do not divide evenly."""
+        return range(self.steps_at(round), self.steps_at(round + 1))
+
+    def steps_at(self, version: int) -> int:
+        """The steps of training behind a version; -1 before the first."""
+        return min(version * self.steps_per_round, self.steps) if version >= 0 else -1
+
     @property
     def applied(self) -> Optimizer:
         """What the servers apply."""
         return self.local.outer if self.local is not None else self.optimizer
 
     @property
+    def applied_schedule(self) -> Schedule:
+        """The learning rate of what the servers apply, over the job's rounds."""
+        return _schedule_of(self.applied)
+
+    @property
     def clips_on_servers(self) -> bool:
         """Is the gradient clipped by the norm of the mean? Otherwise each replica clips its own."""
         return self.clip is not None and not self.streaming and self.local is None
+
+    def contributors(self, role: Role) -> int:
+        """How many replicas contribute to a shard: replica 0 alone to buffers, or (quorum) whoever comes first."""
+        anybody = isinstance(self.policy, Sync) and self.policy.quorum is not None
+        return self.replicas if role == "parameters" or anybody else 1
 
     @property
     def decides(self) -> bool:
@@ -124,6 +147,17 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Stopping needs none: a worker sees its own loss before it pushes anything of that replica.
         """
         return not self.streaming and (self.clips_on_servers or self.nonfinite == "skip")
+
+    @property
+    def sticky(self) -> bool:
+        """Do replicas leave something of use on the worker that computes them: an optimizer's state, a residual?"""
+        residuals = any(remembers(codec) for codec in self.codecs)
+        return residuals or (self.local is not None and self.local.keep_inner)
+
+    @property
+    def codecs(self) -> tuple[CodecSpec, ...]:
+        """The job's codec, and those that groups have of their own."""
+        return (self.codec, *(group.codec for group in self.groups if group.codec is not None))
 
 
 class Settings(TypedDict, total=False):
@@ -141,7 +175,7 @@ class Settings(TypedDict, total=False):
     decay_1d: bool
     groups: Sequence[Group]
     codec: CodecSpec
-    down: CastSpec
+    down: DownSpec
     shard_bytes: int
     window: int
     hold_bytes: int
@@ -173,6 +207,14 @@ def parse(data: Mapping[str, Any]) -> JobConfig:
         raise ConfigError(f"the job's configuration is wrong: {error}") from None
     _check(config)
     return config
+
+
+def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | None = None) -> JobRecord:
+    """What the members of the job must agree on."""
+    return JobRecord(
+        msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round, config.sticky,
+        config.streaming,
+    )  # fmt: skip
 
 
 def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
@@ -213,6 +255,31 @@ def settings_of(config: JobConfig, group: int) -> GroupSettings:
     return GroupSettings(decay, own.lr_scale)
 
 
+def settings_applied(config: JobConfig, group: int) -> GroupSettings:
+    """What the servers update the group with: under local steps the groups' settings are the workers' affair."""
+    if config.local is not None:
+        return GroupSettings(config.applied.weight_decay, 1.0)
+    return settings_of(config, group)
+
+
+def _schedule_of(optimizer: Optimizer) -> Schedule:
+    return Constant(optimizer.lr) if isinstance(optimizer.lr, (int, float)) else optimizer.lr
+
+
+def codec_of(config: JobConfig, group: int) -> CodecSpec:
+    """How contributions to the shards of an optimizer group are written; buffers (group -1) go raw."""
+    if group < 0:
+        return Raw()
+    own = config.groups[group - 2].codec if group >= 2 else None
+    return config.codec if own is None else own
+
+
+def ranks_of(config: JobConfig) -> dict[int, int]:
+    """The rank of the factors in each optimizer group that goes as such; the layout is cut accordingly."""
+    codecs = {group: codec_of(config, group) for group in range(2 + len(config.groups))}
+    return {group: codec.rank for group, codec in codecs.items() if isinstance(codec, PowerSGD)}
+
+
 def _as_data(key: str, value: Any) -> Any:
     try:
         return msgspec.to_builtins(value)
@@ -230,26 +297,29 @@ def _check(config: JobConfig) -> None:
     _check_mode(config)
     if config.hold_bytes < 0:
         raise ConfigError(f"hold_bytes is {config.hold_bytes}: it cannot be negative")
-    if not math.isfinite(config.schedule.peak):
-        raise ConfigError(f"a learning rate of {config.schedule.peak} is impossible")
-    if isinstance(config.schedule, StepDecay) and config.schedule.every < 1:
-        raise ConfigError(f"step_decay(every={config.schedule.every}): it must be at least 1")
+    for optimizer in (config.optimizer, config.applied):
+        _check_optimizer(optimizer)
     if config.clip is not None and not (config.clip > 0 and math.isfinite(config.clip)):
         raise ConfigError(f"clip is {config.clip}: use a positive norm, or None")
     if config.shard_bytes < 64 or config.shard_bytes % 64 or config.shard_bytes > 1 << 26:
         raise ConfigError(f"shard_bytes is {config.shard_bytes}: use a multiple of 64 up to 64 MiB")
-    if isinstance(config.codec, PowerSGD):
-        raise ConfigError("codec powersgd needs shards that are whole matrices, which the layout does not cut yet")
-    if isinstance(config.codec, DGC) and (not isinstance(config.optimizer, SGD) or config.optimizer.momentum):
+    plain = isinstance(config.applied, SGD) and not config.applied.momentum
+    if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
-    if isinstance(config.optimizer, SGD) and config.optimizer.nesterov and config.optimizer.momentum <= 0:
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    schedule = _schedule_of(optimizer)
+    if not math.isfinite(schedule.peak):
+        raise ConfigError(f"a learning rate of {schedule.peak} is impossible")
+    if isinstance(schedule, StepDecay) and schedule.every < 1:
+        raise ConfigError(f"step_decay(every={schedule.every}): it must be at least 1")
+    if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum <= 0:
         raise ConfigError("nesterov=True needs a momentum above 0")
 
 
 def _check_mode(config: JobConfig) -> None:
     match config.sync:
-        case Sync(quorum=int() as quorum) if not 1 <= quorum <= config.replicas:
-            raise ConfigError(f"a quorum of {quorum} of {config.replicas} replicas: use 1 to replicas, or None")
         case BoundedStaleness(staleness=staleness) if staleness < 0:
             raise ConfigError(f"a staleness of {staleness}: 0 is Sync, and more lets replicas run ahead")
         case LocalSteps(steps=steps) if steps < 1:
@@ -257,6 +327,8 @@ def _check_mode(config: JobConfig) -> None:
         case _:
             pass
     policy = config.policy
+    if isinstance(policy, Sync) and policy.quorum is not None and not 1 <= policy.quorum <= config.replicas:
+        raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
     if isinstance(policy, Async) and (policy.fold < 1 or not policy.delay_compensation >= 0):
         raise ConfigError("async: fold must be at least 1, and delay_compensation cannot be negative")
 

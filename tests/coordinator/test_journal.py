@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rallypoint.config import resolve
+from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.coordinator.service import CoordinatorService, Reception
 from rallypoint.core.cluster import Abort, ClusterState, Finish, Terms
@@ -22,8 +22,9 @@ from rallypoint.core.view import Deal, Member, View, ViewNumber
 from rallypoint.errors import DataError
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
-CONFIG = msgspec.json.decode(msgspec.json.encode(resolve({"replicas": 2})))  # lists, as from the wire
-RECORD = JobRecord(CONFIG, LAYOUT, {"frozen": "00ff"})
+RECORD = msgspec.json.decode(  # lists, as from the wire
+    msgspec.json.encode(record_of(resolve({"replicas": 2}), LAYOUT, {"frozen": "00ff"})), type=JobRecord
+)
 # Saves states for ever, and says after each that it is written; the test kills it in the middle of one.
 WRITER = """
 import sys
@@ -96,7 +97,7 @@ def test_a_record_may_be_replaced_until_the_job_has_begun(tmp_path: Path) -> Non
     """All workers left while the cluster gathered; the next ones bring another model."""
     journal = Journal(str(tmp_path))
     gathering = ClusterState(RECORD, None, (), births=1, epoch=1, begun=False, furthest=-1, workers_max=1)
-    other = msgspec.structs.replace(gathering, record=JobRecord(RECORD.config, LAYOUT, {"frozen": "ff00"}))
+    other = msgspec.structs.replace(gathering, record=msgspec.structs.replace(RECORD, frozen={"frozen": "ff00"}))
     for written in (gathering, msgspec.structs.replace(gathering, record=None), other):
         journal.save(written)
         assert journal.load() == written

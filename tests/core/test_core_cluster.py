@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, record_of
 from rallypoint.core.cluster import (
     AHEAD,
     CAPTURE_AHEAD,
@@ -52,6 +52,7 @@ from rallypoint.core.cluster import (
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
+from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
@@ -60,8 +61,7 @@ STEPS = 20
 
 def _record(width: int = 4, frozen: dict[str, str] | None = None, replicas: int = 4, **config: Any) -> JobRecord:
     specs = [TensorSpec("body.weight", (8, 8), "float32", 0), TensorSpec("head.weight", (width,), "float32", 0)]
-    tree = msgspec.to_builtins(JobConfig(replicas=replicas, steps=STEPS, **config))
-    record = JobRecord(tree, build_layout(specs, 64), frozen or {})
+    record = record_of(JobConfig(replicas=replicas, steps=STEPS, **config), build_layout(specs, 64), frozen)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=JobRecord)  # as it comes from the wire
 
 
@@ -331,7 +331,7 @@ def test_a_proposal_of_somebody_unknown_and_one_made_twice_change_nothing() -> N
 @given(st.permutations(["replicas", "seed", "clip"]), st.integers(1, 3))
 def test_the_disagreement_names_the_first_setting_in_alphabetical_order(keys: list[str], count: int) -> None:
     changed = dict.fromkeys(keys[:count], 77)
-    found = disagreement(RECORD, JobRecord({**RECORD.config, **changed}, RECORD.layout))
+    found = disagreement(RECORD, msgspec.structs.replace(RECORD, config={**RECORD.config, **changed}))
     assert found is not None
     assert found.startswith(f"different settings: {min(changed)} is 77 here, ")
 
@@ -515,6 +515,16 @@ def test_a_worker_that_has_become_slow_is_dealt_less() -> None:
     assert {worker: len(hand) for worker, hand in later.hands.items()} == {"w0": 1, "w1": 3}
     assert job.tick(2.5) == []  # the change has not come to count yet
     assert set(job.machine.lateness()) == {"w0", "w1"}
+
+
+def test_a_replica_that_leaves_something_on_its_worker_is_not_moved_for_speed_s_sake() -> None:
+    job = _begun(_terms(2), record=_record(sync=LocalSteps(steps=2)))
+    before = job.view
+    for step in range(1, 5):
+        job.step(step, 0.4, only="w0")
+        job.step(step, 0.1, only="w1")
+    assert job.tick(2.5) == []
+    assert job.view == before
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -1001,6 +1011,17 @@ def test_a_snapshot_is_due_every_so_many_steps(terms: dict[str, Any], happens: l
             assert captures[0].version == step + CAPTURE_AHEAD
             job.store(captures[0])
             job.machine._last_taken = (step + 1, job.now)
+
+
+def test_a_round_of_local_steps_counts_as_so_many_steps_for_a_snapshot() -> None:
+    record = _record(sync=LocalSteps(steps=4))
+    assert record.rounds == STEPS // 4
+    job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=8), record=record)
+    due = []
+    for round in range(2):
+        job.step(round)
+        due.append(bool(_of(Capture, job.tick(0.1))))
+    assert due == [False, True]
 
 
 def test_a_snapshot_is_due_every_so_many_seconds_if_steps_were_made() -> None:

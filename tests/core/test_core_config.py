@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.codec.spec import DGC
 from rallypoint.config import (
     Group,
     GroupSettings,
@@ -19,9 +20,11 @@ from rallypoint.config import (
     group_of,
     overrides_from,
     resolve,
+    settings_applied,
     settings_of,
 )
 from rallypoint.core.optimizer import SGD, Adam, AdamW
+from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, cosine, linear, step_decay
 from rallypoint.errors import ConfigError
 
@@ -127,6 +130,11 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any
         ({"shard_bytes": 0}, "shard_bytes is 0"),
         ({"shard_bytes": 1 << 27}, "shard_bytes is 134217728"),
         ({"optimizer": SGD(nesterov=True)}, "nesterov=True needs a momentum"),
+        ({"sync": LocalSteps(steps=0)}, "0 local steps"),
+        ({"sync": LocalSteps(steps=4, outer=SGD(nesterov=True))}, "nesterov=True needs a momentum"),
+        ({"sync": LocalSteps(steps=4, outer=SGD(lr=float("nan")))}, "a learning rate of nan"),
+        ({"sync": LocalSteps(steps=4, over=Sync(quorum=9))}, "a quorum of 9 of 1 replicas"),
+        ({"sync": LocalSteps(steps=4), "codec": DGC(), "optimizer": SGD()}, "codec dgc has the momentum"),
     ],
 )  # fmt: skip
 def test_an_impossible_combination_is_refused_with_a_sentence(given: dict[str, Any], sentence: str) -> None:
@@ -206,6 +214,24 @@ def test_norms_and_biases_are_not_decayed_unless_asked_for_and_the_first_matchin
     assert [settings_of(config, group) for group in range(4)] == [
         GroupSettings(0.1, 1.0), GroupSettings(0.0, 1.0), GroupSettings(0.1, 2.0), GroupSettings(0.5, 1.0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("steps", "every", "rounds"), [(100, 16, 7), (96, 16, 6), (3, 50, 1), (10, 1, 10)])
+def test_rounds_of_local_steps_cover_every_step_once(steps: int, every: int, rounds: int) -> None:
+    config = JobConfig(steps=steps, sync=LocalSteps(steps=every))
+    assert config.rounds == rounds
+    assert [step for round in range(rounds) for step in config.steps_of(round)] == [*range(steps)]
+    assert [config.steps_at(version) for version in (-1, 0, rounds)] == [-1, 0, steps]
+
+
+def test_under_local_steps_servers_apply_the_outer_optimizer_and_groups_are_the_workers_affair() -> None:
+    groups = (Group(match=("head.*",), lr_scale=2.0, weight_decay=0.5),)
+    config = JobConfig(sync=LocalSteps(steps=4), groups=groups, clip=1.0)
+    assert config.applied == SGD(lr=0.7, momentum=0.9, nesterov=True)
+    assert config.applied_schedule == Constant(0.7)
+    assert settings_applied(config, 2) == GroupSettings(0.0, 1.0) != settings_of(config, 2)
+    assert not config.decides, "each replica clips its own"
+    assert settings_applied(JobConfig(groups=groups), 2) == GroupSettings(0.5, 2.0)
 
 
 def test_an_override_reaches_into_a_default_that_the_script_did_not_set() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.layout import Layout, TensorSpec, build_layout, first_difference, words_of
+from rallypoint.core.layout import Layout, TensorSpec, build_layout, factors_pay, first_difference, words_of
 from rallypoint.errors import ModelError
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
@@ -210,3 +210,78 @@ def test_a_repeated_name_is_refused() -> None:
 def test_an_impossible_shard_size_is_refused(shard_bytes: int) -> None:
     with pytest.raises(ModelError, match="impossible"):
         build_layout(_specs("a"), shard_bytes)
+
+
+# ---- matrices that are sent as factors -------------------------------------------------------------------------
+
+
+@st.composite
+def _matrices(draw: st.DrawFn) -> list[TensorSpec]:
+    shapes = st.lists(st.integers(0, 30), max_size=4).map(tuple)
+    specs = [
+        TensorSpec(f"tensor{index}", draw(shapes), "float32", draw(st.integers(-1, 2)))
+        for index in range(draw(st.integers(0, 7)))
+    ]
+    return [*specs, TensorSpec("trained", (draw(st.integers(1, 40)), 20), "float32", 0)]
+
+
+_RANKS = st.dictionaries(st.integers(0, 2), st.integers(1, 4), max_size=3)
+_WIDE_CUTS = st.integers(1, 400).map(lambda words: 4 * words)
+
+
+@PURE
+@given(_matrices(), _WIDE_CUTS, _RANKS)
+def test_a_shard_of_a_matrix_is_whole_rows_of_one_parameter_and_worth_factoring(
+    specs: list[TensorSpec], shard_bytes: int, ranks: dict[int, int]
+) -> None:
+    layout = build_layout(specs, shard_bytes, ranks)
+    for shard in layout.shards:
+        owners = [entry for entry in layout.entries if entry.start < shard.stop and shard.start < entry.stop]
+        assert shard.nbytes <= shard_bytes
+        if not shard.columns:
+            assert shard.shape == (shard.words,)
+            continue
+        (owner,) = owners
+        rows, columns = shard.shape
+        assert rows * columns == shard.words
+        assert columns * owner.spec.shape[0] == owner.spec.numel
+        assert (shard.start - owner.start) % columns == 0
+        assert factors_pay(rows, columns, ranks[shard.group])
+
+
+@PURE
+@given(_matrices(), _WIDE_CUTS, _RANKS)
+def test_cutting_matrices_by_rows_moves_no_tensor_and_leaves_no_word_out(
+    specs: list[TensorSpec], shard_bytes: int, ranks: dict[int, int]
+) -> None:
+    plain, layout = build_layout(specs, shard_bytes), build_layout(specs, shard_bytes, ranks)
+    assert layout.entries == plain.entries
+    assert [shard.index for shard in layout.shards] == list(range(len(layout.shards)))
+    for group in {spec.group for spec in specs}:
+        covered, before = (
+            [word for shard in found.shards if shard.group == group for word in range(shard.start, shard.stop)]
+            for found in (layout, plain)
+        )
+        assert covered == before
+    matrices = any(shard.columns for shard in layout.shards)
+    assert (layout.fingerprint == plain.fingerprint) == (layout.shards == plain.shards)
+    assert matrices or layout.shards == plain.shards
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
+
+
+def test_the_rows_of_a_matrix_are_dealt_evenly_and_a_kernel_is_a_matrix_too() -> None:
+    kernel, vector = TensorSpec("kernel", (100, 3, 5, 2), "float32", 0), TensorSpec("bias", (100,), "float32", 0)
+    layout = build_layout([vector, kernel], 4 * 30 * 60, {0: 4})
+    assert [shard.shape for shard in layout.shards] == [(50, 30), (50, 30), (100,)]
+
+
+def test_a_matrix_whose_rows_are_too_long_for_a_shard_is_cut_like_any_other_words() -> None:
+    wide, narrow = TensorSpec("wide", (50, 1000), "float32", 0), TensorSpec("narrow", (50, 1), "float32", 0)
+    layout = build_layout([wide, narrow], 4 * 3000, {0: 4})
+    assert {shard.columns for shard in layout.shards} == {0}
+
+
+def test_a_layout_without_matrices_has_the_fingerprint_that_older_snapshots_have() -> None:
+    specs = [TensorSpec("a", (100, 30), "float32", 0), TensorSpec("b", (30,), "float32", 1)]
+    specs.append(TensorSpec("c", (30,), "int64", -1))
+    assert build_layout(specs, 256).fingerprint == "e2714d4bafcbedae9f820fa4145e4b90"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,10 @@ import torch.nn.functional as F
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.reference import train_reference
+from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import weights_hash
 
 
@@ -127,6 +131,30 @@ CASES = {
     ),
 }  # fmt: skip
 
+_FRESH, _KEPT = rp.LocalSteps(steps=4, keep_inner=False), rp.LocalSteps(steps=4, keep_inner=True)
+_LOCAL_GPT = {**_GPT_SETTINGS, "replicas": 3, "accumulate": 2, "steps": 22}  # the last round has two steps
+
+LOCAL_CASES = {
+    "fresh": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": _FRESH}),
+    "kept": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": _KEPT}),
+    "resnet": Case(_resnet, _classify, {**_RESNET_SETTINGS, "replicas": 3, "steps": 13, "sync": _KEPT}),
+    "sometimes unused, weighted": Case(
+        _sometimes, _sometimes_loss, {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": _KEPT}, _weight
+    ),
+    "groups": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "groups": (rp.Group(match=("last.*",), lr_scale=0.1, weight_decay=0.0),), "sync": _FRESH},
+    ),
+    "plain averaging": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "optimizer": rp.SGD(lr=0.05, momentum=0.9),
+         "sync": rp.LocalSteps(steps=6, outer=rp.SGD(lr=1.0), keep_inner=False)},
+    ),
+    "fewer steps than a round": Case(
+        _sometimes, _sometimes_loss, {**_PLAIN, "steps": 3, "sync": rp.LocalSteps(steps=50)}
+    ),
+}  # fmt: skip
+
 
 def reference_hash(name: str) -> str:
     """The weights' hash of plain PyTorch in this process."""
@@ -136,9 +164,25 @@ def reference_hash(name: str) -> str:
     return weights_hash(model)
 
 
+def local_reference_hash(name: str) -> str:
+    """The weights' hash of plain PyTorch in this process, for a case with local steps."""
+    case = LOCAL_CASES[name]
+    model, dataset = case.build()
+    train_local_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of)
+    return weights_hash(model)
+
+
+def train_locally_on_worker(job: rp.Job, name: str) -> str:
+    """The weights' hash on one worker of a real cluster, for a case with local steps."""
+    return _train(job, LOCAL_CASES[name])
+
+
 def train_on_worker(job: rp.Job, name: str) -> str:
     """The weights' hash on one worker of a real cluster."""
-    case = CASES[name]
+    return _train(job, CASES[name])
+
+
+def _train(job: rp.Job, case: Case) -> str:
     model, dataset = case.build()
     if job.id != "worker0":  # only the lead's first weights count: the servers give them to everybody
         with torch.no_grad():
@@ -163,3 +207,35 @@ def train_with(job: rp.Job, settings: dict[str, Any]) -> tuple[str, dict[int, fl
             losses[micro.step] = float(loss.detach())
             micro.backward(loss)
     return weights_hash(model), losses
+
+
+def train_counting(job: rp.Job, settings: dict[str, Any]) -> dict[tuple[str, int], tuple[int, int]]:
+    """Bytes of payload that crossed this worker's links, and the same as fp32, for each (kind, group)."""
+    from rallypoint.worker.tensors import ModelTensors
+
+    model, _ = _gpt()
+    common = {"replicas": 3, "batch": 8, "steps": 40, "seed": 5, "shard_bytes": 16 << 10}
+    shards = ModelTensors(model, resolve({**common, **settings})).layout.shards
+    written: Counter[tuple[str, int]] = Counter()
+    whole: Counter[tuple[str, int]] = Counter()
+    send, receive = Channel.send, Channel.receive_header
+
+    def count(header: Header) -> None:
+        if header.kind in (Kind.PUSH, Kind.VERSION):
+            key = header.kind.name, shards[header.shard].group
+            written[key] += header.length
+            whole[key] += shards[header.shard].nbytes
+
+    def counted_send(self: Channel, header: Header, *args: Any, **kwargs: Any) -> None:
+        count(header)
+        send(self, header, *args, **kwargs)
+
+    def counted_receive(self: Channel) -> Header:
+        header = receive(self)
+        count(header)
+        return header
+
+    setattr(Channel, "send", counted_send)  # noqa: B010 - this process is only this job's
+    setattr(Channel, "receive_header", counted_receive)  # noqa: B010
+    train_with(job, settings)
+    return {key: (written[key], whole[key]) for key in whole}

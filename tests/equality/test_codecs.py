@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import rallypoint as rp
-from rallypoint.codec.spec import Bf16, Fp16, Int4, Int8, RandomK, Raw, Sign, TopK
+from rallypoint.codec.spec import Bf16, Fp16, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK
 from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
 
-from jobs import train_with
+from jobs import train_counting, train_with
 
 CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"codec": Bf16()},
@@ -27,11 +27,22 @@ CODECS: dict[str, dict[str, Any]] = {
     "topk": {"codec": TopK(ratio=0.05, sampled=False)},
     "randomk": {"codec": RandomK(ratio=0.1)},
     "sign": {"codec": Sign()},
+    "powersgd": {"codec": PowerSGD(rank=8)},
+    "int8 down": {"down": Int8()},
+    "int8 both ways, stochastic": {"codec": Int8(), "down": Int8(stochastic=True)},
+    "by group": {
+        "codec": PowerSGD(rank=8),
+        "groups": (
+            rp.Group(match=("tokens.*",), codec=Int8()),
+            rp.Group(match=("*norm*", "*.bias"), codec=Raw(), weight_decay=0.0),
+            rp.Group(match=("*.down.*",), codec=Sign()),
+        ),
+    },
 }
 
 
 # Of what raw gains in the 40 steps. What a sparse codec does not send comes some steps later: 1/ratio on average.
-LEARNS = {"int4": 0.9, "sign": 0.8, "topk": 0.5, "randomk": 0.4}
+LEARNS = {"int4": 0.9, "sign": 0.8, "topk": 0.5, "randomk": 0.4, "powersgd": 0.85, "by group": 0.9}
 
 
 @cache
@@ -62,8 +73,12 @@ def test_a_codec_learns_nearly_as_well(codec: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"codec": {"type": "powersgd"}}, "whole matrices"),
         ({"codec": {"type": "dgc"}, "optimizer": rp.AdamW()}, "rp.SGD without momentum"),
+        (
+            {"groups": [{"match": ["*"], "codec": {"type": "dgc"}}], "optimizer": rp.SGD(momentum=0.9)},
+            "rp.SGD without momentum",
+        ),
+        ({"down": {"type": "topk"}}, r"Invalid value 'topk' - at `\$\.down"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(settings: dict[str, Any], why: str) -> None:
@@ -72,3 +87,26 @@ def test_what_cannot_work_is_refused_with_a_sentence(settings: dict[str, Any], w
 
     with pytest.raises(ConfigError, match=why):
         resolve(settings)
+
+
+def test_each_group_of_a_job_takes_the_bytes_of_its_own_codec() -> None:
+    groups = (
+        rp.Group(match=("*.up.*",), codec=Int8()),
+        rp.Group(match=("tokens.*",), codec=TopK(ratio=0.01, sampled=False)),
+        rp.Group(match=("*.down.*",), codec=Sign()),
+        rp.Group(match=("*.out.*",), codec=Raw()),
+    )
+    settings = {"groups": groups, "codec": PowerSGD(rank=4), "down": Int8(), "steps": 3}
+    with ProcessCluster(workers=2, servers=2) as cluster:
+        counts = cluster.run(train_counting, settings)
+    for worker in counts:
+        up = {group: written / whole for (kind, group), (written, whole) in worker.items() if kind == "PUSH"}
+        assert 0.25 < up[2] < 0.27
+        assert 0.015 <= up[3] < 0.02
+        assert 1 / 32 < up[4] < 0.04
+        assert up[5] == 1.0
+        assert 0.1 < up[0] < 0.25  # its matrices are 96 x 32 and 16 x 32
+        assert up[1] == 1.0  # vectors have no factors
+        for group in up:
+            written, whole = worker["VERSION", group]
+            assert 0.25 < written / whole < 0.27 + 1 / 3  # the last of three versions goes as it is

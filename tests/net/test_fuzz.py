@@ -17,7 +17,6 @@ import torch
 
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster import Terms
-from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
 from rallypoint.core.view import ViewNumber
@@ -132,7 +131,7 @@ class Fuzzer:
         self.view = cluster.servers[0]._view
         self.layout = record.layout
         other = build_layout([TensorSpec("another", (99,), "float32", 0)], shard_bytes=512)
-        self.another_model = JobRecord(record.config, other)
+        self.another_model = msgspec.structs.replace(record, layout=other)
         self.thrown = 0
         self.connections = 0
 

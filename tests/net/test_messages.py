@@ -16,7 +16,7 @@ from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
-RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, {"frozen": "00ff"})
+RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
 MEMBERS = (Member("w0", "here"),), (Member("s0", "there", "127.0.0.1:1"),)
 VIEW = View(
     ViewNumber(3, 4), ViewNumber(2, 1), *MEMBERS, deals=(Deal(0, {"w0": (0, 1)}), Deal(7, {"w0": (1,), "w1": (0,)})),

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from rallypoint.config import resolve
+from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster import Terms
 from rallypoint.core.job import JobRecord
@@ -64,7 +64,7 @@ class Eager:
 class Job:
     """A running job of one worker, whose part the test plays, and two servers."""
 
-    def __init__(self) -> None:
+    def __init__(self, proposed: JobRecord | None = None) -> None:
         self.transport = InprocTransport()
         terms = Terms(servers=2, replication=2, heartbeat=10 * PATIENCE_S)  # nobody is given up for the test's silence
         self.coordinator = CoordinatorService(terms=terms, bind="coordinator:0", transport=self.transport)
@@ -76,7 +76,7 @@ class Job:
         for server in self.servers:
             server.start()
         self.channels: list[Channel] = []
-        self.record = record()
+        self.record = proposed or record()
         self.member = self.enter(self.coordinator.address, "worker", "worker0")
         self.member.send_message(Propose(self.record))
         while not isinstance(message := decode(self.member.receive_bytes(self.member.receive_header())), Turn):
@@ -135,7 +135,7 @@ class Job:
 def record(words: int = 4 * WORDS) -> JobRecord:
     config = resolve({"replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "shard_bytes": 4 * WORDS})
     layout = build_layout([TensorSpec("w", (words, 1), "float32", 0)], shard_bytes=4 * WORDS)
-    return JobRecord(msgspec.to_builtins(config), layout)
+    return record_of(config, layout)
 
 
 @pytest.fixture
@@ -327,7 +327,7 @@ def test_a_proposal_without_settings_does_not_end_the_coordinator() -> None:
     connection = transport.connect(coordinator.address, PATIENCE_S)
     introduce(connection, "", role="worker", id="worker0", host="here")
     channel = Channel(connection, "coordinator")
-    channel.send_message(Propose(JobRecord({}, build_layout([TensorSpec("w", (4,), "float32", 0)]))))
+    channel.send_message(Propose(JobRecord({}, build_layout([TensorSpec("w", (4,), "float32", 0)]), 1)))
     assert "a job record whose settings are not resolved" in refusal(channel)
     alive = coordinator._thread.is_alive()
     for thing in (channel, server, coordinator):

@@ -14,7 +14,7 @@ from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 
 LAYOUT = build_layout([TensorSpec("weight", (40,), "float32", 0), TensorSpec("bias", (8,), "float32", 1)], 64)
-JOB = JobRecord({"steps": 100, "optimizer": {"lr": 3e-4}}, LAYOUT)
+JOB = JobRecord({"steps": 100, "optimizer": {"lr": 3e-4}}, LAYOUT, 100)
 
 
 def records(version: int, layout: Layout = LAYOUT) -> Iterator[ShardRecord]:

@@ -112,7 +112,7 @@ def trained() -> Trained:
 def save(store: SnapshotStore, layout: Layout, shards: list[ShardRecord], frozen: dict[str, str]) -> Manifest:
     name = snapshot_id(VERSION, 1)
     part = store.write_part(name, "a", shards, "zstd-planes")
-    record = msgspec.to_builtins(JobRecord({}, layout, frozen))
+    record = msgspec.to_builtins(JobRecord({}, layout, 100, frozen))
     manifest = Manifest(name, VERSION, record, 0.0, {}, "zstd-planes", part.shards, part.files)
     store.commit(manifest)
     return manifest

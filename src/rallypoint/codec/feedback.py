@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rallypoint.codec.payload import all_finite, checked, nonfinite, room
-from rallypoint.codec.protocol import Codec, NonFinitePayload, Stateful
-from rallypoint.codec.scratch import Scratch, pieces
+from rallypoint.codec.payload import checked
+from rallypoint.codec.protocol import Codec, Stateful
+from rallypoint.codec.scratch import Scratch
 from rallypoint.errors import UsageError
 
 _INNER = "inner."
@@ -23,9 +23,9 @@ class ErrorFeedback:
     So the sum of all that was decoded is the sum of all that was encoded less one residual. It serves one shard of one
     replica, of `words` words. Each `encode` is a step: a payload to be sent again must be kept, or the state from
     before it restored. Codecs that lose nothing, or turn large values into infinities (raw, fp16, bf16), raise
-    UsageError. Memory: the residual, fp32, and one piece of scratch.
+    UsageError. Memory: the residual, fp32, and as much of scratch.
 
-    A NaN or an infinity, also from adding the residual, raises NonFinitePayload before the residual is touched.
+    What `inner` refuses (a NaN or an infinity, also from adding the residual) leaves the residual as it was.
     """
 
     def __init__(self, inner: Codec, words: int, scratch: Scratch | None = None) -> None:
@@ -54,15 +54,10 @@ class ErrorFeedback:
         values = checked(values)
         if values.numel() != self._residual.numel():
             raise UsageError(f"this codec serves a shard of {self._residual.numel()} words, not of {values.numel()}")
-        room(out, self.bytes_for(values.numel()))
-        self._require_finite_sum(values)
-        self._residual.add_(values)
-        try:
-            used = self.inner.encode(self._residual, out, seed=seed)
-        except NonFinitePayload:
-            self._residual.sub_(values)  # right up to rounding; only an overflow inside the codec comes here
-            raise
-        self.inner.decode_add(out[:used], self._residual, -1.0)
+        wanted = torch.add(values, self._residual, out=self._scratch.whole(values.numel()))
+        used = self.inner.encode(wanted, out, seed=seed)
+        self.inner.decode(out[:used], self._residual)
+        torch.sub(wanted, self._residual, out=self._residual)
         return used
 
     def decode(self, payload: memoryview, into: Tensor) -> None:
@@ -86,12 +81,6 @@ class ErrorFeedback:
         self._residual.zero_()
         if isinstance(self.inner, Stateful):
             self.inner.reset()
-
-    def _require_finite_sum(self, values: Tensor) -> None:
-        for start, stop in pieces(values.numel()):
-            piece = self._scratch.floats(0, stop - start)
-            if not all_finite(torch.add(values[start:stop], self._residual[start:stop], out=piece)):
-                raise nonfinite("a lossy codec")
 
 
 def require_like(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:

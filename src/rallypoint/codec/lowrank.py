@@ -20,6 +20,7 @@ from torch import Tensor
 from rallypoint.codec.feedback import require_like
 from rallypoint.codec.payload import body_of_exactly, checked, nonfinite, room, within
 from rallypoint.codec.random import source
+from rallypoint.core.layout import factors_pay
 from rallypoint.errors import ConfigError, UsageError
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -121,4 +122,4 @@ def worthwhile(shape: tuple[int, ...], rank: int) -> bool:
     """Is a parameter of this shape a matrix whose factors of `rank` are smaller than itself?"""
     if rank < 1:
         raise ConfigError(f"PowerSGD of rank {rank}: use 1 or more")
-    return len(shape) == 2 and rank <= min(shape) and rank * sum(shape) < math.prod(shape)
+    return len(shape) == 2 and factors_pay(*shape, rank)

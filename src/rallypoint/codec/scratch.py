@@ -12,7 +12,7 @@ _BUFFERS = 3
 
 
 class Scratch:
-    """Three buffers of one piece (512 KiB each) and a mask (128 KiB), made when first used.
+    """Three buffers of one piece (512 KiB each), a mask (128 KiB) and a whole shard's words, made when first used.
 
     Codecs that run on the same thread can share one.
     """
@@ -20,6 +20,7 @@ class Scratch:
     def __init__(self) -> None:
         self._floats: list[Tensor | None] = [None] * _BUFFERS
         self._mask: Tensor | None = None
+        self._whole = torch.empty(0)
 
     def floats(self, which: int, words: int) -> Tensor:
         """The first `words` fp32 words of buffer `which` (0 to 2); at most a piece, contents anything."""
@@ -34,8 +35,14 @@ class Scratch:
             self._mask = torch.empty(PIECE_WORDS, dtype=torch.bool)
         return self._mask[:words]
 
+    def whole(self, words: int) -> Tensor:
+        """`words` fp32 words, however many; contents anything. What wraps a codec uses it, and no codec itself."""
+        if self._whole.numel() < words:
+            self._whole = torch.empty(words)
+        return self._whole[:words]
 
-def pieces(words: int) -> Iterator[tuple[int, int]]:
-    """The ranges (start, stop) of at most PIECE_WORDS that make up `words`."""
-    for start in range(0, words, PIECE_WORDS):
-        yield start, min(start + PIECE_WORDS, words)
+
+def pieces(words: int, length: int = PIECE_WORDS) -> Iterator[tuple[int, int]]:
+    """The ranges (start, stop) of at most `length` that make up `words`."""
+    for start in range(0, words, length):
+        yield start, min(start + length, words)

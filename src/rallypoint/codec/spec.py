@@ -72,10 +72,18 @@ class DGC(msgspec.Struct, frozen=True, tag="dgc", kw_only=True, forbid_unknown_f
 
 
 class PowerSGD(msgspec.Struct, frozen=True, tag="powersgd", kw_only=True, forbid_unknown_fields=True):
-    """Factors of `rank` for each parameter that is a matrix larger than them; the others go raw."""
+    """Factors of `rank` for every shard of a parameter of two or more dimensions; the others go raw.
+
+    Such a parameter, as a matrix of shape[0] rows, has shards of its own: as many whole rows as `shard_bytes` holds.
+    """
 
     rank: int = 4
     error_feedback: bool = True
 
 
 CodecSpec = Raw | Fp16 | Bf16 | Int8 | Int4 | TopK | RandomK | Sign | DGC | PowerSGD
+
+
+def remembers(spec: CodecSpec) -> bool:
+    """Does a worker keep something of a replica from step to step (a residual, a velocity, PowerSGD's Q)?"""
+    return isinstance(spec, DGC | PowerSGD) or getattr(spec, "error_feedback", False)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config import JobConfig, parse
+from rallypoint.config import JobConfig, parse, record_of
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.progress import Lateness, StepTally
@@ -100,6 +100,7 @@ class CoordinatorService:
         self._members: dict[str, Channel] = {}
         self._observers: list[Channel] = []
         self._tally: StepTally | None = None
+        self._config = JobConfig()
         self._late = Lateness()
         self._planned: Planned | None = None
         self._metrics: dict[str, float] = {}
@@ -301,7 +302,7 @@ class CoordinatorService:
         if self._machine.view is None or report.since != self._machine.view.since:
             return  # of a past that is void
         if self._tally is not None and (done := self._tally.add(report)) is not None:
-            self._announce(done)
+            self._announce(msgspec.structs.replace(done, step=self._config.steps_at(done.step + 1) - 1))
 
     def _handle(self, event: cluster.Event) -> None:
         effects = self._machine.handle(event)
@@ -399,14 +400,15 @@ class CoordinatorService:
             channel.send_message(message)
 
     def _plan(self, record: JobRecord, view: View) -> None:
-        config, layout = record.config, record.layout
-        self._tally = StepTally(config["replicas"])
+        config, layout = parse(record.config), record.layout
+        self._config = config
+        self._tally = StepTally(config.replicas)
         self._tally.rewind(self._machine.furthest)
         self._since = str(view.since)
         self._planned = Planned(
-            steps=config["steps"], replicas=config["replicas"], item=config["item"], words=layout.words,
+            steps=config.steps, replicas=config.replicas, item=config.item, words=layout.words,
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
-            servers=tuple(m.id for m in view.servers),
+            servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
         )  # fmt: skip
         self._announce(self._planned)
 
@@ -455,7 +457,9 @@ class CoordinatorService:
             f"{worker} on {hosts.get(worker, '?')}{f' ({self._late.of(worker)})' if self._late.of(worker) else ''}"
             for worker in late
         )
-        return f"step {step}: replica {', '.join(map(str, replicas))} on {who or 'nobody yet'} has not reported"
+        steps = self._config.steps_of(step)
+        what = f"step {step}" if len(steps) < 2 else f"round {step} (steps {steps[0]} to {steps[-1]})"
+        return f"{what}: replica {', '.join(map(str, replicas))} on {who or 'nobody yet'} has not reported"
 
 
 def _message(last_word: cluster.Finish | cluster.Abort) -> Finished | Aborted:
@@ -473,7 +477,9 @@ def _checked(message: Message) -> Message:
         if missing := sorted(set(JobConfig.__struct_fields__) - config.keys()):
             raise ProtocolError(f"a job record whose settings are not resolved: {missing[0]} is missing")
         try:
-            parse(config)
+            resolved = record_of(parse(config), message.record.layout, message.record.frozen)
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
+        if msgspec.structs.replace(resolved, config=config) != message.record:
+            raise ProtocolError("a job record that says something else than its settings do")
     return message

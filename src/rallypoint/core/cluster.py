@@ -336,6 +336,7 @@ class ClusterMachine:
     _in_step: set[int] = field(default_factory=set)
     _heard: dict[str, float] = field(default_factory=dict)
     _speeds: Speeds = field(default_factory=Speeds)
+    _clocks: dict[int, int] = field(default_factory=dict)  # of each replica, in a streaming job
     _now: float = 0.0
     _taking: _Snapshot | None = None
     _attempts: int = 0
@@ -390,7 +391,7 @@ class ClusterMachine:
             case Phase.GATHERING:
                 missing = [
                     *_missing(self.terms.servers - servers, "server"),
-                    *_missing(self.terms.workers_start - len(self._workers), "worker"),
+                    *_missing(self._workers_to_begin - len(self._workers), "worker"),
                 ]
                 silent = sorted(self._workers.keys() - self._proposed)
                 return " and ".join(missing) if missing else f"the model of {', '.join(silent)}"
@@ -500,12 +501,18 @@ class ClusterMachine:
         return [Refuse(worker, sentence), Say(f"refused: {sentence}")]
 
     def _begin_when_gathered(self) -> list[Effect]:
-        if len(self._servers) < self.terms.servers or len(self._proposed) < self.terms.workers_start:
+        if len(self._servers) < self.terms.servers or len(self._proposed) < self._workers_to_begin:
             return []
         assert self.record is not None
         self.phase = Phase.RUNNING
         prepare = [Prepare(server, self.record) for server in self._servers]
         return [*prepare, *self._start_over(self._origin)]
+
+    @property
+    def _workers_to_begin(self) -> int:
+        """Once the job has begun some may have left for good: as many as it needs to go on are enough."""
+        begun_before = self._last_number.count > 0 or self.view is not None
+        return self.terms.workers_min if begun_before else self.terms.workers_start
 
     def _left(self, member: str, reason: str) -> list[Effect]:
         if not self._is_member(member):
@@ -598,6 +605,7 @@ class ClusterMachine:
             self.revision += 1
         self._speeds.computed(event.worker, event.step, event.replica, event.seconds, self._now)
         self.furthest = max(self.furthest, event.step)
+        self._clocks[event.replica] = max(self._clocks.get(event.replica, 0), event.step + 1)
         return []
 
     def _active(self) -> list[str]:
@@ -739,6 +747,7 @@ class ClusterMachine:
             return []
         self._in_step.clear()
         self._speeds.restart()
+        self._clocks.clear()
         self._final = not self.terms.snapshots
         shards, servers = self.record.layout.shards, list(self._servers)
         primary = place(shards, sorted(servers))
@@ -867,8 +876,20 @@ class ClusterMachine:
             self._wanted = True  # they could not hear of it
             return []
         self._wanted = False
-        version = min(self.furthest + CAPTURE_AHEAD, self.record.rounds)
+        version = self._step_of_all() if self.record.streaming else self.furthest + CAPTURE_AHEAD
+        version = min(version, self.record.rounds)
         return self._capture(version, [member.id for member in self.view.servers])
+
+    def _step_of_all(self) -> int:
+        """What a snapshot of a streaming job is called: the step that every replica has come to, as far as known here.
+
+        Its shards are as they are when the word arrives, each with the clocks of what is in it.
+        """
+        assert self.record is not None
+        if self.view is not None and self.view.ending:
+            return self.record.rounds
+        slowest = min(self._clocks.get(replica, 0) for replica in range(int(self.record.config["replicas"])))
+        return min(max(self._last_taken[0], slowest), self.record.rounds - 1)
 
     def _capture(self, version: int, servers: Sequence[str]) -> list[Effect]:
         assert self.record is not None

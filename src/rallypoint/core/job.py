@@ -18,7 +18,8 @@ class JobRecord(msgspec.Struct, frozen=True):
         rounds: contributions that each replica makes; under an aligned policy the job's last version.
         frozen: every frozen parameter's name, and a hash of its bytes.
         steps_per_round: steps of a replica between two of its contributions.
-        sticky: replicas leave something of use on the worker that computes them, so they are not moved for speed's sake.
+        sticky: replicas leave something of use on the worker that computes them: none is moved for speed's sake.
+        streaming: each replica has a clock of its own; no version is common to all shards.
     """
 
     config: dict[str, Any]
@@ -27,6 +28,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     frozen: dict[str, str] = {}
     steps_per_round: int = 1
     sticky: bool = False
+    streaming: bool = False
 
 
 def disagreement(first: JobRecord, other: JobRecord) -> str | None:

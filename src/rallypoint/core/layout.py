@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -53,13 +53,17 @@ class Entry(msgspec.Struct, frozen=True):
     stop: int
 
 
-class Shard(msgspec.Struct, frozen=True):
-    """A contiguous range of words inside one optimizer group (or of the buffers: `group` is -1)."""
+class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A contiguous range of words inside one optimizer group (or of the buffers: `group` is -1).
+
+    With `columns` it is whole rows of one parameter, seen as a matrix of that many columns; 0: it is just words.
+    """
 
     index: int
     group: int
     start: int
     stop: int
+    columns: int = 0
 
     @property
     def words(self) -> int:
@@ -68,6 +72,11 @@ class Shard(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         return self.words * WORD_BYTES
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(rows, columns) of a matrix's rows, else (words,)."""
+        return (self.words // self.columns, self.columns) if self.columns else (self.words,)
 
     @property
     def role(self) -> Role:
@@ -104,8 +113,19 @@ def words_of(spec: TensorSpec) -> int:
     return 2 * math.ceil(spec.numel * _ITEM_BYTES[spec.dtype] / (2 * WORD_BYTES))
 
 
-def build_layout(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) -> Layout:
+def factors_pay(rows: int, columns: int, rank: int) -> bool:
+    """Are two factors of `rank` smaller than their product, a matrix of `rows` by `columns`?"""
+    return rank <= min(rows, columns) and rank * (rows + columns) < rows * columns
+
+
+def build_layout(
+    specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, ranks: Mapping[int, int] | None = None
+) -> Layout:
     """Lay `specs` (in registration order) out as one vector and cut it into shards of at most `shard_bytes`.
+
+    `ranks` are the groups whose matrices are sent as factors of that rank (PowerSGD). There, each parameter of two or
+    more dimensions, seen as a matrix of shape[0] rows, is cut into whole rows of about equal number, and shares no
+    shard; except where so few rows fit into a shard that their factors would save nothing.
 
     Raises ModelError when there is nothing to train, a name repeats, or a dtype cannot be carried.
     """
@@ -114,14 +134,18 @@ def build_layout(specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES) ->
     _check_specs(specs)
     entries: list[Entry] = []
     shards: list[Shard] = []
-    position = 0
+    shard_words, position = shard_bytes // WORD_BYTES, 0
     for group in _groups_in_order(specs):
         position = -(-position // _GROUP_ALIGNMENT) * _GROUP_ALIGNMENT
-        start = position
+        start, rank = position, (ranks or {}).get(group, 0)
         for spec in reversed([s for s in specs if s.group == group]):
             entries.append(Entry(spec, position, position + words_of(spec)))
+            if edges := _row_edges(spec, shard_words, rank):
+                shards.extend(_cut(group, start, position, shard_words, first=len(shards)))
+                shards.extend(_rows(entries[-1], edges, first=len(shards)))
+                start = entries[-1].stop
             position += words_of(spec)
-        shards.extend(_cut(group, start, position, shard_bytes // WORD_BYTES, first=len(shards)))
+        shards.extend(_cut(group, start, position, shard_words, first=len(shards)))
     return Layout(tuple(entries), tuple(shards), position, _fingerprint(entries, shards))
 
 
@@ -164,6 +188,23 @@ def _groups_in_order(specs: Iterable[TensorSpec]) -> list[int]:
 def _cut(group: int, start: int, stop: int, shard_words: int, first: int) -> list[Shard]:
     edges = [*range(start, stop, shard_words), stop]
     return [Shard(first + i, group, edges[i], edges[i + 1]) for i in range(len(edges) - 1)]
+
+
+def _row_edges(spec: TensorSpec, shard_words: int, rank: int) -> list[int]:
+    """The rows at which to cut a matrix that is sent as factors of `rank`, both ends included; [] if it is not."""
+    if rank < 1 or len(spec.shape) < 2 or not spec.numel:
+        return []
+    rows, columns = spec.shape[0], spec.numel // spec.shape[0]
+    if not (fitting := min(rows, shard_words // columns)):
+        return []
+    parts = math.ceil(rows / fitting)
+    return [rows * part // parts for part in range(parts + 1)] if factors_pay(rows // parts, columns, rank) else []
+
+
+def _rows(entry: Entry, edges: Sequence[int], first: int) -> list[Shard]:
+    columns = entry.spec.numel // entry.spec.shape[0]
+    cuts = [entry.start + row * columns for row in edges]
+    return [Shard(first + i, entry.spec.group, cuts[i], cuts[i + 1], columns) for i in range(len(cuts) - 1)]
 
 
 def _fingerprint(entries: Sequence[Entry], shards: Sequence[Shard]) -> str:

@@ -222,6 +222,15 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """Tell a follower that it has to wait for `replica`'s step `clock`: perhaps it has one that is further behind."""
+
+    follower: str
+    replica: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
 class Gather:
     """The sum may be applied, but would take more of what has queued up: Fold when nothing has."""
 
@@ -261,8 +270,8 @@ class Capture:
 
 
 Effect = (
-    Install | Take | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Gather | Fill | Acknowledge
-    | InStep | Capture
+    Install | Take | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Wait | Gather | Fill
+    | Acknowledge | InStep | Capture
 )  # fmt: skip
 
 EVERYTHING = -1  # wanted: no replica's next step, but the end of the job
@@ -400,7 +409,9 @@ class ShardMachine:
                 self._held[event.replica] = event
                 return [Hold(event.ticket)]
             case Verdict.ADD:
-                return [self._add(event), *self._take_held(), *self._finish_when_complete()]
+                alone = self.skips and not event.finite  # what is skipped must not take others with it
+                before = self._finish() if alone and self._sum else []
+                return [*before, self._add(event), *self._take_held(), *self._finish_when_complete()]
 
     def _add(self, event: Contribute) -> Effect:
         self._sum.append(event)
@@ -423,7 +434,8 @@ class ShardMachine:
     def _finish_when_complete(self) -> list[Effect]:
         if not self._sum or self.awaiting:
             return []
-        if self.policy.complete(self) or (self.policy.streaming and self._fed):
+        alone = self.policy.streaming and (self._fed or (self.skips and not self._sum[0].finite))
+        if alone or self.policy.complete(self):
             return self._finish()
         return [Gather()] if self.policy.streaming else []
 
@@ -506,8 +518,11 @@ class ShardMachine:
     def _want(self, event: Want) -> list[Effect]:
         if not self.primary:
             return []  # it was sent under an older view; its worker will ask again
-        self._wants[event.follower] = _Wanted(event.replica, self._next_clock(event.replica))
-        return self._serve()
+        wanted = self._wants[event.follower] = _Wanted(event.replica, self._next_clock(event.replica))
+        effects = self._serve()
+        if event.follower in self._wants and not self.policy.serve(self, wanted.clock) and event.replica >= 0:
+            effects.append(Wait(event.follower, event.replica, wanted.clock))
+        return effects
 
     def _next_clock(self, replica: int) -> int:
         """What the replica's clock will show once all that has arrived of it is applied."""
@@ -613,8 +628,8 @@ class ShardMachine:
         return [*effects, Abandon()]
 
     def _capture(self, version: int) -> list[Effect]:
-        if self.primary and self.policy.streaming:
-            return [Capture(self.version)] if self.version >= 0 else []  # no version is common to all shards
+        if self.primary and self.policy.streaming and self.version >= 0:
+            return [Capture(self.version)]  # no version is common to all shards
         if not self.primary or self.version > version:
             return [Capture(max(self.version, version + 1), missed=True)]
         self._capture_at = version

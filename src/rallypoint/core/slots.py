@@ -95,6 +95,14 @@ class Arriving:
 
 
 @dataclass(frozen=True, slots=True)
+class ToWait:
+    """A server says that `replica`, whose next step is `clock`, has to wait for others that are behind."""
+
+    replica: int
+    clock: int
+
+
+@dataclass(frozen=True, slots=True)
 class Landed:
     """The version that was allowed to land is whole."""
 
@@ -107,8 +115,8 @@ class Installed:
 
 
 Event = (
-    Viewed | LinkUp | LinkLost | Assisted | Filled | Sent | ReplicaComputed | ReplicaAbandoned | Arriving | Landed
-    | Installed
+    Viewed | LinkUp | LinkLost | Assisted | Filled | Sent | ReplicaComputed | ReplicaAbandoned | Arriving | ToWait
+    | Landed | Installed
 )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from rallypoint.core.slots import (
     Sent,
     Slot,
     SlotMachine,
+    ToWait,
     Viewed,
 )
 from rallypoint.core.view import View
@@ -157,6 +158,8 @@ class WorkerMachine(SlotMachine):
                     return []  # rewound meanwhile
                 version, self._installing = self._installing, -1
                 return self._begin_step(version)
+            case ToWait():
+                return []  # nobody is ahead here
             case Assisted(step=step, replica=replica):
                 if step == self.step:
                     self._assists.add(replica)

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from rallypoint.config import JobConfig, parse
 from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.launch.chaos_report import Event, Report, ledger_of, measure, show
 from rallypoint.launch.console import RunConsole
@@ -173,13 +174,14 @@ class Chaos:
 def chaos(plan: Launch, blows: Sequence[Blow], seed: int, console: Console, *, json: Path | None = None) -> int:
     """Run `plan` in peace and then under `blows`; print the table and the verdict. 0 if the bytes are the same."""
     peace = _peaceful(plan, console)
-    steps, batch = _size_of(peace)
+    config = _config_of(peace)
     console.rule(f"and now with {len(blows)} blows")
-    driver = Chaos(blows, steps, seed)
+    driver = Chaos(blows, config.steps, seed)
     status = _under(plan, driver, console)
     if status != 0:
         return status
-    ledger = ledger_of(Path(plan.folder), steps, batch)
+    samples = config.steps * config.replicas * config.batch
+    ledger = ledger_of(Path(plan.folder), config.rounds, samples)
     report = Report(
         events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(peace), _hash(plan)), ledger=ledger
     )
@@ -215,12 +217,11 @@ def _under(plan: Launch, driver: Chaos, console: Console) -> int:
             plan = msgspec.structs.replace(plan, resume=manifest.id)
 
 
-def _size_of(plan: Launch) -> tuple[int, int]:
-    """The job's steps, and the samples of one step."""
+def _config_of(plan: Launch) -> JobConfig:
+    """The settings of the job that a plan's last snapshot is of."""
     manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: None)
     assert manifest is not None
-    config = manifest.job.config
-    return int(config["steps"]), int(config["replicas"]) * int(config["batch"])
+    return parse(manifest.job.config)
 
 
 def _hash(plan: Launch) -> str:

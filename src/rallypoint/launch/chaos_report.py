@@ -33,17 +33,20 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """Every step of the run as the holders of the first shard entered it: how often, with how many contributions."""
+    """Every round of the run as the holders of the first shard entered it: how often, with how many contributions.
 
-    steps: int
-    samples_per_step: int
+    A round is a step, or under local steps several; `samples` is what all of them use.
+    """
+
+    rounds: int
+    samples: int
     missing: list[int]
     wrong: list[int]
     times: list[float]
 
     @property
     def exact(self) -> bool:
-        """Was every step applied, each with all of its contributions?"""
+        """Was every round applied, each with all of its contributions?"""
         return not self.missing and not self.wrong
 
 
@@ -68,7 +71,7 @@ class _Entry(msgspec.Struct):
     at: float = 0.0
 
 
-def ledger_of(folder: Path, steps: int, samples_per_step: int) -> Ledger:
+def ledger_of(folder: Path, rounds: int, samples: int) -> Ledger:
     """Read the ledger of a run from its event log."""
     applied: dict[int, set[int]] = {}
     times: set[float] = set()
@@ -81,8 +84,8 @@ def ledger_of(folder: Path, steps: int, samples_per_step: int) -> Ledger:
             applied.setdefault(entry.step, set()).add(entry.replicas)
             times.add(entry.at)
     return Ledger(
-        steps=steps, samples_per_step=samples_per_step, missing=[s for s in range(steps) if s not in applied],
-        wrong=[s for s in range(steps) if s in applied and applied[s] != {replicas}], times=sorted(times),
+        rounds=rounds, samples=samples, missing=[r for r in range(rounds) if r not in applied],
+        wrong=[r for r in range(rounds) if r in applied and applied[r] != {replicas}], times=sorted(times),
     )  # fmt: skip
 
 
@@ -137,11 +140,11 @@ def show(report: Report, console: Console) -> None:
 def _show_ledger(ledger: Ledger, console: Console) -> None:
     if ledger.exact:
         console.print(
-            f"ledger: {ledger.steps} steps, each applied with all of its contributions; "
-            f"{ledger.steps * ledger.samples_per_step:,} sample positions, each used once"
+            f"ledger: {ledger.rounds} updates, each applied with all of its contributions; "
+            f"{ledger.samples:,} sample positions, each used once"
         )
         return
     console.print(
-        f"[bold red]ledger: steps missing {ledger.missing[:10]}, "
+        f"[bold red]ledger: updates missing {ledger.missing[:10]}, "
         f"with other contributions than they should {ledger.wrong[:10]}[/bold red]"
     )

@@ -76,7 +76,7 @@ class RunConsole:
                 self.console.print(escape(text), soft_wrap=True)
             case Skipped(step=step, replicas=replicas):
                 who = f"the loss of replica {', '.join(map(str, replicas))}" if replicas else "the gradient"
-                self.console.print(f"[yellow]step {step} skipped: {who} is not finite[/yellow]")
+                self.console.print(f"[yellow]{self._named(step)} skipped: {who} is not finite[/yellow]")
             case Members():
                 self._members_shown(message)
             case Snapshotted():
@@ -153,6 +153,11 @@ class RunConsole:
             left = (now - self._start) / (done.step + 1) * (self._plan.steps - done.step - 1)
             estimate = f"  {self._rate()}  {left:.0f} s left" if done.step else ""  # the first step is no guide
             self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{estimate}")
+
+    def _named(self, round: int) -> str:
+        """What the servers call a step, as a user does."""
+        every = self._plan.steps_per_round if self._plan is not None else 1
+        return f"step {round}" if every == 1 else f"the round of {every} steps from step {round * every} on"
 
     def _rate(self) -> str:
         if len(self._recent) < 2 or self._plan is None:

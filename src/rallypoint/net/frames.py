@@ -9,10 +9,11 @@
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
-    24 step       u64   (Version, State, Ack: the version)
-    32 weight     f64
+    24 step       u32   (Version, State, Ack, Replicate: the version)
+    28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
+    32 weight     f64   (Replicate: how many times the learning rate)
     40 length     u32
-    44 reserved   u32   zero
+    44 wants      u32   whose parameters are wanted, or these: 0 nobody's, 1 everything at the end, r + 2 replica r's
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 2
+PROTOCOL = 3
 _MAGIC = b"RLPT"
-_HEADER = struct.Struct("<4sBBBBIIIIQdII")
+_HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
 
 NOT_FINITE = 1
@@ -56,6 +57,8 @@ class Kind(enum.IntEnum):
     FETCH = 34
     UNFOLLOW = 35
     ACK = 36
+    WANT = 37
+    WAIT = 38
 
 
 GREETING_LIMIT = 4 << 10
@@ -76,6 +79,8 @@ _LIMITS = {
     Kind.FETCH: 0,
     Kind.UNFOLLOW: 0,
     Kind.ACK: 0,
+    Kind.WANT: 0,
+    Kind.WAIT: 0,
 }
 
 
@@ -94,20 +99,32 @@ class Header(NamedTuple):
     length: int = 0
     flags: int = 0
     codec: int = 0
+    base: int = 0
+    wants: int = 0
+
+    @property
+    def wanted(self) -> int | None:
+        """The replica of `wants`; EVERYTHING (-1), or None for nobody's."""
+        return self.wants - 2 if self.wants else None
+
+
+def wants(replica: int | None) -> int:
+    """The field `wants` for this replica, for EVERYTHING (-1), or for nobody (None)."""
+    return 0 if replica is None else replica + 2
 
 
 def pack(header: Header) -> bytes:
     """The header as 48 bytes."""
     return _HEADER.pack(
         _MAGIC, PROTOCOL, header.kind, header.flags, header.codec, header.view.epoch, header.view.count,
-        header.shard, header.replica, header.step, header.weight, header.length, 0,
+        header.shard, header.replica, header.step, header.base, header.weight, header.length, header.wants,
     )  # fmt: skip
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
     """The header in these 48 bytes. ProtocolError, saying what is wrong, when they are not one."""
     (
-        magic, protocol, kind, flags, codec, epoch, count, shard, replica, step, weight, length, reserved,
+        magic, protocol, kind, flags, codec, epoch, count, shard, replica, step, base, weight, length, wanted,
     ) = _HEADER.unpack(data)  # fmt: skip
     if magic != _MAGIC:
         raise ProtocolError(f"the bytes {magic!r} do not begin a frame: is this another program's connection?")
@@ -118,9 +135,9 @@ def unpack(data: bytes | bytearray | memoryview) -> Header:
         raise ProtocolError(f"a frame of unknown kind {kind}")
     if length > _LIMITS[known]:
         raise ProtocolError(f"a {known.name} frame of {length} bytes: at most {_LIMITS[known]} are allowed")
-    if not math.isfinite(weight) or (codec and known not in _ENCODED) or flags & ~_FLAGS or reserved:
+    if not math.isfinite(weight) or (codec and known not in _ENCODED) or flags & ~_FLAGS:
         raise ProtocolError(f"a {known.name} frame of weight {weight}, codec {codec}, flags {flags}: impossible")
-    return Header(known, ViewNumber(epoch, count), shard, replica, step, weight, length, flags, codec)
+    return Header(known, ViewNumber(epoch, count), shard, replica, step, weight, length, flags, codec, base, wanted)
 
 
 _KINDS = {int(kind): kind for kind in Kind}

@@ -210,7 +210,7 @@ class Aborted(_Message, frozen=True):
 
 
 class Planned(_Message, frozen=True):
-    """The job that runs: what a progress line needs to know."""
+    """The job that runs: what a progress line needs to know. A round is `steps_per_round` of the `steps`."""
 
     steps: int
     replicas: int
@@ -219,11 +219,12 @@ class Planned(_Message, frozen=True):
     shards: int
     workers: tuple[str, ...]
     servers: tuple[str, ...]
+    steps_per_round: int = 1
 
 
 class StepDone(_Message, frozen=True):
-    """All replicas have reported `step`; `loss` is their weighted mean. `again` counts reports so far of what had been
-    reported before: work done twice."""
+    """All replicas have reported `step` (under local steps: the round that ends with it); `loss` is their weighted
+    mean. `again` counts reports so far of what had been reported before: work done twice."""
 
     step: int
     loss: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rallypoint.config import GroupSettings, JobConfig, settings_of
+from rallypoint.config import GroupSettings, JobConfig, settings_applied
 from rallypoint.core.optimizer import SGD, Adam, AdamW, Optimizer
 from rallypoint.core.schedule import rate_at
 
@@ -44,14 +44,15 @@ class ShardOptimizer:
 
     def __init__(self, config: JobConfig, group: int, words: int) -> None:
         self._config = config
-        self._settings = settings_of(config, group)
+        self._settings = settings_applied(config, group)
         self._parameter = torch.nn.Parameter(torch.zeros(words))
-        self._optimizer = build_optimizer(config.optimizer, [([self._parameter], self._settings)])
+        self._optimizer = build_optimizer(config.applied, [([self._parameter], self._settings)])
         self.master = self._parameter.detach()
 
-    def apply(self, gradient: torch.Tensor, step: int) -> None:
-        """One update with the mean gradient of `step` (1-D fp32, as long as the shard)."""
-        rate = rate_at(self._config.schedule, step, self._config.steps)
+    def apply(self, gradient: torch.Tensor, step: int, times: float = 1.0) -> None:
+        """Update number `step` (from 0), with the mean of its contributions (1-D fp32, as long as the shard), at
+        `times` the schedule's rate."""
+        rate = times * rate_at(self._config.applied_schedule, step, self._config.rounds)
         self._optimizer.param_groups[0]["lr"] = rate * self._settings.lr_scale
         self._parameter.grad = gradient
         self._optimizer.step()

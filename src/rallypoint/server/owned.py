@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
-from rallypoint.codec.build import build_stateless
-from rallypoint.codec.spec import Raw
+from rallypoint.codec.protocol import NonFinitePayload
+from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.shards import down_codec
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
+from rallypoint.core.order import derive_seed
+from rallypoint.core.policy import Async
+from rallypoint.core.shard import Apply
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer, state_names
 from rallypoint.store.record import ShardRecord
 
-VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
 _WIRE = "wire-"
 
 
 class OwnedShard:
     """Master weights, optimizer state, the sum in progress, and the wire copies of the last two versions."""
 
-    def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool) -> None:
-        self.shard = shard
+    def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
+        self.shard, self._seed = shard, config.seed
         self._pool = pool
         is_buffers = shard.role == "buffers"
         self._optimizer = None if is_buffers else ShardOptimizer(config, shard.group, shard.words)
         self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
         self.wire: dict[int, Buffer] = {}
-        self._codec = None if is_buffers or isinstance(config.down, Raw) else build_stateless(config.down)
+        self._codec = down_codec(config, shard, scratch)
         self._encoded: dict[int, tuple[int, Buffer, int]] = {}
         self._sum: Buffer | None = None
+        self._compensation = config.policy.delay_compensation if isinstance(config.policy, Async) else 0.0
 
     @property
     def measured(self) -> bool:
@@ -45,21 +51,37 @@ class OwnedShard:
     def install(self, payload: Buffer) -> None:
         """Version 0 has come: its buffer becomes the wire copy."""
         self.master.copy_(payload.tensor[: self.shard.words])
-        self._keep(0, payload)
+        self._keep(0, payload, 0)
 
-    def take(self, payload: Buffer, weight: float) -> None:
-        """The first contribution's buffer becomes the sum."""
+    def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
+        """The first contribution's buffer becomes the sum; `base`: see `compensate`."""
+        if base is not None:
+            self.compensate(payload, base)
         self._sum = payload
         if weight != 1.0:
             self.gradient.mul_(weight)
 
-    def add(self, payload: Buffer, weight: float) -> None:
+    def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
         """Add a contribution. Times the weight first: each rounding is then the same however shards are cut."""
+        if base is not None:
+            self.compensate(payload, base)
         values = payload.tensor[: self.shard.words]
         if weight != 1.0:
             values.mul_(weight)
         self.gradient.add_(values)
         payload.release()
+
+    def compensate(self, payload: Buffer, base: int) -> None:
+        """Add lambda * g * g * (now - then) to a gradient g that was computed from version `base`.
+
+        Zheng et al., 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", equation 10. Nothing is
+        added when `base` is not kept any more.
+        """
+        if (then := self.wire.get(base)) is None or self._compensation == 0.0:
+            return
+        gradient = payload.tensor[: self.shard.words]
+        moved = self.master - then.tensor[: self.shard.words]
+        gradient.addcmul_(moved.mul_(gradient), gradient, value=self._compensation)
 
     def mean(self, total_weight: float) -> None:
         """Turn the sum into the weighted mean."""
@@ -70,23 +92,24 @@ class OwnedShard:
         """The 2-norm of the finished gradient."""
         return float(torch.linalg.vector_norm(self.gradient))
 
-    def apply(self, step: int, scale: float | None, *, hand_over: bool) -> Buffer | None:
+    def apply(self, update: Apply) -> Buffer | None:
         """Update the master with the finished gradient, whose buffer becomes the new version's wire copy.
 
-        With `hand_over` the wire copy gets a buffer of its own, and the scaled gradient's is returned, for the backup.
+        With `replicate` the wire copy gets a buffer of its own, and the scaled gradient's is returned, for the backup.
         """
+        scale = update.scale
         assert self._sum is not None
         if scale is not None and self._optimizer is None:
             self.master.copy_(self.gradient)
         elif scale is not None and self._optimizer is not None:
             if scale != 1.0:
                 self.gradient.mul_(scale)
-            self._optimizer.apply(self.gradient, step)
+            self._optimizer.apply(self.gradient, update.step, update.rate)
         finished, self._sum = self._sum, None
-        wire = self._pool.take() if hand_over else finished
+        wire = self._pool.take() if update.replicate else finished
         wire.tensor[: self.shard.words].copy_(self.master)
-        self._keep(step + 1, wire)
-        return finished if hand_over else None
+        self._keep(update.version, wire, update.oldest)
+        return finished if update.replicate else None
 
     def abandon(self) -> None:
         """Forget the sum in progress."""
@@ -107,18 +130,24 @@ class OwnedShard:
         return 0, self.wire[version], self.shard.nbytes
 
     def encoded(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as followers get it, encoded once for all of them."""
+        """A kept version as followers get it, encoded once for all of them; raw where the codec refuses a NaN."""
         if self._codec is None:
             return self.raw(version)
         if version not in self._encoded:
             buffer = self._pool.take()
-            used = self._codec.encode(self.wire[version].tensor[: self.shard.words], buffer.bytes, seed=0)
+            values = self.wire[version].tensor[: self.shard.words]
+            try:  # the backup would write the same bytes
+                seed = derive_seed(self._seed, "down", version, self.shard.index)
+                used = self._codec.encode(values, buffer.bytes, seed=seed)
+            except NonFinitePayload:
+                buffer.release()
+                return self.raw(version)
             self._encoded[version] = (self._codec.code, buffer, used)
         return self._encoded[version]
 
     # ---- the whole state, for a backup or a snapshot ----
 
-    def state(self, version: int, *, wires: bool) -> ShardRecord:
+    def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
         """Everything there is at `version`; with `wires` the copies of the last versions too. Views, not copies."""
         arrays = {"master": self.master}
         scalars: dict[str, float] = {}
@@ -127,7 +156,8 @@ class OwnedShard:
             arrays |= moments
         if wires:
             arrays |= {f"{_WIRE}{v}": buffer.tensor[: self.shard.words] for v, buffer in self.wire.items()}
-        return ShardRecord(self.shard.index, version, {name: a.numpy() for name, a in arrays.items()}, scalars)
+        plain = {name: array.numpy() for name, array in arrays.items()}
+        return ShardRecord(self.shard.index, version, plain, scalars, tuple(clocks))
 
     def load(self, record: ShardRecord) -> None:
         """Become what `record` says (from a snapshot: without wire copies, so the master is the only one)."""
@@ -142,9 +172,9 @@ class OwnedShard:
             buffer.tensor[: self.shard.words].copy_(values)
             self.wire[int(name.removeprefix(_WIRE))] = buffer
 
-    def _keep(self, version: int, buffer: Buffer) -> None:
+    def _keep(self, version: int, buffer: Buffer, oldest: int) -> None:
         self.wire[version] = buffer
-        for old in [v for v in self.wire if v <= version - VERSIONS_KEPT]:
+        for old in [v for v in self.wire if v < oldest]:
             self.wire.pop(old).release()
             if old in self._encoded:
                 self._encoded.pop(old)[1].release()
@@ -152,10 +182,11 @@ class OwnedShard:
 
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     """Is `record` a whole state of this shard, as `OwnedShard.load` needs it?"""
+    clocks = 0 if not config.streaming else 1 if shard.role == "buffers" else config.replicas
     wires = {name for name in record.arrays if name.startswith(_WIRE) and name.removeprefix(_WIRE).isdecimal()}
     moments = record.arrays.keys() - wires - {"master"}
     nothing: tuple[set[str], set[str]] = (set(), set())
-    known = [nothing] if shard.role == "buffers" else state_names(config.optimizer)
-    right = (moments, set(record.scalars)) in known
+    known = [nothing] if shard.role == "buffers" else state_names(config.applied)
+    right = (moments, set(record.scalars)) in known and len(record.clocks) == clocks
     same = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
     return "master" in record.arrays and f"{_WIRE}{record.version}" in wires and right and same

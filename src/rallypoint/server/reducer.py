@@ -16,13 +16,16 @@ from typing import Protocol
 
 import msgspec
 
+from rallypoint.codec.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core import clip, server, shard
 from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import Shard
+from rallypoint.core.policy import Async, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind
+from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.messages import Applied, InStep, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.observe.trace import Tracer
@@ -66,6 +69,8 @@ class Reducer:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._me, self._tracer, self._around = me, tracer, surroundings
         self._followers: list[Channel] = []
+        self._askers: dict[str, Channel] = {}
+        self._gathering: dict[int, None] = {}  # shards whose sum may take more of what is in the inbox
         self._peers: dict[str, Channel] = {}
         self._owned: dict[int, OwnedShard] = {}
         self._tickets: dict[int, _Arrived] = {}
@@ -81,6 +86,7 @@ class Reducer:
         self._arrivals: dict[str, float] = {}
         self._added = self._told_added = 0  # contributions in the first shard's sum, here and at its primary
         self._filled_under: dict[int, ViewNumber] = {}
+        self._scratch = Scratch()  # of this thread, which encodes versions
         self._ledger: deque[Applied] = deque(maxlen=_LEDGER)
         self._snapshots_url = ""
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
@@ -105,12 +111,12 @@ class Reducer:
                 return
 
     def _next(self) -> Callable[[], None] | None:
-        if not self._to_copy:
+        if not self._to_copy and not self._gathering:
             return self.inbox.get()
         try:
             return self.inbox.get_nowait()
         except queue.Empty:
-            return self._copy_one
+            return self._fold_one if self._gathering else self._copy_one
 
     # ---- what the inbox's calls do: only ever on the owner's thread ----
 
@@ -122,16 +128,7 @@ class Reducer:
         self._shards, self._config, self._pool = shards, config, pool
         self._hold_limit = config.hold_bytes
         self._writer, self._snapshots_url = writer, url
-        parameters = frozenset(s.index for s in shards if s.role == "parameters")
-        waits = frozenset(s.index for s in shards) if config.nonfinite == "skip" else parameters
-        self._machine = ServerMachine(
-            self._me,
-            Plan(
-                policy=config.policy, expected=[config.replicas if s.index in parameters else 1 for s in shards],
-                measured=parameters, decides=waits if config.decides else frozenset(), clip=config.clip,
-                skip_not_finite=config.nonfinite == "skip",
-            ),
-        )  # fmt: skip
+        self._machine = ServerMachine(self._me, plan_of(config, shards))
 
     @property
     def machine(self) -> ServerMachine:
@@ -183,6 +180,23 @@ class Reducer:
         if channel in self._followers:
             self._followers.remove(channel)
 
+    def linked(self, channel: Channel, worker: str) -> None:
+        """A worker has connected (again): what its channel before this one still brings of wants does not count."""
+        self._askers[worker] = channel
+
+    def gone(self, channel: Channel, worker: str) -> None:
+        """The channel is closed."""
+        self.unfollow(channel)
+        if self._askers.get(worker) is channel:
+            del self._askers[worker]
+            if self._machine is not None:
+                self._run_all(self._machine.unfollowed(worker))
+
+    def want(self, channel: Channel, worker: str, index: int, replica: int) -> None:
+        """A worker wants the parameters for a replica's next step."""
+        if self._askers.get(worker) is channel and self.machine.is_primary(index):
+            self._handle(index, shard.Want(worker, replica))
+
     def fetch(self, channel: Channel, index: int, version: int) -> None:
         """Send one version again, if it is still kept; otherwise a newer one has been sent anyway."""
         machine = self.machine.machine(index)
@@ -194,17 +208,19 @@ class Reducer:
         if self._wanted(channel, header, buffer):
             self._handle(header.shard, shard.Initialise(self._ticket(channel, header, buffer)))
 
-    def contribute(self, channel: Channel, header: Header, buffer: Buffer) -> None:
-        """A contribution to a shard's step."""
+    def contribute(self, channel: Channel, worker: str, header: Header, buffer: Buffer) -> None:
+        """A contribution to a shard's step, and what its worker wants next."""
         if not self._wanted(channel, header, buffer):
             return
         if header.shard == 0:
             self._arrivals[channel.name] = time.monotonic()
         event = shard.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
-            ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE,
+            ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,
         )  # fmt: skip
         self._handle(header.shard, event)
+        if header.wanted is not None:
+            self.want(channel, worker, header.shard, header.wanted)
 
     def replicated(self, channel: Channel, sender: str, header: Header, buffer: Buffer) -> None:
         """A primary's update of a shard that we are the backup of."""
@@ -216,8 +232,9 @@ class Reducer:
         self._held_bytes += header.length
         self._answer_to = channel
         if header.shard == 0:
-            self._told_added = header.replica
-        self._handle(header.shard, shard.Replicated(header.step, bool(header.flags & SKIP), ticket))
+            self._told_added = header.base
+        update = shard.Replicated(header.step, bool(header.flags & SKIP), ticket, header.replica, header.weight)
+        self._handle(header.shard, update)
         self._answer_to = None
 
     def filled(self, channel: Channel, sender: str, record: ShardRecord) -> None:
@@ -225,7 +242,7 @@ class Reducer:
         if self.machine.takes_from(record.shard, sender):
             self._owned[record.shard].load(record)
             self._answer_to = channel
-            self._handle(record.shard, shard.Loaded(record.version))
+            self._handle(record.shard, shard.Loaded(record.version, record.clocks))
             self._answer_to = None
 
     def acked(self, peer: str, channel: Channel, index: int, version: int, number: ViewNumber) -> None:
@@ -263,7 +280,7 @@ class Reducer:
                 case server.On(shard=index, effect=on):
                     self._run_on(index, self._owned[index], on)
                 case server.Own(shard=index):
-                    self._owned[index] = OwnedShard(self._shards[index], self._config, self._pool)
+                    self._owned[index] = OwnedShard(self._shards[index], self._config, self._pool, self._scratch)
                 case server.Disown(shard=index):
                     self._disown(index)
                 case server.Restore(shards=indices, origin=origin):
@@ -278,12 +295,12 @@ class Reducer:
 
     def _run_on(self, index: int, owned: OwnedShard, effect: shard.Effect) -> None:
         match effect:
-            case shard.Take(ticket=ticket, weight=weight):
-                owned.take(self._settle(ticket), weight)
+            case shard.Take(ticket=ticket, weight=weight, base=base):
+                owned.take(self._settle(ticket), weight, base)
                 self._count(index, first=True)
-            case shard.Add(ticket=ticket, weight=weight):
+            case shard.Add(ticket=ticket, weight=weight, base=base):
                 with self._tracer.span("reduce", shard=index):
-                    owned.add(self._settle(ticket), weight)
+                    owned.add(self._settle(ticket), weight, base)
                 self._count(index, first=False)
             case shard.Hold(ticket=ticket):
                 self._hold(ticket)
@@ -295,6 +312,10 @@ class Reducer:
                 self._apply(index, owned, effect)
             case shard.Publish(version=version):
                 self._publish(index, version)
+            case shard.Reply():
+                self._reply(index, effect)
+            case shard.Gather():
+                self._gathering[index] = None
             case shard.Install(ticket=ticket):
                 owned.install(self._settle(ticket))
             case shard.Abandon():
@@ -305,10 +326,13 @@ class Reducer:
     def _run_rare(self, index: int, owned: OwnedShard, effect: shard.Effect) -> None:
         match effect:
             case shard.Fill(version=version):
-                data = encode_record(owned.state(version, wires=True), "none")
+                data = encode_record(owned.state(version, self._clocks(index), wires=True), "none")
                 self._filled_under[index] = self._number
                 header = Header(Kind.STATE, self._number, shard=index, step=version, length=len(data))
                 self._backup_of(index).send(header, memoryview(data))
+            case shard.Wait(follower=follower, replica=replica, clock=clock):
+                header = Header(Kind.WAIT, self._number, shard=index, base=clock, wants=wants(replica))
+                self._askers[follower].send(header, urgent=True)
             case shard.Acknowledge(version=version):
                 if self._answer_to is not None:
                     self._answer_to.send(Header(Kind.ACK, self._number, shard=index, step=version), urgent=True)
@@ -330,16 +354,18 @@ class Reducer:
     def _apply(self, index: int, owned: OwnedShard, effect: shard.Apply) -> None:
         if index in self._to_copy:
             self._copy(index)
+        self._gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
-            finished = owned.apply(effect.step, effect.scale, hand_over=effect.replicate)
+            finished = owned.apply(effect)
         if index == 0:
-            self._enter(effect.step)
+            self._enter(effect.version - 1)
         if finished is None:
             return
         skip = effect.scale is None
         header = Header(
-            Kind.REPLICATE, self._number, shard=index, step=effect.step, length=0 if skip else owned.shard.nbytes,
-            flags=SKIP if skip else 0, replica=self._added if index == 0 else 0,
+            Kind.REPLICATE, self._number, shard=index, step=effect.version - 1, flags=SKIP if skip else 0,
+            length=0 if skip else owned.shard.nbytes, replica=effect.replica, weight=effect.rate,
+            base=self._added if index == 0 else 0,
         )  # fmt: skip
         payload = None if skip else finished.bytes[: owned.shard.nbytes]
         self._backup_of(index).send(header, payload, sent=finished.release)
@@ -356,6 +382,26 @@ class Reducer:
     def _publish(self, index: int, version: int) -> None:
         for channel in self._followers:
             self._send_version(channel, index, version)
+
+    def _reply(self, index: int, reply: shard.Reply) -> None:
+        if (channel := self._askers.get(reply.follower)) is None:
+            return
+        owned = self._owned[index]
+        code, buffer, nbytes = owned.raw(reply.version) if reply.last else owned.encoded(reply.version)
+        header = Header(
+            Kind.VERSION, self._number, shard=index, step=reply.version, length=nbytes, codec=code, base=reply.clock,
+            wants=wants(reply.replica),
+        )  # fmt: skip
+        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
+
+    def _fold_one(self) -> None:
+        index = next(iter(self._gathering))
+        del self._gathering[index]
+        self._handle(index, shard.Fold())
+
+    def _clocks(self, index: int) -> Sequence[int]:
+        machine = self.machine.machine(index)
+        return machine.clocks if machine is not None else ()
 
     def _count(self, index: int, *, first: bool) -> None:
         if index == 0:
@@ -374,7 +420,7 @@ class Reducer:
     def _send_version(self, channel: Channel, index: int, version: int) -> None:
         owned = self._owned[index]
         # The last version goes as it is: it is what the job was for.
-        code, buffer, nbytes = owned.encoded(version) if version < self._config.steps else owned.raw(version)
+        code, buffer, nbytes = owned.encoded(version) if version < self._config.rounds else owned.raw(version)
         header = Header(Kind.VERSION, self._number, shard=index, step=version, length=nbytes, codec=code)
         channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
 
@@ -382,13 +428,14 @@ class Reducer:
         for ticket in [t for t, arrived in self._tickets.items() if arrived.shard == index]:
             self._settle(ticket).release()
         self._to_copy.pop(index, None)
+        self._gathering.pop(index, None)
         self._owned.pop(index).release()
 
     def _restore(self, indices: Sequence[int], origin: str) -> None:
         store = SnapshotStore(self._snapshots_url)
         for record in store.read(store.load(origin), indices):
             self._owned[record.shard].load(record)
-            self._handle(record.shard, shard.Loaded(record.version))
+            self._handle(record.shard, shard.Loaded(record.version, record.clocks))
 
     # ---- snapshots ----
 
@@ -399,7 +446,7 @@ class Reducer:
         version = self._to_copy.pop(index)
         if self._writer is not None:
             with self._tracer.span("capture", shard=index, version=version):
-                self._writer.put(own_copy(self._owned[index].state(version, wires=False)))
+                self._writer.put(own_copy(self._owned[index].state(version, self._clocks(index), wires=False)))
 
     def _abandon_snapshot(self) -> None:
         self._to_copy.clear()
@@ -444,3 +491,17 @@ class Reducer:
 
     def _credit(self, arrived: _Arrived) -> None:
         arrived.channel.send(Header(Kind.CREDIT, self._number, replica=1), urgent=True)
+
+
+def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
+    """What the machine needs to know of a job."""
+    parameters = frozenset(s.index for s in shards if s.role == "parameters")
+    waiting = frozenset(s.index for s in shards) if config.nonfinite == "skip" else parameters
+    policy = config.policy
+    return Plan(
+        policy=policy, expected=[config.contributors(s.role) for s in shards], measured=parameters,
+        decides=waiting if config.decides else frozenset(), clip=config.clip if config.clips_on_servers else None,
+        skip_not_finite=config.nonfinite == "skip", rounds=config.rounds,
+        buffer_policy=Sync(quorum=1) if config.contributors("buffers") > 1 else None,
+        compensates=isinstance(policy, Async) and policy.delay_compensation > 0,
+    )  # fmt: skip

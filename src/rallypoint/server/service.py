@@ -10,7 +10,7 @@ from typing import cast
 
 import msgspec
 
-from rallypoint.codec.build import build_stateless
+from rallypoint.codec.shards import ShardCodecs
 from rallypoint.config import JobConfig, parse
 from rallypoint.core import clip
 from rallypoint.core.job import JobRecord
@@ -69,7 +69,7 @@ class ServerService:
         self._changed = threading.Condition()  # a new view, or the end
         self._over = threading.Event()
         self._failure: str | None = None
-        self._decoders = threading.local()  # a codec of its own for each connection's thread
+        self._decoders = threading.local()  # codecs of their own for each connection's thread
         self._peers: dict[tuple[str, int], Dialer] = {}
         self._reducer = Reducer(me=id, tracer=self._tracer, surroundings=self)
 
@@ -222,15 +222,17 @@ class ServerService:
         """Receive one connection's frames until it ends. Runs in that connection's own thread."""
         self._wait_for(hello.view)  # whoever connects may be quicker than our own coordinator link
         self._check_member(hello)
+        if hello.role == "worker":
+            self._reducer.inbox.put(lambda: self._reducer.linked(channel, hello.id))
         try:
             while not self._over.is_set():
                 header = channel.receive_header()
                 if hello.role == "server":
                     self._receive_from_server(channel, header, hello.id)
                 else:
-                    self._receive_from_worker(channel, header)
+                    self._receive_from_worker(channel, header, hello.id)
         finally:
-            self._reducer.inbox.put(lambda: self._reducer.unfollow(channel))
+            self._reducer.inbox.put(lambda: self._reducer.gone(channel, hello.id))
 
     def _wait_for(self, number: ViewNumber) -> None:
         """Until the view of that number has come here too (I10): what is said under it is meant for it."""
@@ -269,7 +271,7 @@ class ServerService:
         except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"measures that cannot be read: {error}") from None
         parameters = {shard.index for shard in record.layout.shards if shard.group >= 0}
-        if header.step >= config.steps or any(measure.shard not in parameters for measure in measures):
+        if header.step >= config.rounds or any(measure.shard not in parameters for measure in measures):
             raise ProtocolError("measures of a step or of a shard that this job does not have")
         self._wait_for(header.view)
         if not self._stale(header):
@@ -289,12 +291,17 @@ class ServerService:
         if not self._stale(header):
             self._reducer.inbox.put(lambda: self._reducer.filled(channel, sender, state))
 
-    def _receive_from_worker(self, channel: Channel, header: Header) -> None:
+    def _receive_from_worker(self, channel: Channel, header: Header, worker: str) -> None:
         trace = self._link.welcome.trace
         self._tracer.on = trace[0] <= header.step < trace[1]
         match header.kind:
             case Kind.PUSH | Kind.INITIAL:
-                self._receive_payload(channel, header, "")
+                self._receive_payload(channel, header, worker)
+            case Kind.WANT:
+                self._wait_for(header.view)
+                self._check_want(header)
+                if not self._stale(header):
+                    self._reducer.inbox.put(lambda: self._reducer.want(channel, worker, header.shard, header.wants - 2))
             case Kind.FOLLOW:
                 self._wait_for(header.view)
                 self._reducer.inbox.put(lambda: self._reducer.follow(channel))
@@ -322,7 +329,7 @@ class ServerService:
             buffer.release()
             channel.send(Header(Kind.CREDIT, self._number, replica=1), urgent=True)
         elif header.kind is Kind.PUSH:
-            self._reducer.inbox.put(lambda: self._reducer.contribute(channel, header, buffer))
+            self._reducer.inbox.put(lambda: self._reducer.contribute(channel, sender, header, buffer))
         elif header.kind is Kind.INITIAL:
             self._reducer.inbox.put(lambda: self._reducer.initialise(channel, header, buffer))
         else:
@@ -334,11 +341,12 @@ class ServerService:
             channel.receive_into(buffer.bytes[: header.length])
             return header
         record, config = self._expect_job()
-        codec = getattr(self._decoders, "codec", None)
-        if codec is None:
-            codec = self._decoders.codec = build_stateless(config.codec)
+        codecs = getattr(self._decoders, "codecs", None)
+        if codecs is None:
+            codecs = self._decoders.codecs = ShardCodecs(config)
         place = record.layout.shards[header.shard]
-        if header.codec != codec.code or header.length > codec.bytes_for(place.words):
+        codec = codecs.of(place)
+        if codec is None or header.codec != codec.code or header.length > codec.bytes_for(place.words):
             raise ProtocolError(f"{header.length} bytes in codec {header.codec} for shard {header.shard}: impossible")
         codec.decode(memoryview(channel.receive_bytes(header)), buffer.tensor[: place.words])
         return header._replace(codec=0, length=place.nbytes)
@@ -351,8 +359,17 @@ class ServerService:
         misplaced = header.flags & SKIP and header.kind is not Kind.REPLICATE
         if misplaced or (header.length != expected and not header.codec):
             raise ProtocolError(f"{header.length} bytes for shard {header.shard}, which has {expected}")
-        if header.kind is Kind.PUSH and header.weight <= 0:
+        if header.kind in (Kind.PUSH, Kind.REPLICATE) and header.weight <= 0:
             raise ProtocolError(f"a contribution of weight {header.weight}: weights are positive")
+        if header.kind is Kind.PUSH and header.wants:
+            self._check_want(header)
+
+    def _check_want(self, header: Header) -> None:
+        """ProtocolError unless it wants something that the job has, in a mode in which one asks."""
+        self._check_shard(header)
+        _, config = self._expect_job()
+        if not config.streaming or not 1 <= header.wants < config.replicas + 2:
+            raise ProtocolError(f"a wish for {header.wants}: this job has {config.replicas} replicas")
 
     def _check_shard(self, header: Header) -> None:
         record, _ = self._expect_job()

@@ -47,7 +47,8 @@ def export_snapshot(location: str, to: Path) -> str:
 
     `location` is a snapshot's folder or URL, or a store or a run's folder with `snapshots/` in it: then its latest
     usable snapshot. A name ending in `.safetensors` gets the model, with its version and fingerprint as metadata; `.pt`
-    gets {"model", "optimizer", "step"}, which torch.load reads with weights_only=True.
+    gets {"model", "optimizer", "step"}, which torch.load reads with weights_only=True: `optimizer` is the state of what
+    the servers apply (under local steps the outer optimizer), `step` the steps of training behind the model.
 
     Raises ConfigError for another ending, SnapshotError when no usable snapshot is there, SnapshotFailed when `to`
     cannot be written.
@@ -56,10 +57,11 @@ def export_snapshot(location: str, to: Path) -> str:
         raise ConfigError(f"{to} has no known ending: .safetensors holds the model, .pt its optimizer's state too")
     store, manifest, said = _find(location)
     job = manifest.job
+    steps = min(manifest.version * job.steps_per_round, int(job.config.get("steps", manifest.version)))
     flat = _Flat(store, manifest, lambda name: name == MASTER or to.suffix == ".pt")
     model = flat.model()
     if to.suffix == ".pt":
-        content = {"model": model, "optimizer": flat.optimizer(), "step": manifest.version}
+        content = {"model": model, "optimizer": flat.optimizer(), "step": steps}
         _write(to, lambda path: torch.save(content, path))
     else:
         about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}

@@ -39,12 +39,14 @@ class ShardRecord:
         version: updates it has had.
         arrays: contiguous 1-D arrays by name: "master", and what the optimizer keeps ("exp_avg", ...).
         scalars: numbers of the optimizer, such as {"step": 12.0}.
+        clocks: the next step of each replica, in a streaming job.
     """
 
     shard: int
     version: int
     arrays: dict[str, Array]
     scalars: dict[str, float]
+    clocks: tuple[int, ...] = ()
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -63,6 +65,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     compression: Compression
     scalars: dict[str, float]
     arrays: list[_Stored]
+    clocks: tuple[_Count, ...] = ()
 
 
 _heads = msgspec.msgpack.Decoder(_Head)
@@ -80,7 +83,8 @@ def encode_record(record: ShardRecord, compression: Compression) -> bytes:
         _Stored(name, array.dtype.name, array.size, len(payload))
         for (name, array), payload in zip(record.arrays.items(), payloads, strict=True)
     ]
-    head = msgspec.msgpack.encode(_Head(record.shard, record.version, compression, record.scalars, arrays))
+    described = _Head(record.shard, record.version, compression, record.scalars, arrays, record.clocks)
+    head = msgspec.msgpack.encode(described)
     return b"".join([_PREFIX.pack(_MAGIC, len(head)), head, *payloads])
 
 
@@ -97,7 +101,7 @@ def decode_record(data: bytes) -> ShardRecord:
         payload = view[position : position + stored.nbytes]
         arrays[stored.name] = _restore(stored, payload, head.compression)
         position += stored.nbytes
-    return ShardRecord(head.shard, head.version, arrays, head.scalars)
+    return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks)
 
 
 def _read_head(view: memoryview) -> tuple[_Head, int]:

@@ -56,7 +56,7 @@ class _Reference:
         param_groups = [
             {"params": members, "weight_decay": s.weight_decay} for members, s in zip(by_group, settings, strict=True)
         ]
-        self.optimizer = _plain_optimizer(config.optimizer, param_groups)
+        self.optimizer = plain_optimizer(config.optimizer, param_groups)
         self.stepped = [p for members in by_group for p in members]  # in layout order, as self.parameters
 
     def step(self, step: int) -> float:
@@ -65,7 +65,7 @@ class _Reference:
         kept: list[torch.Tensor] = []
         total, losses, finite = 0.0, [], True
         for replica in range(self.config.replicas):
-            _copy(self.buffers, start)
+            copy_all(self.buffers, start)
             loss, gradients = self.replica(step, replica)
             weight = self.weight_of(step, replica)
             if weight != 1.0:
@@ -75,7 +75,7 @@ class _Reference:
             total += weight
             losses.append(loss * weight)
             finite = finite and math.isfinite(loss)
-        _copy(self.buffers, kept)
+        copy_all(self.buffers, kept)
         self.update(step, [s * (1.0 / total) for s in sums] if total != 1.0 else sums, finite, start)
         return math.fsum(losses) / total
 
@@ -97,7 +97,7 @@ class _Reference:
         if self.config.decides:
             norm = self.norm(gradients)
             if self.config.nonfinite == "skip" and not (finite and math.isfinite(norm)):
-                _copy(self.buffers, start)
+                copy_all(self.buffers, start)
                 return
             scale = clip_scale(norm, self.config.clip)
             gradients = [g * scale for g in gradients]
@@ -118,7 +118,7 @@ class _Reference:
         return total_norm(float(torch.linalg.vector_norm(vector[s.start : s.stop])) for s in shards)
 
 
-def _plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """As a user would write it; torch picks its default implementation."""
     match spec:
         case AdamW():
@@ -130,6 +130,7 @@ def _plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> tor
 
 
 @torch.no_grad()
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each of `sources` into its target."""
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)

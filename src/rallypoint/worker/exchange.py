@@ -14,12 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core import worker as machine
+from rallypoint.core import slots as machine
 from rallypoint.core.layout import Layout
+from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import WorkerMachine
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
-from rallypoint.net.frames import NOT_FINITE, Header, Kind
+from rallypoint.net.frames import NOT_FINITE, Header, Kind, wants
 from rallypoint.net.pool import bytes_of
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -59,12 +60,13 @@ class Exchange:
         self.layout, self.me = layout, around.me
         self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
         self._bytes = bytes_of(self.buffer)
-        self._around, self._window, self._steps = around, config.window, config.steps
+        self._around, self._window, self._steps = around, config.window, config.rounds
         self._encoder = Encoder(layout, config)
-        self._machine = WorkerMachine(
-            me=around.me, shards=len(layout.shards), steps=config.steps,
-            buffer_shards=frozenset(s.index for s in layout.shards if s.role == "buffers"),
-        )  # fmt: skip
+        kind = StreamMachine if config.streaming else WorkerMachine
+        self._machine: StreamMachine | WorkerMachine = kind(
+            me=around.me, shards=len(layout.shards), steps=config.rounds,
+            buffer_shards=frozenset(s.index for s in layout.shards if config.contributors(s.role) == 1),
+        )
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._finished = False
@@ -155,6 +157,16 @@ class Exchange:
         return self._machine.following
 
     @property
+    def upcoming(self) -> tuple[int, int] | None:
+        """The step and replica that will be computed first after the next install, as far as is known."""
+        with self._changed:
+            return self._machine.upcoming
+
+    def contributes_buffers(self, replica: int) -> bool:
+        """Does this replica contribute to the buffers' shards?"""
+        return all(self._machine.contributes(s.index, replica) for s in self.layout.shards if s.role == "buffers")
+
+    @property
     def idle(self) -> bool:
         """Is there nothing to do at this moment?"""
         with self._changed:
@@ -169,8 +181,7 @@ class Exchange:
     @property
     def gone(self) -> bool:
         """Has this worker handed back everything, as it was told?"""
-        view = self._machine.view
-        return self._leaving and view is not None and not view.takes_part(self.me, self._machine.step)
+        return self._leaving and self._machine.view is not None and not self._machine.takes_part
 
     def _over(self) -> bool:
         return self._finished or self.gone
@@ -274,7 +285,9 @@ class Exchange:
         if not known or (header.codec == 0 and nbytes != self.layout.shards[shard].nbytes):
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard}, which is not in this job's layout")
         with self._changed:
-            effects = self._machine.handle(machine.Arriving(shard, version, header.view))
+            wanted = 0 if header.wanted is None else header.wanted
+            event = machine.Arriving(shard, version, header.view, wanted, header.base)
+            effects = self._machine.handle(event)
             moved_on = self._machine.target > self._machine.step + 1 or self._claiming
             if moved_on:
                 self._changed.notify_all()
@@ -284,6 +297,9 @@ class Exchange:
     def decode(self, shard: int, payload: memoryview) -> None:
         place = self.layout.shards[shard]
         self._encoder.decode(payload, self.buffer[place.start : place.stop])
+
+    def to_wait(self, replica: int, clock: int) -> None:
+        self._handle(machine.ToWait(replica, clock))
 
     def landed(self, shard: int) -> None:
         with self._changed:
@@ -322,6 +338,9 @@ class Exchange:
                 case machine.Fetch(shard=shard, version=version, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.fetch(shard, version, self._number)
+                case machine.Want(shard=shard, replica=replica, server=server):
+                    if (link := self._links.get(server)) is not None:
+                        link.want(shard, replica, self._number)
                 case machine.Follow(server=server, on=on):
                     if (link := self._links.get(server)) is not None:
                         link.follow(self._number, on=on)
@@ -337,6 +356,7 @@ class Exchange:
             Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step,
             length=place.nbytes if payload is None else len(payload.data), codec=0 if payload is None else payload.code,
             weight=1.0 if place.role == "buffers" else self._weight, flags=0 if self._finite else NOT_FINITE,
+            base=send.base, wants=wants(send.wants),
         )  # fmt: skip
         link = self._links.get(send.server)
         if payload is None:
@@ -361,7 +381,7 @@ class Exchange:
             return "the first view"
         if self._machine.step >= self._steps:
             return "the other workers to finish"
-        if not view.takes_part(self.me, self._machine.step):
+        if not self._machine.takes_part:
             return ""  # standing by is no wait that anybody need hear of
         return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 

@@ -8,20 +8,18 @@ import torch
 
 from rallypoint.errors import ModelError
 from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.source import send_buffers
 from rallypoint.worker.staging import Staging
 from rallypoint.worker.tensors import ModelTensors, Placed
 
 
 class GradientHooks:
-    """Post-accumulate-grad hooks on every trained parameter of a model.
+    """The gradient as contribution: post-accumulate-grad hooks on every trained parameter of a model.
 
-    Per replica: `begin_micro` before each backward, `end_replica` after the last. A parameter that got no gradient by
-    then contributes zeros, so nothing ever waits for it.
+    A parameter that got no gradient by the end of the replica contributes zeros, so nothing ever waits for it.
     """
 
-    def __init__(
-        self, model: torch.nn.Module, tensors: ModelTensors, exchange: Exchange, staging: Staging
-    ) -> None:
+    def __init__(self, tensors: ModelTensors, exchange: Exchange, staging: Staging) -> None:
         self._tensors, self._exchange, self._staging = tensors, exchange, staging
         layout = exchange.layout
         self._shards_of = [
@@ -38,25 +36,37 @@ class GradientHooks:
             placed.tensor.register_post_accumulate_grad_hook(self._hook(index, placed))  # type: ignore[no-untyped-call]
             for index, placed in enumerate(tensors.parameters)
         ]
-        # A rewind unwinds a forward too, at the next module.
-        self._handles += [m.register_forward_pre_hook(self._check) for m in model.modules()]
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
 
-    def begin_micro(self, *, last: bool) -> None:
+    def installed(self) -> None:
+        """The servers have the optimizer: nothing of a version need be remembered."""
+
+    def begin_replica(self, round: int, replica: int) -> None:
+        """The model holds the version that every replica starts from."""
+
+    def begin_step(self, step: int) -> None:
+        """A round is one step."""
+
+    def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
         """A backward begins; with `last`, shards leave as they become whole."""
         self._last = last
+        if last:
+            self._exchange.begin_push(weight, finite)
+
+    def end_step(self, *, finite: bool) -> None:
+        """The gradient is on its way."""
 
     def end_replica(self, replica: int) -> None:
-        """The last backward is over: send what is still here, and the buffers if this is replica 0."""
+        """The last backward is over: send what is still here, and the buffers if this replica brings them."""
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
-        if replica == 0:
-            self._send_buffers()
+        if self._exchange.contributes_buffers(replica):
+            send_buffers(self._tensors, self._exchange)
         self._reset()
         self._staging.drain()
         self._exchange.replica_computed()
@@ -68,9 +78,6 @@ class GradientHooks:
             placed.tensor.grad = None
         self._reset()
         self._exchange.replica_abandoned()
-
-    def _check(self, *_: object) -> None:
-        self._exchange.check()
 
     def _reset(self) -> None:
         self._left = list(self._parameters_in)
@@ -137,17 +144,3 @@ class GradientHooks:
                 if self._claim(shard):
                     slot.zero_()
         self._release(index)
-
-    def _send_buffers(self) -> None:
-        buffer, layout = self._exchange.buffer, self._exchange.layout
-        places = [place for place in layout.shards if place.role == "buffers"]
-        wanted = {place.index for place in places if self._claim(place.index)}
-        if not wanted:
-            return
-        whole = torch.zeros(places[-1].stop - places[0].start)
-        for placed in self._tensors.buffers:
-            placed.of_part(whole, places[0].start).copy_(placed.tensor)
-        for place in places:
-            if place.index in wanted:
-                buffer[place.start : place.stop].copy_(whole[place.start - places[0].start :][: place.words])
-                self._exchange.filled(place.index)

@@ -11,10 +11,12 @@ from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Dialer
-from rallypoint.net.frames import Header, Kind
+from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
+
+_NOTHING = memoryview(b"")
 
 
 class Arrivals(Protocol):
@@ -25,6 +27,9 @@ class Arrivals(Protocol):
 
     def decode(self, shard: int, payload: memoryview) -> None:
         """The version that `arriving` made room for has come as this payload. ProtocolError if it cannot be read."""
+
+    def to_wait(self, replica: int, clock: int) -> None:
+        """A replica's next step has to wait for others that are behind."""
 
     def landed(self, shard: int) -> None:
         """The version that `arriving` made room for is whole."""
@@ -86,6 +91,17 @@ class ServerLink:
         """Ask for one version again."""
         self._send(Header(Kind.FETCH, number, shard=shard, step=version))
 
+    def want(self, shard: int, replica: int, number: ViewNumber) -> None:
+        """Ask for the parameters for a replica's next step; after the contributions that are queued, which ask too."""
+        header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
+        with self._lock:
+            channel = self._channel
+            if channel is not None and self._waiting:
+                self._waiting.append((header, _NOTHING, _nothing))
+                return
+        if channel is not None:
+            channel.send(header)
+
     def follow(self, number: ViewNumber, *, on: bool) -> None:
         """Ask for every shard's newest version and each one that follows; or for no more."""
         self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number))
@@ -121,6 +137,8 @@ class ServerLink:
                     self._receive_version(channel, header)
                 case Kind.CREDIT:
                     self._credit(channel, header.replica)
+                case Kind.WAIT if header.wanted is not None:
+                    self._arrivals.to_wait(header.wanted, header.base)
                 case Kind.REFUSE:
                     reason = expect(channel.receive_bytes(header), Refused).reason
                     raise AccessDenied(f"server {self.server.id} ({self.server.address}) ended the link: {reason}")
@@ -145,8 +163,19 @@ class ServerLink:
     def _credit(self, channel: Channel, count: int) -> None:
         for _ in range(count):
             with self._lock:
-                if not self._waiting:
-                    self._credits += 1
-                    continue
-                header, payload, sent = self._waiting.popleft()
-            channel.send(header, payload, sent)
+                self._credits += 1
+                ready = self._ready_to_leave()
+            for header, payload, sent in ready:
+                channel.send(header, payload, sent)
+
+    def _ready_to_leave(self) -> list[tuple[Header, memoryview, Callable[[], None]]]:
+        """What the credit allows: wants need none, but keep their place among the contributions."""
+        ready = []
+        while self._waiting and (self._credits > 0 or self._waiting[0][0].kind is Kind.WANT):
+            self._credits -= self._waiting[0][0].kind is not Kind.WANT
+            ready.append(self._waiting.popleft())
+        return ready
+
+
+def _nothing() -> None:
+    """A want has no bytes that could be used again."""

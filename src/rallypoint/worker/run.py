@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core import worker as machine
+from rallypoint.core import slots as machine
 from rallypoint.core.order import derive_seed
 from rallypoint.data.loader import MicroBatches, seed_everything
 from rallypoint.errors import NonFiniteLoss, UsageError
@@ -19,9 +19,8 @@ from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange import Exchange, Rewound
-from rallypoint.worker.hooks import GradientHooks
 from rallypoint.worker.micro import Micro
-from rallypoint.worker.staging import Staging
+from rallypoint.worker.source import DeltaSource
 from rallypoint.worker.tensors import ModelTensors
 
 Evaluation = Callable[[int], dict[str, float] | None]
@@ -36,19 +35,21 @@ class Run:
 
     def __init__(
         self, *, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, batches: MicroBatches,
-        exchange: Exchange, staging: Staging, coordinator: CoordinatorLink, tracer: Tracer, done: Callable[[], None],
+        exchange: Exchange, source: DeltaSource, coordinator: CoordinatorLink, tracer: Tracer, done: Callable[[], None],
         leads: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._model, self._tensors, self._config, self._batches = model, tensors, config, batches
-        self._exchange, self._staging, self._coordinator, self._tracer = exchange, staging, coordinator, tracer
+        self._exchange, self._source, self._coordinator, self._tracer = exchange, source, coordinator, tracer
         self._done, self._leads = done, leads
-        self._hooks = GradientHooks(model, tensors, exchange, staging)
+        # A rewind unwinds a forward too, at the next module.
+        self._checks = [m.register_forward_pre_hook(lambda *_: exchange.check()) for m in model.modules()]
         self._trace_steps = coordinator.welcome.trace
         self._evaluations: list[tuple[int, Evaluation]] = []
         self._buffers_at_start: list[torch.Tensor] = []
         self._prefetched: tuple[tuple[int, int, int], Any] | None = None
         self._losses: list[float] = []
-        self._weight = 1.0
+        self._weights: list[float] = []
+        self._evaluated = 0  # the last step at which it was
         self._started = False
 
     # ---- what the user sees ----
@@ -60,8 +61,8 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Updates that the model on this worker has had; -1 before the first parameters have come."""
-        return self._exchange.step
+        """Steps of training behind the version that is here; -1 before the first has come."""
+        return self._config.steps_at(self._exchange.step)
 
     @property
     def lead(self) -> bool:
@@ -80,8 +81,10 @@ class Run:
         self._coordinator.send(Say(text))
 
     def every(self, steps: int) -> Callable[[_E], _E]:
-        """Decorate ``fn(step) -> {"val_loss": ...}``: called on the lead worker after every `steps` updates and after
-        the last, with the model in eval mode and without gradients; what it returns is shown and logged."""
+        """Decorate ``fn(step) -> {"val_loss": ...}``: called on the lead worker after every `steps` steps and after the
+        last, with the model in eval mode and without gradients; what it returns is shown and logged.
+
+        Under local steps that is with the first version that has passed a multiple of `steps`."""
         if steps < 1:
             raise UsageError(f"run.every({steps}): give a positive number of steps")
 
@@ -104,10 +107,10 @@ class Run:
                     if self._exchange.step != version:
                         continue  # there was a roll-back meanwhile
                     self._evaluate()
-                    if version == self._config.steps:
+                    if version == self._config.rounds:
                         self._done()
-                case machine.Compute(step=step, replica=replica):
-                    yield from self._replica(step, replica)
+                case machine.Compute(step=round, replica=replica):
+                    yield from self._replica(round, replica)
         if self._exchange.gone:
             raise SystemExit(0)  # told to go, and nothing is left here to be done
         self._end()
@@ -119,28 +122,35 @@ class Run:
 
     # ---- one replica ----
 
-    def _replica(self, step: int, replica: int) -> Iterator[Micro]:
+    def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         self._restore_buffers()
-        self._losses = []
+        self._losses, self._weights = [], []
         began, since = time.monotonic(), self._exchange.view.since
         self._exchange.begin_replica(replica)
+        self._source.begin_replica(round, replica)
+        steps = self._config.steps_of(round)
+        try:
+            for step in steps:
+                yield from self._step(step, replica)
+            self._source.end_replica(replica)
+        except Rewound:
+            self._source.abandon()
+            return
+        items = len(steps) * self._config.batch * self._config.items_per_sample
+        seconds = time.monotonic() - began
+        self._coordinator.send(Report(round, replica, _mean(self._losses), _mean(self._weights), items, seconds, since))
+
+    def _step(self, step: int, replica: int) -> Iterator[Micro]:
+        self._source.begin_step(step)
+        before = len(self._losses)
         for index in range(self._config.accumulate):
             micro = Micro(self, step=step, replica=replica, index=index, batch=self._load(step, replica, index))
             yield micro
             if micro.abandoned:
-                self._hooks.abandon()
-                return
-            if len(self._losses) <= index:
+                raise Rewound
+            if len(self._losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        try:
-            self._hooks.end_replica(replica)
-        except Rewound:
-            self._hooks.abandon()
-            return
-        items = self._config.batch * self._config.items_per_sample
-        loss = math.fsum(self._losses) / len(self._losses)
-        seconds = time.monotonic() - began
-        self._coordinator.send(Report(step, replica, loss, self._weight, items, seconds, since))
+        self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
 
     def enter_micro(self, micro: Micro) -> None:
         """``with micro:`` begins (called by Micro). No check: what `__enter__` raises, `__exit__` cannot swallow."""
@@ -148,26 +158,31 @@ class Run:
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
         """Back-propagate one micro-batch (called by Micro)."""
-        if micro.index > 0 and weight != self._weight:
-            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {self._weight} and {weight}: pass one")
-        self._weight = weight
+        if micro.index == 0:
+            self._weights.append(weight)
+        elif weight != self._weights[-1]:
+            known = self._weights[-1]
+            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
         value = float(loss.detach())
         self._losses.append(value)
         if not math.isfinite(value):
             self._not_finite(micro, value)
-        last = micro.index == self._config.accumulate - 1
-        self._hooks.begin_micro(last=last)
-        if last:
-            self._exchange.begin_push(weight, all(math.isfinite(loss) for loss in self._losses))
+        last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
+        finite = all(map(math.isfinite, self._losses))
+        self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
         with self._tracer.span("backward", step=micro.step, replica=micro.replica):
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+
+    def _ends_round(self, step: int) -> bool:
+        return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
     def _not_finite(self, micro: Micro, value: float) -> None:
         what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
         if self._config.nonfinite == "stop":
+            unit = "step" if self._config.local is None else "round"
             raise NonFiniteLoss(
-                f"{what}: nothing of that step was applied; lower the learning rate, clip, or set nonfinite to 'skip' "
-                "or 'continue'"
+                f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
+                "'skip' or 'continue'"
             )
         if self._config.nonfinite == "continue":
             self.say(f"{what}; continuing as told")
@@ -183,13 +198,11 @@ class Run:
             return self._batches.load(step, replica, index)
 
     def _prefetch(self) -> None:
-        """Load the next step's first micro-batch while versions come in; on this thread, so its randomness is safe."""
-        step = self._exchange.step
-        if not self._exchange.following or not 0 <= step < self._config.steps - 1:
+        """Load the next round's first micro-batch while versions come in; on this thread, so its randomness is safe."""
+        if (upcoming := self._exchange.upcoming) is None:
             return
-        replicas = self._exchange.view.hand(self._exchange.me, step + 1)
-        place = (step + 1, replicas[0], 0) if replicas else None
-        if place is not None and self._exchange.idle and (self._prefetched is None or self._prefetched[0] != place):
+        place = (self._config.steps_at(upcoming[0]), upcoming[1], 0)
+        if self._exchange.idle and (self._prefetched is None or self._prefetched[0] != place):
             self._prefetched = (place, self._load(*place))
 
     # ---- versions ----
@@ -197,6 +210,7 @@ class Run:
     def _install(self, version: int) -> None:
         with self._tracer.span("install", version=version):
             self._tensors.read_from(self._exchange.begin_install())
+        self._source.installed()
         self._exchange.installed()
         self._buffers_at_start = [placed.tensor.clone() for placed in self._tensors.buffers]
         self._tracer.on = self._trace_steps[0] <= self._exchange.step < self._trace_steps[1]
@@ -208,10 +222,12 @@ class Run:
             placed.tensor.copy_(start)
 
     def _evaluate(self) -> None:
-        step = self._exchange.step
-        due = [fn for every, fn in self._evaluations if step % every == 0 or step == self._config.steps]
-        if step == 0 or not due or not self.lead:
+        step, before = self.step, self._config.steps_at(self._exchange.step - 1)
+        ended = step == self._config.steps
+        due = [fn for every, fn in self._evaluations if ended or step // every > before // every]
+        if step <= self._evaluated or not due or not self.lead:
             return
+        self._evaluated = step
         training = self._model.training
         self._model.eval()
         with torch.no_grad(), self._tracer.span("evaluate", step=step):
@@ -223,8 +239,14 @@ class Run:
 
     def release_model(self) -> None:
         """Take the hooks off the model: it is the user's alone again."""
-        self._hooks.remove()
+        self._source.remove()
+        for check in self._checks:
+            check.remove()
 
     def _end(self) -> None:
         self.release_model()
         self._restore_buffers()
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
-import msgspec
 import torch
 
-from rallypoint.config import JobConfig, Settings, resolve
+from rallypoint.config import JobConfig, Settings, record_of, resolve
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
 from rallypoint.data.loader import MapDataset, MicroBatches
@@ -37,7 +36,10 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange import Exchange, Surroundings
+from rallypoint.worker.hooks import GradientHooks
+from rallypoint.worker.local import LocalStepsSource
 from rallypoint.worker.run import Run
+from rallypoint.worker.source import DeltaSource
 from rallypoint.worker.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
@@ -81,14 +83,22 @@ class Job:
         config = resolve(settings, self._link.welcome.overrides)
         tensors = ModelTensors(model, config)
         batches = MicroBatches(dataset, config, tensors.device)
-        record = JobRecord(msgspec.to_builtins(config), tensors.layout, tensors.frozen_hashes())
+        record = record_of(config, tensors.layout, tensors.frozen_hashes())
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
-        staging = self._staging = staging_for(tensors.device, exchange.fail)
+        self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(
-            model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, staging=staging,
-            coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
+            model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
+            source=self._source(model, tensors, config), coordinator=self._link, tracer=self._tracer, done=self.done,
+            leads=self._leads,
         )  # fmt: skip
         return self._run
+
+    def _source(self, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig) -> DeltaSource:
+        assert self._exchange is not None
+        assert self._staging is not None
+        if config.local is None:
+            return GradientHooks(tensors, self._exchange, self._staging)
+        return LocalStepsSource(model, tensors, config, self._exchange, self._staging, self._say)
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
         """Propose `record`, wait until the job begins (or goes on without us so far), and connect to every server.
@@ -178,6 +188,9 @@ class Job:
                 raise self._failure
             if self._view is None:
                 raise JobAborted("the job was over before this worker took part in it")
+
+    def _say(self, text: str) -> None:
+        self._link.send(Say(text))
 
     def _complain(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))

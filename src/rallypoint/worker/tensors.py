@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rallypoint.config import JobConfig, group_of
+from rallypoint.config import JobConfig, group_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 
 
@@ -52,7 +52,7 @@ class ModelTensors:
         shared = {name: b for name, b in model.named_buffers() if name in kept}
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
-        self.layout: Layout = build_layout(specs, config.shard_bytes)
+        self.layout: Layout = build_layout(specs, config.shard_bytes, ranks_of(config))
         by_name = {**trained, **shared}
         placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]
         self.parameters = [p for p in placed if p.entry.spec.group >= 0]

@@ -142,7 +142,7 @@ class SimulatedCoordinator:
             self._members[member].send(1, message)
 
     def _commit(self, effect: cluster.Commit) -> None:
-        if self.store.commit(effect.snapshot, effect.version, self.job.shards):
+        if self.store.commit(effect.snapshot, effect.version, self.job.shards, aligned=not self.job.sync.streaming):
             self._handle(cluster.Committed(effect.snapshot))
         else:
             self._handle(cluster.SnapshotLost(effect.snapshot, "no space left"))

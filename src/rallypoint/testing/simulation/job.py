@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
-import msgspec
-
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, record_of
 from rallypoint.core.clip import clip_scale, total_norm
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.policy import Async, BoundedStaleness, Sync
 
-Content = int
+Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
 
 
-def combine(*parts: int) -> Content:
+def combine(*parts: int) -> int:
     """A name for what these make together (hashes of tuples of ints are the same in every process)."""
     return hash(parts) & 0x7FFF_FFFF_FFFF_FFFF
 
@@ -37,6 +37,7 @@ class SimulatedJob:
     clip: float | None = None
     skip: bool = False
     compute_s: float = 0.2  # a replica's, on a worker of speed 1
+    sync: Sync | BoundedStaleness | Async = field(default_factory=Sync)
     buffer_shards: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,22 +47,63 @@ class SimulatedJob:
         """The record that workers propose."""
         config = JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
-            nonfinite="skip" if self.skip else "stop",
+            nonfinite="skip" if self.skip else "stop", sync=self.sync,
         )  # fmt: skip
         shards = tuple(Shard(i, -1 if i in self.buffer_shards else 0, 16 * i, 16 * i + 16) for i in range(self.shards))
-        return JobRecord(msgspec.to_builtins(config), Layout((), shards, 16 * self.shards, "simulated"))
+        return record_of(config, Layout((), shards, 16 * self.shards, "simulated"))
+
+    @property
+    def same_bytes(self) -> bool:
+        """Does the job end with the same bytes whatever happens?"""
+        return self.sync == Sync()
+
+    def add(self, total: Content, content: Content) -> Content:
+        """A contribution joins the sum."""
+        return combine(total, content) if self.same_bytes else self._both(total, content)
+
+    def mean(self, total: Content, weight: float) -> Content:
+        """The sum, divided."""
+        return combine(total, int(weight)) if self.same_bytes else total
+
+    @staticmethod
+    def _both(these: frozenset[Any], those: frozenset[Any]) -> frozenset[Any]:
+        assert isinstance(these, frozenset), f"{these} and {those} in one sum"
+        assert isinstance(those, frozenset), f"{those} was pushed"
+        assert not these & those, f"{sorted(these & those)} are applied twice"
+        return these | those
+
+    @property
+    def replica_0_shards(self) -> frozenset[int]:
+        """The shards to which replica 0 alone contributes: with a quorum whoever is first brings the buffers."""
+        return frozenset() if self.sync not in (Sync(),) and isinstance(self.sync, Sync) else self.buffer_shards
 
     def expected(self, shard: int) -> int:
         """Contributions of a step to this shard."""
-        return 1 if shard in self.buffer_shards else self.replicas
+        return 1 if shard in self.replica_0_shards else self.replicas
+
+    def check_end(self, shard: int, content: Content) -> None:
+        """AssertionError unless this is what the shard may be at the end of the job."""
+        if self.same_bytes:
+            assert content == self.undisturbed()[shard], f"other bytes in shard {shard}"
+            return
+        steps, replicas = range(self.steps), range(self.expected(shard))
+        if isinstance(self.sync, Sync):
+            quorum = 1 if shard in self.buffer_shards else min(self.sync.quorum or self.replicas, self.replicas)
+            for step in steps if not self.skip else ():
+                came = [replica for s, replica in content if s == step]
+                assert len(came) == quorum, f"shard {shard}, step {step}: {came} instead of {quorum}"
+            return
+        wanted = {(step, replica) for step in steps for replica in replicas if self.is_finite(step, replica)}
+        wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
+        assert content == wanted, f"shard {shard}: {wrong}"
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""
-        return combine(7, shard)
+        return combine(7, shard) if self.same_bytes else frozenset()
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
         """What `replica` contributes at `step` when the model is `model`."""
-        return combine(shard, step, replica, *model)
+        return combine(shard, step, replica, *model) if self.same_bytes else frozenset({(step, replica)})
 
     def is_finite(self, step: int, replica: int) -> bool:
         """Is this replica's loss a number at `step`?"""
@@ -69,15 +111,17 @@ class SimulatedJob:
 
     def norm(self, shard: int, finished: Content) -> float:
         """The 2-norm of a shard's mean gradient."""
+        if not self.same_bytes:
+            return len(finished) / 1000
         return math.inf if self.skip and shard == 0 and finished % 7 == 0 else finished % 1009 / 1000
 
     def scaled(self, finished: Content, scale: float) -> Content:
         """A gradient after clipping."""
-        return finished if scale == 1.0 else combine(finished, int(scale * 2**40))
+        return finished if scale == 1.0 or not self.same_bytes else combine(finished, int(scale * 2**40))
 
     def update(self, master: Content, finished: Content, step: int) -> Content:
         """The optimizer."""
-        return combine(master, finished, step, 99)
+        return combine(master, finished, step, 99) if self.same_bytes else self._both(master, finished)
 
     def undisturbed(self) -> list[Content]:
         """Every shard at the last version, computed without any cluster."""

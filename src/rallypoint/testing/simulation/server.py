@@ -10,10 +10,10 @@ from typing import Any
 from rallypoint.core import server as machine
 from rallypoint.core import shard as shards
 from rallypoint.core.clip import Measure, Tell, Verdict
-from rallypoint.core.policy import Sync
+from rallypoint.core.policy import BoundedStaleness, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.testing.simulation.job import Content, SimulatedJob, combine
+from rallypoint.testing.simulation.job import Content, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -41,10 +41,12 @@ class SimulatedServer:
         self.node, self.job, self.store = Node(world, name), job, store
         parameters = frozenset(range(job.shards)) - job.buffer_shards
         waiting = frozenset(range(job.shards)) if job.skip else parameters
+        decides = not job.sync.streaming and (job.skip or job.clip is not None)
+        quorum = job.sync.quorum if isinstance(job.sync, Sync) else None
         plan = Plan(
-            policy=Sync(), expected=[job.expected(s) for s in range(job.shards)], measured=parameters,
-            decides=waiting if job.skip or job.clip is not None else frozenset(), clip=job.clip,
-            skip_not_finite=job.skip,
+            policy=job.sync, expected=[job.expected(s) for s in range(job.shards)], measured=parameters,
+            decides=waiting if decides else frozenset(), clip=job.clip, skip_not_finite=job.skip, rounds=job.steps,
+            buffer_policy=Sync(1) if quorum is not None else None,
         )  # fmt: skip
         self.machine = self._new_machine(plan)
         self.held: dict[int, Held] = {}
@@ -52,6 +54,7 @@ class SimulatedServer:
         self._prepared = False
         self._filled_under: dict[int, ViewNumber] = {}
         self._followers: list[Wire] = []
+        self._askers: dict[str, Wire] = {}
         self._waiting: deque[tuple[ViewNumber, Any]] = deque()
         self._tickets: dict[int, tuple[int, Content]] = {}  # shard and payload
         self._last_ticket = 0
@@ -125,9 +128,14 @@ class SimulatedServer:
 
     def _take(self, wire: Wire, role: str, who: str, message: Any) -> None:
         match message:
-            case ("push", _, shard, step, replica, content) if self.machine.is_primary(shard):
+            case ("push", _, shard, step, replica, content, base, wants) if self.machine.is_primary(shard):
                 finite = self.job.is_finite(step, replica)
-                self._handle(shard, shards.Contribute(step, replica, 1.0, self._ticket(shard, content), finite))
+                ticket = self._ticket(shard, content)
+                self._handle(shard, shards.Contribute(step, replica, 1.0, ticket, finite, base))
+                if wants is not None:
+                    self._want(wire, who, shard, wants)
+            case ("want", _, shard, replica) if self.machine.is_primary(shard):
+                self._want(wire, who, shard, replica)
             case ("initial", _, shard, content) if self.machine.is_primary(shard):
                 self._handle(shard, shards.Initialise(self._ticket(shard, content)))
             case ("follow", _, on):
@@ -147,10 +155,27 @@ class SimulatedServer:
             case ("replicate", _, shard, step, skip, content, replica, rate) if self.machine.takes_from(shard, who):
                 update = shards.Replicated(step, skip, self._ticket(shard, content), replica, rate)
                 self._answer_on(wire, shard, update)
-            case ("state", _, shard, version, master, wires) if self.machine.takes_from(shard, who):
+            case ("state", _, shard, version, master, wires, clocks) if self.machine.takes_from(shard, who):
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
-                self._answer_on(wire, shard, shards.Loaded(version))
+                self._answer_on(wire, shard, shards.Loaded(version, clocks))
+
+    def _want(self, wire: Wire, follower: str, index: int, replica: int) -> None:
+        self._askers[follower] = wire
+        self._handle(index, shards.Want(follower, replica))
+
+    def _reply(self, index: int, reply: shards.Reply) -> None:
+        machine = self.machine.machine(index)
+        assert machine is not None
+        sync = self.job.sync
+        if isinstance(sync, BoundedStaleness) and not reply.last and reply.replica < machine.expected:
+            assert reply.clock <= machine.slowest + sync.staleness, f"{reply} runs ahead of {machine.clocks}"
+        if reply.last:
+            assert machine.clocks == [self.job.steps] * machine.expected, f"{reply} before {machine.clocks}"
+        self._check_published(index, reply.version)
+        content = self.held[index].wire[reply.version]
+        version = ("version", self._number, index, reply.version, content, reply.replica, reply.clock)
+        self._askers[reply.follower].send(1, version)
 
     def _answer_on(self, wire: Wire, index: int, event: shards.Event) -> None:
         for effect in self.machine.handle(index, event):
@@ -243,10 +268,10 @@ class SimulatedServer:
             view = self.machine.view
             if view is None or view.origin != effect.origin or not self.machine.is_primary(index):
                 continue
-            version, content = self.store.read(effect.origin, index)
+            version, (content, clocks) = self.store.read(effect.origin, index)
             self.held[index].master = content
             self.held[index].keep(version, version)
-            self._handle(index, shards.Loaded(version))
+            self._handle(index, shards.Loaded(version, clocks))
 
     def _run_on(self, index: int, held: Held, effect: shards.Effect) -> None:
         match effect:
@@ -256,12 +281,12 @@ class SimulatedServer:
             case shards.Take(ticket=ticket):
                 held.sum = self._payload(ticket)
             case shards.Add(ticket=ticket):
-                held.sum = combine(held.sum, self._payload(ticket))
+                held.sum = self.job.add(held.sum, self._payload(ticket))
             case shards.Drop(ticket=ticket, fault=fault):
                 self._payload(ticket)
                 assert not fault, f"{self.node.name}: shard {index}: {fault}"
             case shards.Finish(step=step, total_weight=total, measure=measure):
-                held.sum = combine(held.sum, int(total))
+                held.sum = self.job.mean(held.sum, total)
                 if measure:
                     self._measure(index, step, held.sum, effect)
             case shards.Apply():
@@ -272,15 +297,25 @@ class SimulatedServer:
                     self._send_version(wire, index, version)
             case shards.Fill(version=version):
                 self._filled_under[index] = self._number
-                self._to_backup(index, "state", version, held.master, tuple(held.wire.items()))
+                self._to_backup(index, "state", version, held.master, tuple(held.wire.items()), self._clocks(index))
             case shards.InStep():
                 self.membership.send(("in step", {index: self.machine.in_step[index]}))
             case shards.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shards.Capture(version=version):
-                self._store(index, version, held.master)
+                self._store(index, version, (held.master, self._clocks(index)))
+            case shards.Reply():
+                self._reply(index, effect)
+            case shards.Wait(follower=follower, replica=replica, clock=clock):
+                self._askers[follower].send(1, ("wait", self._number, replica, clock))
+            case shards.Gather():
+                self.node.later(0.002, lambda: self._handle(index, shards.Fold()) if index in self.held else None)
             case _:
                 pass
+
+    def _clocks(self, index: int) -> tuple[int, ...]:
+        machine = self.machine.machine(index)
+        return tuple(machine.clocks) if machine is not None else ()
 
     def _measure(self, index: int, step: int, finished: Content, finish: shards.Finish) -> None:
         if index not in self.job.buffer_shards:
@@ -300,7 +335,8 @@ class SimulatedServer:
     def _check_published(self, index: int, version: int) -> None:
         """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4)."""
         content = self.held[index].wire[version]
-        assert content == self.job.trajectory[version][index], f"{self.node.name}: shard {index}: other bytes"
+        if self.job.same_bytes:
+            assert content == self.job.trajectory[version][index], f"{self.node.name}: shard {index}: other bytes"
         view = self.machine.view
         if view is None or index not in self.machine.in_step:
             return
@@ -342,4 +378,4 @@ class SimulatedServer:
 
     def _send_version(self, wire: Wire, index: int, version: int) -> None:
         assert self.machine.view is not None
-        wire.send(1, ("version", self.machine.view.number, index, version, self.held[index].wire[version]))
+        wire.send(1, ("version", self.machine.view.number, index, version, self.held[index].wire[version], 0, 0))

@@ -6,7 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from rallypoint.core import worker as machine
+from rallypoint.core import slots as machine
+from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View
 from rallypoint.core.worker import WorkerMachine
 from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
@@ -23,13 +24,15 @@ class SimulatedWorker:
 
     def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
         self.node, self.job, self.speed = Node(world, name), job, speed
-        self.machine = WorkerMachine(name, job.shards, job.buffer_shards, job.steps)
+        kind = StreamMachine if job.sync.streaming else WorkerMachine
+        self.machine: StreamMachine | WorkerMachine = kind(name, job.shards, job.replica_0_shards, job.steps)
         self.slots: list[Content] = [GARBAGE] * job.shards
         self.model: list[Content] = []
         self.done = self.finished = self.leaving = False
         self.fetched = 0
         self._links: dict[str, tuple[Member, Wire]] = {}
         self._trying: set[tuple[str, int]] = set()
+        self._leaves: dict[Wire, float] = {}  # when the last contribution queued for it will
         self._landing: dict[Wire, deque[Any]] = {}  # what has come behind a version that is being received
         self._todo: deque[int] = deque()
         self._replica = -1
@@ -73,7 +76,7 @@ class SimulatedWorker:
                 del self._links[id]
         self._handle(machine.Viewed(view))
         self._connect_all()
-        if self.leaving and not view.takes_part(self.machine.me, self.machine.step):
+        if self.leaving and not self.machine.takes_part:
             self.node.later(0.0, self._go)
 
     def _go(self) -> None:
@@ -137,13 +140,15 @@ class SimulatedWorker:
             self._landing[wire].append(message)  # one after the other
             return
         match message:
-            case ("version", number, shard, version, content):
-                effects = self.machine.handle(machine.Arriving(shard, version, number))
+            case ("version", number, shard, version, content, replica, clock):
+                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock))
                 self._run(effects)
                 if machine.Land(shard) in effects:
                     self.slots[shard] = GARBAGE
                     self._landing[wire] = deque()
                     self.node.later(self.node.world.latency() / 4, lambda: self._land(wire, shard, content))
+            case ("wait", _, replica, clock):
+                self._handle(machine.ToWait(replica, clock))
         self._poke()
 
     def _land(self, wire: Wire, shard: int, content: Content) -> None:
@@ -211,7 +216,7 @@ class SimulatedWorker:
         self.model = list(self.slots)
         self.model[::2] = begun
         self._run(self.machine.handle(machine.Installed()))
-        if self.machine.step >= 0:
+        if self.machine.step >= 0 and self.job.same_bytes:
             assert self.model == self.job.trajectory[self.machine.step], f"{self.node.name} has installed {self.model}"
         self._poke()
 
@@ -269,6 +274,8 @@ class SimulatedWorker:
                 case machine.Fetch(shard=shard, version=version, server=server):
                     self.fetched += 1
                     self._links[server][1].send(0, ("fetch", self._number, shard, version))
+                case machine.Want(shard=shard, replica=replica, server=server):
+                    self._want(self._links[server][1], ("want", self._number, shard, replica))
                 case machine.Follow(server=server, on=on):
                     self._links[server][1].send(0, ("follow", self._number, on))
                 case _:
@@ -276,11 +283,17 @@ class SimulatedWorker:
 
     def _send(self, send: machine.Send) -> None:
         _, wire = self._links[send.server]
-        self.node.later(self.node.world.latency() / 4, lambda: self._transmit(wire, send))
+        leaves = max(self._leaves.get(wire, 0.0), self.node.world.now + self.node.world.latency() / 4)
+        self._leaves[wire] = leaves
+        self.node.later(leaves - self.node.world.now, lambda: self._transmit(wire, send))
+
+    def _want(self, wire: Wire, want: Any) -> None:
+        """Not before what has been queued: the last want counts."""
+        self.node.later(max(0.0, self._leaves.get(wire, 0.0) - self.node.world.now), lambda: wire.send(0, want))
 
     def _transmit(self, wire: Wire, send: machine.Send) -> None:
         content = self.slots[send.shard]  # what is in the slot when the bytes leave
-        push = ("push", send.view, send.shard, send.step, send.replica, content)
+        push = ("push", send.view, send.shard, send.step, send.replica, content, send.base, send.wants)
         for _ in range(2 if self.node.world.random.random() < 0.02 else 1):
             wire.send(0, push)
         self.node.later(self.node.world.latency() / 4, lambda: self._handle(machine.Sent(send.shard, send.serial)))

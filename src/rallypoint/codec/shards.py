@@ -1,0 +1,41 @@
+"""Which codec a shard of a job is written with: by its group on the way up, by `down` on the way down."""
+
+from __future__ import annotations
+
+from rallypoint.codec.build import build_stateless
+from rallypoint.codec.protocol import Codec
+from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.spec import DGC
+from rallypoint.config import JobConfig, codec_of
+from rallypoint.core.layout import Shard
+
+
+class ShardCodecs:
+    """What contributions to a job's shards are decoded with, by one thread.
+
+    A shard that its codec would not make smaller goes raw, with one exception: DGC has the momentum on the worker, so
+    all that it is meant for goes through it. ConfigError on impossible settings.
+    """
+
+    def __init__(self, config: JobConfig, scratch: Scratch | None = None) -> None:
+        self._config, self._scratch = config, scratch or Scratch()
+        self._made: dict[tuple[int, tuple[int, ...]], Codec] = {}
+
+    def of(self, shard: Shard) -> Codec | None:
+        """The shard's codec, without a memory; None when it goes raw."""
+        spec = codec_of(self._config, shard.group)
+        key = (shard.group, shard.shape if shard.columns else ())
+        codec = self._made.get(key)
+        if codec is None:
+            codec = self._made[key] = build_stateless(spec, key[1], self._scratch)
+        return codec if isinstance(spec, DGC) or _pays(codec, shard) else None
+
+
+def down_codec(config: JobConfig, shard: Shard, scratch: Scratch) -> Codec | None:
+    """What the versions of a shard are encoded with; None when they go raw."""
+    codec = build_stateless(config.down, (), scratch)
+    return codec if shard.role == "parameters" and _pays(codec, shard) else None
+
+
+def _pays(codec: Codec, shard: Shard) -> bool:
+    return codec.bytes_for(shard.words) < shard.nbytes

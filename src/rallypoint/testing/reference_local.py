@@ -1,0 +1,104 @@
+"""Local SGD and DiLoCo in one process with plain PyTorch: what every run under LocalSteps over Sync must equal.
+
+Algorithm 1 of Douillard et al. (2023), replicas one after the other: an inner optimizer over the model's own parameters
+makes the round's steps, the outer gradient is the weighted mean over replicas of start - local, an outer torch SGD
+applies it. As in `reference`, only what the job's definition fixes is shared with the engine.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from rallypoint.config import JobConfig, settings_of
+from rallypoint.core.order import derive_seed
+from rallypoint.core.policy import LocalSteps
+from rallypoint.core.schedule import rate_at
+from rallypoint.data.loader import MapDataset, MicroBatches, seed_everything
+from rallypoint.testing.reference import LossFunction, WeightFunction, copy_all, plain_optimizer
+from rallypoint.worker.tensors import ModelTensors
+
+
+def train_local_reference(
+    model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, *,
+    weight_of: WeightFunction | None = None,
+) -> list[float]:  # fmt: skip
+    """Train `model` in place for `config.steps` steps; the mean loss of every round.
+
+    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``; a replica counts in its
+    round's mean what its steps do on average.
+    """
+    assert isinstance(config.sync, LocalSteps)
+    reference = _Reference(model, dataset, loss_fn, config, config.sync, weight_of or (lambda step, replica: 1.0))
+    firsts = range(0, config.steps, config.sync.steps)
+    return [reference.round(r, range(s, min(s + config.sync.steps, config.steps))) for r, s in enumerate(firsts)]
+
+
+class _Reference:
+    def __init__(
+        self, model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, mode: LocalSteps,
+        weight_of: WeightFunction,
+    ) -> None:  # fmt: skip
+        self.model, self.loss_fn, self.config, self.mode, self.weight_of = model, loss_fn, config, mode, weight_of
+        tensors = ModelTensors(model, config)
+        self.batches = MicroBatches(dataset, config, tensors.device)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.buffers = [p.tensor for p in tensors.buffers]
+        groups: dict[int, list[torch.nn.Parameter]] = {}
+        for placed in tensors.parameters:
+            assert isinstance(placed.tensor, torch.nn.Parameter)
+            groups.setdefault(placed.entry.spec.group, []).append(placed.tensor)
+        self.groups = [(settings_of(config, group), members) for group, members in groups.items()]
+        self.inner = [self.new_inner() for _ in range(config.replicas)]
+        self.start = [torch.nn.Parameter(p.detach().clone()) for p in self.parameters]
+        self.outer = plain_optimizer(mode.outer, [{"params": self.start, "weight_decay": mode.outer.weight_decay}])
+        assert isinstance(mode.outer.lr, float)
+        self.outer.param_groups[0]["lr"] = mode.outer.lr
+
+    def new_inner(self) -> torch.optim.Optimizer:
+        return plain_optimizer(
+            self.config.optimizer,
+            [{"params": m, "weight_decay": s.weight_decay, "scale": s.lr_scale} for s, m in self.groups],
+        )
+
+    def round(self, number: int, steps: range) -> float:
+        buffers, kept = [b.clone() for b in self.buffers], [b.clone() for b in self.buffers]
+        sums = [torch.zeros_like(p) for p in self.start]
+        total, losses = 0.0, []
+        for replica in range(self.config.replicas):
+            copy_all(list(self.parameters), list(self.start))
+            copy_all(self.buffers, buffers)
+            if not self.mode.keep_inner:
+                self.inner[replica] = self.new_inner()
+            loss = math.fsum(self.step(step, replica) for step in steps) / len(steps)
+            weight = math.fsum(self.weight_of(step, replica) for step in steps) / len(steps)
+            with torch.no_grad():
+                deltas = [(start - local) * weight for start, local in zip(self.start, self.parameters, strict=True)]
+                sums = deltas if replica == 0 else [a + d for a, d in zip(sums, deltas, strict=True)]
+            kept = [b.clone() for b in self.buffers] if replica == 0 else kept
+            total += weight
+            losses.append(loss * weight)
+        for start, delta in zip(self.start, sums, strict=True):
+            start.grad = delta * (1.0 / total)
+        self.outer.step()
+        copy_all(list(self.parameters), list(self.start))
+        copy_all(self.buffers, kept)
+        return math.fsum(losses) / total
+
+    def step(self, step: int, replica: int) -> float:
+        optimizer, losses = self.inner[replica], []
+        optimizer.zero_grad()
+        for micro in range(self.config.accumulate):
+            batch = self.batches.load(step, replica, micro)
+            seed_everything(derive_seed(self.config.seed, "compute", step, replica, micro))
+            loss = self.loss_fn(self.model, batch)
+            (loss / self.config.accumulate).backward()  # type: ignore[no-untyped-call]
+            losses.append(float(loss.detach()))
+        if self.config.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
+        for group in optimizer.param_groups:
+            group["lr"] = rate_at(self.config.schedule, step, self.config.steps) * group["scale"]
+        optimizer.step()
+        optimizer.zero_grad()
+        return math.fsum(losses) / len(losses)

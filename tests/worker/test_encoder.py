@@ -1,0 +1,145 @@
+"""A worker's encoder: each shard by its group's codec, the same payload for the same step, memory for each replica."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.codec.shards import ShardCodecs
+from rallypoint.codec.spec import Bf16, CodecSpec, Int8, PowerSGD, Raw, Sign, TopK
+from rallypoint.config import JobConfig, ranks_of, resolve
+from rallypoint.core.layout import Layout, TensorSpec, build_layout
+from rallypoint.worker.encoder import Encoder, Payload
+
+SHARD_BYTES = 64 << 10
+SPECS = [
+    TensorSpec("mean", (3000,), "float32", -1),
+    TensorSpec("body", (400, 200), "float32", 0),
+    TensorSpec("bias", (400,), "float32", 1),
+    TensorSpec("head", (1000, 100), "float32", 2),
+    TensorSpec("tail", (1000, 100), "float32", 3),
+]
+
+
+def setting(job: CodecSpec, head: CodecSpec | None = None, tail: CodecSpec | None = None) -> tuple[Layout, JobConfig]:
+    groups = (rp.Group(match=("head",), codec=head), rp.Group(match=("tail",), codec=tail))
+    config = resolve({"codec": job, "groups": groups, "shard_bytes": SHARD_BYTES, "replicas": 2})
+    return build_layout(SPECS, config.shard_bytes, ranks_of(config)), config
+
+
+def gradient(words: int, seed: int) -> torch.Tensor:
+    return torch.randn(words, generator=torch.Generator().manual_seed(seed))
+
+
+def sent(encoder: Encoder, shard: int, step: int, replica: int, values: torch.Tensor) -> bytes:
+    """The payload's bytes; b"" when it goes raw."""
+    payload = encoder.encode(shard, step, replica, values)
+    if payload is None:
+        return b""
+    data = bytes(payload.data)
+    payload.buffer.release()
+    return data
+
+
+def test_each_group_takes_the_bytes_of_its_codec() -> None:
+    layout, config = setting(Int8(), TopK(ratio=0.01, sampled=False), Sign())
+    encoder, used, whole = Encoder(layout, config), [0] * 5, [0] * 5
+    for shard in layout.shards:
+        used[shard.group] += len(sent(encoder, shard.index, 0, 0, gradient(shard.words, shard.index)))
+        whole[shard.group] += shard.nbytes
+    ratios = [a / b for a, b in zip(used, whole, strict=True) if b]
+    int8, vectors, topk, sign, buffers = ratios
+    assert 0.25 < int8 < 0.27
+    assert 0.25 < vectors < 0.36  # 400 words are two blocks
+    assert 0.015 <= topk < 0.02
+    assert 1 / 32 < sign < 0.04
+    assert buffers == 0.0  # raw
+
+
+def test_what_goes_raw_is_not_encoded() -> None:
+    layout, config = setting(PowerSGD(rank=4), Raw(), Bf16())
+    encoder = Encoder(layout, config)
+    for shard in layout.shards:
+        payload = sent(encoder, shard.index, 0, 0, gradient(shard.words, 0))
+        assert bool(payload) == (shard.group in (0, 3)), shard
+
+
+@pytest.mark.parametrize("spec", [Int8(), TopK(), Sign(), PowerSGD(rank=2)])
+def test_a_contribution_that_is_sent_again_is_the_same_and_moves_no_residual(spec: CodecSpec) -> None:
+    layout, config = setting(spec)
+    words = layout.shards[0].words
+    encoder, other = Encoder(layout, config), Encoder(layout, config)
+    first = sent(encoder, 0, 0, 1, gradient(words, 0))
+    assert sent(encoder, 0, 0, 1, gradient(words, 5)) == first  # the slot may hold anything by then
+    assert sent(other, 0, 0, 1, gradient(words, 0)) == first
+    assert sent(encoder, 0, 1, 1, gradient(words, 1)) == sent(other, 0, 1, 1, gradient(words, 1))
+
+
+def test_each_replica_has_a_memory_of_its_own_and_a_roll_back_empties_all() -> None:
+    layout, config = setting(PowerSGD(rank=2))
+    words = layout.shards[0].words
+    encoder = Encoder(layout, config)
+    first = sent(encoder, 0, 0, 0, gradient(words, 0))
+    assert sent(encoder, 0, 0, 1, gradient(words, 0)) == first
+    assert sent(encoder, 0, 1, 0, gradient(words, 0)) != first  # its residual and its Q
+    encoder.reset()
+    assert sent(encoder, 0, 0, 0, gradient(words, 0)) == first
+
+
+def test_a_gradient_that_is_not_finite_goes_raw_and_is_not_remembered() -> None:
+    layout, config = setting(Int8())
+    words = layout.shards[0].words
+    encoder, other = Encoder(layout, config), Encoder(layout, config)
+    assert encoder.encode(0, 0, 0, torch.full((words,), math.nan)) is None
+    assert sent(encoder, 0, 1, 0, gradient(words, 0)) == sent(other, 0, 1, 0, gradient(words, 0))
+
+
+def test_kept_payloads_take_their_own_groups_size() -> None:
+    layout, config = setting(TopK(ratio=0.01), Bf16())
+    encoder, kept = Encoder(layout, config), 0
+    for shard in (s for s in layout.shards if s.group == 0):
+        payload = encoder.encode(shard.index, 0, 0, gradient(shard.words, 0))
+        assert isinstance(payload, Payload)
+        kept += payload.buffer.bytes.nbytes
+    assert kept < 0.02 * layout.parameter_bytes
+
+
+def train(spec: CodecSpec, steps: int = 150) -> float:
+    """A linear regression of two replicas through encoder and decoders: the loss at the end over that before."""
+    source = torch.Generator().manual_seed(1)
+    wanted = torch.randn(48, 6, generator=source) @ torch.randn(6, 64, generator=source)
+    settings: dict[str, Any] = {"codec": spec, "shard_bytes": 4096, "replicas": 2}
+    config = resolve(settings)
+    layout = build_layout([TensorSpec("w", (48, 64), "float32", 0)], config.shard_bytes, ranks_of(config))
+    encoder, decoders = Encoder(layout, config), ShardCodecs(config)
+    weights = torch.zeros(48 * 64)
+
+    def loss() -> float:
+        return float((weights.view(48, 64) - wanted).square().mean())
+
+    before = loss()
+    for step in range(steps):
+        total = torch.zeros_like(weights)
+        for replica in range(2):
+            x = torch.randn(32, 48, generator=source)
+            gradient = (x.t() @ (x @ (weights.view(48, 64) - wanted)) / 32).reshape(-1)
+            for shard in layout.shards:
+                part = gradient[shard.start : shard.stop]
+                payload, codec = encoder.encode(shard.index, step, replica, part), decoders.of(shard)
+                if payload is None or codec is None:
+                    total[shard.start : shard.stop] += part
+                    continue
+                codec.decode_add(payload.data, total[shard.start : shard.stop])
+                payload.buffer.release()
+        weights -= 0.1 * total
+    return loss() / before
+
+
+def test_powersgd_learns_a_regression_as_raw_does() -> None:
+    assert train(Raw()) < 1e-6
+    assert train(PowerSGD(rank=4)) < 1e-3
+    assert train(PowerSGD(rank=4, error_feedback=False)) < 1e-2
