@@ -16,7 +16,6 @@ EXPORTED = [
     "SGD",
     "Adam",
     "AdamW",
-    "AllReduce",
     "Async",
     "BoundedStaleness",
     "Group",

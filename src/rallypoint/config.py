@@ -57,6 +57,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         codec: how gradients are written on their way up; a lossy one changes what is computed.
         down: how parameters are written on their way down, the last version excepted, which goes as it is. Without
             error feedback: what servers keep is exact, so no error adds up.
+        table_std: standard deviation of the first values of tables (embeddings whose rows only the servers keep).
         shard_bytes: the largest shard.
         window: contributions that may be under way from one worker to one server.
         hold_bytes: bytes that a server holds back for their turn before it slows the senders down.
@@ -76,6 +77,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     groups: tuple[Group, ...] = ()
     codec: CodecSpec = Raw()
     down: DownSpec = Raw()
+    table_std: float = 1.0
     shard_bytes: int = SHARD_BYTES
     window: int = 4
     hold_bytes: int = 256 << 20
@@ -138,7 +140,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def contributors(self, role: Role) -> int:
         """How many replicas contribute to a shard: replica 0 alone to buffers, or (quorum) whoever comes first."""
         anybody = isinstance(self.policy, Sync) and self.policy.quorum is not None
-        return self.replicas if role == "parameters" or anybody else 1
+        return self.replicas if role != "buffers" or anybody else 1
 
     @property
     def decides(self) -> bool:
@@ -176,6 +178,7 @@ class Settings(TypedDict, total=False):
     groups: Sequence[Group]
     codec: CodecSpec
     down: DownSpec
+    table_std: float
     shard_bytes: int
     window: int
     hold_bytes: int
@@ -295,6 +298,8 @@ def _check(config: JobConfig) -> None:
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
     _check_mode(config)
+    if not (config.table_std >= 0 and math.isfinite(config.table_std)):
+        raise ConfigError(f"table_std is {config.table_std}: use a finite number that is not negative")
     if config.hold_bytes < 0:
         raise ConfigError(f"hold_bytes is {config.hold_bytes}: it cannot be negative")
     for optimizer in (config.optimizer, config.applied):

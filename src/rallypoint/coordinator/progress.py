@@ -1,4 +1,4 @@
-"""From replicas' reports to steps: a step is done when all R have reported, its loss is their weighted mean."""
+"""From replicas' reports to steps: a step is done when enough have reported, its loss is their weighted mean."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rallypoint.net.messages import Report, StepDone
 
 
 class StepTally:
-    """Collects reports; repeats of a (step, replica) are ignored (I2)."""
+    """Collects reports; repeats of a (step, replica) are ignored (I2). `enough` is R, or a quorum."""
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, enough: int | None = None) -> None:
         self._replicas = replicas
+        self._enough = replicas if enough is None else enough
         self._reports: dict[int, dict[int, Report]] = {}
         self.done = -1
         self.again = 0
@@ -22,11 +23,13 @@ class StepTally:
         if not 0 <= report.replica < self._replicas:
             return None
         reports = self._reports.setdefault(report.step, {}) if report.step > self.done else {}
+        if report.step <= self.done and self._enough < self._replicas:
+            return None  # it was not waited for
         if report.step <= self.done or report.replica in reports:
             self.again += 1
             return None
         reports[report.replica] = report
-        if len(reports) < self._replicas:
+        if len(reports) < self._enough:
             return None
         self.done = report.step
         for old in [step for step in self._reports if step <= self.done]:

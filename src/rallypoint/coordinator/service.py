@@ -20,6 +20,7 @@ from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core import cluster
 from rallypoint.core.cluster import ClusterMachine, Terms
 from rallypoint.core.job import JobRecord
+from rallypoint.core.policy import Sync
 from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, ConfigError, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
@@ -27,6 +28,7 @@ from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.messages import (
     Aborted,
+    Accounted,
     Admitted,
     Applied,
     Assist,
@@ -65,7 +67,7 @@ SILENCE_S = 5.0  # without news for so long, say what the job waits for
 _FAREWELL_S = 2.0
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (Propose, Beat, Report, Leaving, Metrics, Say, Done, GiveUp),
-    "server": (Beat, Applied, InStep, Stored, NotStored, Skipped, Say, GiveUp),
+    "server": (Beat, Applied, Accounted, InStep, Stored, NotStored, Skipped, Say, GiveUp),
     "observer": (SnapshotWanted, Resize),
 }
 _TICKS = 8  # in the time after which a silent member is given up
@@ -272,7 +274,7 @@ class CoordinatorService:
             case Metrics(values=values):
                 self._metrics = dict(values)
                 self._announce(message)
-            case Say() | Skipped():
+            case Say() | Skipped() | Accounted():
                 self._announce(message)
             case _:
                 self._handle_message(hello, message)
@@ -402,7 +404,8 @@ class CoordinatorService:
     def _plan(self, record: JobRecord, view: View) -> None:
         config, layout = parse(record.config), record.layout
         self._config = config
-        self._tally = StepTally(config.replicas)
+        quorum = config.policy.quorum if isinstance(config.policy, Sync) else None
+        self._tally = StepTally(config.replicas, quorum)
         self._tally.rewind(self._machine.furthest)
         self._since = str(view.since)
         self._planned = Planned(

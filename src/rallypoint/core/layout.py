@@ -14,13 +14,14 @@ from typing import Literal
 
 import msgspec
 
+from rallypoint.core.table import Part, parts_of
 from rallypoint.errors import ModelError
 
 WORD_BYTES = 4
 SHARD_BYTES = 1 << 20
 _GROUP_ALIGNMENT = 16  # words: a cache line, and enough for any buffer dtype to be viewed in place
 
-Role = Literal["parameters", "buffers"]
+Role = Literal["parameters", "buffers", "rows"]
 
 _PARAMETER_DTYPES = {"float32", "float16", "bfloat16"}
 _ITEM_BYTES = {
@@ -57,6 +58,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A contiguous range of words inside one optimizer group (or of the buffers: `group` is -1).
 
     With `columns` it is whole rows of one parameter, seen as a matrix of that many columns; 0: it is just words.
+    With `part` it is that part of a table instead, and no range: the vector has nothing of a table.
     """
 
     index: int
@@ -64,14 +66,21 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
     start: int
     stop: int
     columns: int = 0
+    part: Part | None = None
 
     @property
     def words(self) -> int:
-        return self.stop - self.start
+        """fp32 words that a server keeps of it at one version."""
+        return self.stop - self.start if self.part is None else self.part.rows * self.columns
 
     @property
     def nbytes(self) -> int:
         return self.words * WORD_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """Its bytes in the flat vector: none of a table's part."""
+        return (self.stop - self.start) * WORD_BYTES
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -80,26 +89,30 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def role(self) -> Role:
-        return "buffers" if self.group < 0 else "parameters"
+        return "buffers" if self.group < 0 else "parameters" if self.part is None else "rows"
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The flat vector: `entries` in memory order, `shards` in memory order, `words` in all (fp32 or raw bytes)."""
+    """The flat vector: `entries` in memory order, `shards` in memory order, `words` in all (fp32 or raw bytes).
+
+    `tables` lie beside it: their parts are the last of the shards.
+    """
 
     entries: tuple[Entry, ...]
     shards: tuple[Shard, ...]
     words: int
     fingerprint: str
+    tables: tuple[TensorSpec, ...] = ()
 
     @property
     def parameter_bytes(self) -> int:
-        """K: the bytes of gradient that one replica pushes in a step (fp32)."""
-        return sum(shard.nbytes for shard in self.shards if shard.group >= 0)
+        """K: the bytes of gradient that one replica pushes in a step (fp32), tables aside."""
+        return sum(shard.slot_bytes for shard in self.shards if shard.group >= 0)
 
     @property
     def largest_shard(self) -> int:
-        """Words of the largest shard."""
-        return max(shard.words for shard in self.shards)
+        """Words of the largest shard of the vector."""
+        return max((shard.words for shard in self.shards if shard.part is None), default=0)
 
     def shards_touching(self, start: int, stop: int) -> list[int]:
         """Indices of the shards that share at least one word with `start..stop`."""
@@ -119,19 +132,22 @@ def factors_pay(rows: int, columns: int, rank: int) -> bool:
 
 
 def build_layout(
-    specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, ranks: Mapping[int, int] | None = None
-) -> Layout:
+    specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, ranks: Mapping[int, int] | None = None,
+    tables: Sequence[TensorSpec] = (),
+) -> Layout:  # fmt: skip
     """Lay `specs` (in registration order) out as one vector and cut it into shards of at most `shard_bytes`.
 
     `ranks` are the groups whose matrices are sent as factors of that rank (PowerSGD). There, each parameter of two or
     more dimensions, seen as a matrix of shape[0] rows, is cut into whole rows of about equal number, and shares no
     shard; except where so few rows fit into a shard that their factors would save nothing.
 
+    `tables` are the parameters (of two dimensions) whose rows only the servers keep.
+
     Raises ModelError when there is nothing to train, a name repeats, or a dtype cannot be carried.
     """
     if shard_bytes < WORD_BYTES or shard_bytes % WORD_BYTES:
         raise ModelError(f"a shard of {shard_bytes} bytes is impossible: use a positive multiple of {WORD_BYTES}")
-    _check_specs(specs)
+    _check_specs(specs, tables)
     entries: list[Entry] = []
     shards: list[Shard] = []
     shard_words, position = shard_bytes // WORD_BYTES, 0
@@ -146,18 +162,22 @@ def build_layout(
                 start = entries[-1].stop
             position += words_of(spec)
         shards.extend(_cut(group, start, position, shard_words, first=len(shards)))
-    return Layout(tuple(entries), tuple(shards), position, _fingerprint(entries, shards))
+    for index, table in enumerate(tables):
+        rows, columns = table.shape
+        for part in parts_of(index, rows, columns, shard_bytes):
+            shards.append(Shard(len(shards), table.group, position, position, columns, part))
+    return Layout(tuple(entries), tuple(shards), position, _fingerprint(entries, shards, tables), tuple(tables))
 
 
 def first_difference(ours: Layout, theirs: Layout) -> str | None:
     """The first tensor in which two layouts differ, as a phrase; None when they are equal."""
-    for a, b in zip(ours.entries, theirs.entries, strict=False):
-        if a.spec != b.spec:
-            return f"{_phrase(a.spec)} here, {_phrase(b.spec)} there"
-    if len(ours.entries) != len(theirs.entries):
-        longer, where = (ours, "here") if len(ours.entries) > len(theirs.entries) else (theirs, "there")
-        extra = longer.entries[min(len(ours.entries), len(theirs.entries))]
-        return f"{_phrase(extra.spec)} exists only {where}"
+    here, there = ([*(entry.spec for entry in layout.entries), *layout.tables] for layout in (ours, theirs))
+    for a, b in zip(here, there, strict=False):
+        if a != b:
+            return f"{_phrase(a)} here, {_phrase(b)} there"
+    if len(here) != len(there):
+        longer, where = (here, "here") if len(here) > len(there) else (there, "there")
+        return f"{_phrase(longer[min(len(here), len(there))])} exists only {where}"
     return None if ours.fingerprint == theirs.fingerprint else "the shards are cut differently"
 
 
@@ -166,11 +186,11 @@ def _phrase(spec: TensorSpec) -> str:
     return f"{kind} {spec.name} {list(spec.shape)} {spec.dtype} (group {spec.group})"
 
 
-def _check_specs(specs: Sequence[TensorSpec]) -> None:
-    if not any(spec.group >= 0 and spec.numel for spec in specs):
+def _check_specs(specs: Sequence[TensorSpec], tables: Sequence[TensorSpec]) -> None:
+    if not any(spec.group >= 0 and spec.numel for spec in (*specs, *tables)):
         raise ModelError("the model has no trainable parameter: set requires_grad=True on what should learn")
     seen: set[str] = set()
-    for spec in specs:
+    for spec in (*specs, *tables):
         if spec.name in seen:
             raise ModelError(f"two tensors of the model are both named {spec.name}")
         seen.add(spec.name)
@@ -207,6 +227,6 @@ def _rows(entry: Entry, edges: Sequence[int], first: int) -> list[Shard]:
     return [Shard(first + i, entry.spec.group, cuts[i], cuts[i + 1], columns) for i in range(len(cuts) - 1)]
 
 
-def _fingerprint(entries: Sequence[Entry], shards: Sequence[Shard]) -> str:
-    encoded = msgspec.json.encode([entries, shards])
+def _fingerprint(entries: Sequence[Entry], shards: Sequence[Shard], tables: Sequence[TensorSpec]) -> str:
+    encoded = msgspec.json.encode([entries, shards, *([tables] if tables else [])])
     return hashlib.blake2b(encoded, digest_size=16).hexdigest()

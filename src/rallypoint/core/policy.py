@@ -1,7 +1,7 @@
 """Ways to synchronise, and when a server applies contributions: the only place where modes differ on a server.
 
 Two families. *Aligned* policies have rounds: all followers see version t, contribute to round t, and version t+1 is
-made of that (Sync, LocalSteps over it, AllReduce). Under *streaming* ones each replica has a clock of its own: its
+made of that (Sync, LocalSteps over it). Under *streaming* ones each replica has a clock of its own: its
 contributions are applied as they come, and what goes back answers one follower (BoundedStaleness, Async).
 """
 
@@ -66,7 +66,7 @@ class Policy(Protocol):
     def serve(self, ledger: Ledger, clock: int) -> bool:
         """May a follower have the parameters for a replica's step `clock`?"""
 
-    def rate(self, staleness: int) -> float:
+    def rate(self, ledger: Ledger, staleness: int) -> float:
         """How many times the learning rate a contribution counts that is so many updates late."""
 
 
@@ -101,7 +101,7 @@ class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
     def serve(self, ledger: Ledger, clock: int) -> bool:
         return True
 
-    def rate(self, staleness: int) -> float:
+    def rate(self, ledger: Ledger, staleness: int) -> float:
         return 1.0
 
     def _needed(self, ledger: Ledger) -> int:
@@ -109,7 +109,11 @@ class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
 
 
 class _OnArrival(msgspec.Struct, frozen=True):
-    """What streaming policies share: a replica's contributions are taken in its own order, each once (I2)."""
+    """What streaming policies share: a replica's contributions are taken in its own order, each once (I2).
+
+    Each counts a share, 1/R, of the learning rate: a step of all replicas moves the parameters as far as one of Sync
+    does, so that rates carry over.
+    """
 
     @property
     def streaming(self) -> bool:
@@ -138,8 +142,8 @@ class BoundedStaleness(_OnArrival, frozen=True, tag="bounded-staleness", forbid_
     def serve(self, ledger: Ledger, clock: int) -> bool:
         return clock <= ledger.slowest + self.staleness
 
-    def rate(self, staleness: int) -> float:
-        return 1.0
+    def rate(self, ledger: Ledger, staleness: int) -> float:
+        return 1.0 / ledger.expected
 
 
 class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
@@ -147,11 +151,12 @@ class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
 
     Attributes:
         scale_by_staleness: divide a contribution's learning rate by its staleness, the updates that its shard has had
-            since the parameters it was computed from (Zhang et al., 2016, "Staleness-aware Async-SGD", equation 6).
+            since the parameters it was computed from, instead of by R (Zhang et al., 2016, "Staleness-aware Async-SGD",
+            equation 6).
         delay_compensation: lambda of DC-ASGD (Zheng et al., 2017, equation 10): adds lambda * g * g * (now - then) to a
             gradient g; 0 does not. Servers then keep more versions.
-        fold: so many contributions that have queued up at a busy server may be applied as one update, their mean at as
-            many times the rate. Not while there is a backup, which must hear of each.
+        fold: so many contributions that have queued up at a busy server may be applied as one update, their mean at the
+            sum of their rates. Not while there is a backup, which must hear of each.
     """
 
     scale_by_staleness: bool = False
@@ -167,8 +172,8 @@ class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
     def serve(self, ledger: Ledger, clock: int) -> bool:
         return True
 
-    def rate(self, staleness: int) -> float:
-        return 1.0 / max(1, staleness) if self.scale_by_staleness else 1.0
+    def rate(self, ledger: Ledger, staleness: int) -> float:
+        return 1.0 / (max(1, staleness) if self.scale_by_staleness else ledger.expected)
 
 
 class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_fields=True):
@@ -187,11 +192,7 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
     over: Sync | Async = Sync()
 
 
-class AllReduce(msgspec.Struct, frozen=True, tag="all-reduce", forbid_unknown_fields=True):
-    """Servers only average; the mean comes back into ``.grad`` and the user's own optimizer steps on the worker."""
-
-
-Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
+Mode = Sync | BoundedStaleness | Async | LocalSteps
 ServerPolicy = Sync | BoundedStaleness | Async
 
 
@@ -200,7 +201,7 @@ def server_policy(mode: Mode) -> ServerPolicy:
     match mode:
         case LocalSteps():
             return mode.over
-        case BoundedStaleness(staleness=0) | AllReduce():
+        case BoundedStaleness(staleness=0):
             return Sync()
         case _:
             return mode

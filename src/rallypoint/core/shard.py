@@ -487,7 +487,7 @@ class ShardMachine:
         else:
             self.tally.applied += 1
             self.tally.folded += self.added - 1
-        return sum(self.policy.rate(self.version - contribution.base) for contribution in self._sum)
+        return sum(self.policy.rate(self, self.version - contribution.base) for contribution in self._sum)
 
     @property
     def _place(self) -> int:

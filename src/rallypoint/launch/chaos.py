@@ -172,7 +172,10 @@ class Chaos:
 
 
 def chaos(plan: Launch, blows: Sequence[Blow], seed: int, console: Console, *, json: Path | None = None) -> int:
-    """Run `plan` in peace and then under `blows`; print the table and the verdict. 0 if the bytes are the same."""
+    """Run `plan` in peace and then under `blows`; print the table and the verdict.
+
+    0 if the bytes are the same, or the job's mode promises no such thing.
+    """
     peace = _peaceful(plan, console)
     config = _config_of(peace)
     console.rule(f"and now with {len(blows)} blows")
@@ -183,12 +186,13 @@ def chaos(plan: Launch, blows: Sequence[Blow], seed: int, console: Console, *, j
     samples = config.steps * config.replicas * config.batch
     ledger = ledger_of(Path(plan.folder), config.rounds, samples)
     report = Report(
-        events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(peace), _hash(plan)), ledger=ledger
+        events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(peace), _hash(plan)), ledger=ledger,
+        comparable=not (config.sticky or config.streaming),
     )
     show(report, console)
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
-    return 0 if report.same and report.ledger.exact else 1
+    return 0 if (report.same or not report.comparable) and report.ledger.exact else 1
 
 
 def _peaceful(plan: Launch, console: Console) -> Launch:

@@ -51,12 +51,13 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of it. `hashes`: of the undisturbed run's weights and of these."""
+    """All of it. `hashes`: of the undisturbed run's weights and of these, which are to be equal if `comparable`."""
 
     events: list[Measured]
     undone: int
     hashes: tuple[str, str]
     ledger: Ledger
+    comparable: bool = True
 
     @property
     def same(self) -> bool:
@@ -134,6 +135,8 @@ def show(report: Report, console: Console) -> None:
     _show_ledger(report.ledger, console)
     mine, theirs = report.hashes
     verdict = "[bold green]same bytes: yes[/bold green]" if report.same else "[bold red]same bytes: NO[/bold red]"
+    if not report.comparable:
+        verdict = f"same bytes: {'yes' if report.same else 'no'} (this mode does not promise them when workers die)"
     console.print(f"undisturbed sha256 {mine}\nthis run    sha256 {theirs}\n{verdict}")
 
 

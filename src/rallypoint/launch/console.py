@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rallypoint.net.messages import (
     Aborted,
+    Accounted,
     Finished,
     Members,
     Message,
@@ -41,6 +42,7 @@ class RunConsole:
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
         self.failure: str | None = None
+        self._accounted: Accounted | None = None
         self.finished = False
         self._plan: Planned | None = None
         self._progress: Progress | None = None
@@ -86,6 +88,8 @@ class RunConsole:
                     self.console.print(
                         f"[dim]snapshot of version {message.version}: {size:.1f} MB in {message.seconds:.1f} s[/dim]"
                     )
+            case Accounted():
+                self._accounted = message
             case Aborted(reason=reason):
                 self.failure = reason
             case Finished():
@@ -105,6 +109,8 @@ class RunConsole:
                 f"[bold]done[/bold]: {self._plan.steps} steps, {self._total_items:,} {escape(self._plan.item)} "
                 f"in {seconds:.1f} s ({self._total_items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
             )
+            if self._accounted is not None:
+                self.console.print(account(self._accounted))
 
     def _plan_shown(self, plan: Planned) -> None:
         again, self._plan = self._plan is not None, plan
@@ -169,3 +175,22 @@ class RunConsole:
 
 def _figures(values: dict[str, float]) -> str:
     return escape("  ".join(f"{name} {value:.4g}" for name, value in values.items()))
+
+
+def account(accounted: Accounted) -> str:
+    """What has become of the contributions, as a line."""
+    said = [f"{accounted.applied:,} contributions applied"]
+    said += [f"{accounted.folded:,} folded into another's update"] if accounted.folded else []
+    said += [f"{accounted.dropped:,} dropped"] if accounted.dropped else []
+    if late := sorted(accounted.staleness.items()):
+        said.append(f"staleness p50 {_quantile(late, 0.5)}, p99 {_quantile(late, 0.99)}, at most {late[-1][0]} updates")
+    return ", ".join(said)
+
+
+def _quantile(counts: list[tuple[int, int]], share: float) -> int:
+    total, seen = sum(count for _, count in counts), 0
+    for value, count in counts:
+        seen += count
+        if seen >= share * total:
+            return value
+    return 0

@@ -3,14 +3,16 @@
     0  magic      4 bytes "RLPT"
     4  protocol   u8
     5  kind       u8
-    6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate)
+    6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate), the version
+                        is not kept any more (Rows); bit 2: if it is not, the newest will do (PullRows)
     7  codec      u8    how the payload is written (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
-    24 step       u32   (Version, State, Ack, Replicate: the version)
+    24 step       u32   (Version, State, Ack, Replicate, PullRows, Rows: the version)
     28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
+                        (PullRows, Rows: the pull's number)
     32 weight     f64   (Replicate: how many times the learning rate)
     40 length     u32
     44 wants      u32   whose parameters are wanted, or these: 0 nobody's, 1 everything at the end, r + 2 replica r's
@@ -26,14 +28,15 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 3
+PROTOCOL = 4
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
 
 NOT_FINITE = 1
 SKIP = 2
-_FLAGS = NOT_FINITE | SKIP
+NEWEST = 4
+_FLAGS = NOT_FINITE | SKIP | NEWEST
 
 
 class Kind(enum.IntEnum):
@@ -51,6 +54,8 @@ class Kind(enum.IntEnum):
     VERSION = 18
     REPLICATE = 19
     STATE = 20
+    PULL_ROWS = 21
+    ROWS = 22
 
     CREDIT = 32
     FOLLOW = 33
@@ -74,6 +79,8 @@ _LIMITS = {
     Kind.VERSION: 64 << 20,
     Kind.REPLICATE: 64 << 20,
     Kind.STATE: 384 << 20,  # the parameters, two wire copies, the optimizer's two moments
+    Kind.PULL_ROWS: 64 << 20,
+    Kind.ROWS: 64 << 20,
     Kind.CREDIT: 0,
     Kind.FOLLOW: 0,
     Kind.FETCH: 0,

@@ -90,6 +90,17 @@ class Applied(_Message, frozen=True):
     late: dict[str, float] = {}
 
 
+class Accounted(_Message, frozen=True):
+    """What has become of contributions to the first shard, under this primary: each is counted once, as applied, folded
+    into another's update, or dropped; `staleness` counts them by the updates between reading and writing."""
+
+    applied: int
+    folded: int
+    dropped: int
+    repeats: int
+    staleness: dict[int, int] = {}
+
+
 class InStep(_Message, frozen=True):
     """The shards whose backup holds all that was published, and will from now on; of each the view in which its
     primary and backup met."""
@@ -258,9 +269,9 @@ class Snapshotted(_Message, frozen=True):
 
 
 Message = (
-    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | InStep | Leaving | Stored | NotStored
-    | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare | Turn | Assist | Capture
-    | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
+    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | InStep | Leaving
+    | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare
+    | Turn | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

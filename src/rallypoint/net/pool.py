@@ -53,6 +53,21 @@ class BufferPool:
         return buffer.retain()
 
 
+class BufferPools:
+    """Buffers of any size, each from a pool for its size rounded up to a power of two."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pools: dict[int, BufferPool] = {}
+
+    def take(self, nbytes: int) -> Buffer:
+        """A buffer of at least so many bytes."""
+        words = 1 << max(0, -(-nbytes // 4) - 1).bit_length()
+        with self._lock:
+            pool = self._pools.setdefault(words, BufferPool(words))
+        return pool.take()
+
+
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, in place."""
     return memoryview(tensor.view(torch.uint8).numpy().data)

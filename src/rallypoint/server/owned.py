@@ -92,10 +92,11 @@ class OwnedShard:
         """The 2-norm of the finished gradient."""
         return float(torch.linalg.vector_norm(self.gradient))
 
-    def apply(self, update: Apply) -> Buffer | None:
+    def apply(self, update: Apply) -> tuple[Buffer, int] | None:
         """Update the master with the finished gradient, whose buffer becomes the new version's wire copy.
 
-        With `replicate` the wire copy gets a buffer of its own, and the scaled gradient's is returned, for the backup.
+        With `replicate` the wire copy gets a buffer of its own, and the scaled gradient's is returned with its bytes,
+        for the backup.
         """
         scale = update.scale
         assert self._sum is not None
@@ -109,7 +110,7 @@ class OwnedShard:
         wire = self._pool.take() if update.replicate else finished
         wire.tensor[: self.shard.words].copy_(self.master)
         self._keep(update.version, wire, update.oldest)
-        return finished if update.replicate else None
+        return (finished, self.shard.nbytes) if update.replicate else None
 
     def abandon(self) -> None:
         """Forget the sum in progress."""
@@ -124,6 +125,10 @@ class OwnedShard:
             buffer.release()
         self.wire.clear()
         self._encoded.clear()
+
+    def keeps(self, version: int) -> bool:
+        """Is there a wire copy of `version`?"""
+        return version in self.wire
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
         """A kept version as it is: codec number, buffer (not retained), bytes."""

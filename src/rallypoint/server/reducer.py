@@ -25,16 +25,18 @@ from rallypoint.core.policy import Async, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind, wants
-from rallypoint.net.messages import Applied, InStep, Message, NotStored
-from rallypoint.net.pool import Buffer, BufferPool
+from rallypoint.net.frames import NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
+from rallypoint.net.messages import Accounted, Applied, InStep, Message, NotStored
+from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.owned import OwnedShard
+from rallypoint.server.rows import Ids, OwnedRows
 from rallypoint.server.snapshots import SnapshotWriter, own_copy
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import SnapshotStore
 
 _LEDGER = 64  # entries that are said again to a coordinator that took over
+_ACCOUNT_EVERY = 32  # updates
 _measures = msgspec.msgpack.Encoder()
 
 
@@ -47,6 +49,15 @@ class _Arrived:
     buffer: Buffer
     nbytes: int
     credited: bool = False
+
+
+@dataclass(slots=True)
+class _Pull:
+    """Rows that somebody wants, perhaps of a version that is still to come."""
+
+    channel: Channel
+    header: Header
+    ids: Ids
 
 
 class Surroundings(Protocol):
@@ -72,7 +83,8 @@ class Reducer:
         self._askers: dict[str, Channel] = {}
         self._gathering: dict[int, None] = {}  # shards whose sum may take more of what is in the inbox
         self._peers: dict[str, Channel] = {}
-        self._owned: dict[int, OwnedShard] = {}
+        self._owned: dict[int, OwnedShard | OwnedRows] = {}
+        self._pulls: dict[int, list[_Pull]] = {}  # those that wait, by shard
         self._tickets: dict[int, _Arrived] = {}
         self._next_ticket = 0
         self._held_bytes = 0
@@ -121,11 +133,13 @@ class Reducer:
     # ---- what the inbox's calls do: only ever on the owner's thread ----
 
     def prepare(
-        self, record: JobRecord, config: JobConfig, pool: BufferPool, writer: SnapshotWriter | None, url: str
-    ) -> None:
+        self, record: JobRecord, config: JobConfig, pool: BufferPool, pools: BufferPools,
+        writer: SnapshotWriter | None, url: str,
+    ) -> None:  # fmt: skip
         """The job is known: views can come."""
         shards = record.layout.shards
-        self._shards, self._config, self._pool = shards, config, pool
+        self._shards, self._tables, self._config = shards, record.layout.tables, config
+        self._pool, self._pools = pool, pools
         self._hold_limit = config.hold_bytes
         self._writer, self._snapshots_url = writer, url
         self._machine = ServerMachine(self._me, plan_of(config, shards))
@@ -145,6 +159,8 @@ class Reducer:
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
         self._run_all(self.machine.adopt(view))
+        for index in list(self._pulls):
+            self._answer_pulls(index)
 
     def admitted(self, new: bool) -> None:
         """The coordinator has taken us (back): what it may have forgotten is said again."""
@@ -187,6 +203,8 @@ class Reducer:
     def gone(self, channel: Channel, worker: str) -> None:
         """The channel is closed."""
         self.unfollow(channel)
+        for index, pulls in self._pulls.items():
+            self._pulls[index] = [pull for pull in pulls if pull.channel is not channel]
         if self._askers.get(worker) is channel:
             del self._askers[worker]
             if self._machine is not None:
@@ -200,8 +218,13 @@ class Reducer:
     def fetch(self, channel: Channel, index: int, version: int) -> None:
         """Send one version again, if it is still kept; otherwise a newer one has been sent anyway."""
         machine = self.machine.machine(index)
-        if machine is not None and version in self._owned[index].wire and version <= machine.published:
+        if machine is not None and self._owned[index].keeps(version) and version <= machine.published:
             self._send_version(channel, index, version)
+
+    def pull(self, channel: Channel, header: Header, ids: Ids) -> None:
+        """A worker wants rows of a table's part, at a version that may be still to come."""
+        self._pulls.setdefault(header.shard, []).append(_Pull(channel, header, ids))
+        self._answer_pulls(header.shard)
 
     def initialise(self, channel: Channel, header: Header, buffer: Buffer) -> None:
         """A first worker's version 0 of a shard."""
@@ -273,6 +296,8 @@ class Reducer:
 
     def _handle(self, index: int, event: shard.Event) -> None:
         self._run_all(self.machine.handle(index, event))
+        if index in self._pulls:
+            self._answer_pulls(index)
 
     def _run_all(self, effects: Sequence[server.Effect]) -> None:
         for effect in effects:
@@ -280,7 +305,7 @@ class Reducer:
                 case server.On(shard=index, effect=on):
                     self._run_on(index, self._owned[index], on)
                 case server.Own(shard=index):
-                    self._owned[index] = OwnedShard(self._shards[index], self._config, self._pool, self._scratch)
+                    self._owned[index] = self._own(self._shards[index])
                 case server.Disown(shard=index):
                     self._disown(index)
                 case server.Restore(shards=indices, origin=origin):
@@ -293,7 +318,12 @@ class Reducer:
                     # On the inbox, not here: the shard whose Finish brought the verdict is still running its effects.
                     self.inbox.put(lambda verdict=effect: self._run_all(self.machine.decided(verdict)))  # type: ignore[misc]
 
-    def _run_on(self, index: int, owned: OwnedShard, effect: shard.Effect) -> None:
+    def _own(self, place: Shard) -> OwnedShard | OwnedRows:
+        if place.part is None:
+            return OwnedShard(place, self._config, self._pool, self._scratch)
+        return OwnedRows(place, self._tables[place.part.table].name, self._config, self._pools)
+
+    def _run_on(self, index: int, owned: OwnedShard | OwnedRows, effect: shard.Effect) -> None:
         match effect:
             case shard.Take(ticket=ticket, weight=weight, base=base):
                 owned.take(self._settle(ticket), weight, base)
@@ -323,7 +353,7 @@ class Reducer:
             case _:
                 self._run_rare(index, owned, effect)
 
-    def _run_rare(self, index: int, owned: OwnedShard, effect: shard.Effect) -> None:
+    def _run_rare(self, index: int, owned: OwnedShard | OwnedRows, effect: shard.Effect) -> None:
         match effect:
             case shard.Fill(version=version):
                 data = encode_record(owned.state(version, self._clocks(index), wires=True), "none")
@@ -345,13 +375,13 @@ class Reducer:
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
-    def _finish(self, owned: OwnedShard, effect: shard.Finish) -> None:
+    def _finish(self, owned: OwnedShard | OwnedRows, effect: shard.Finish) -> None:
         owned.mean(effect.total_weight)
         if effect.measure and owned.measured:
             measure = clip.Measure(owned.shard.index, owned.norm(), effect.not_finite)
             self._run_all(self.machine.measured(effect.step, measure))
 
-    def _apply(self, index: int, owned: OwnedShard, effect: shard.Apply) -> None:
+    def _apply(self, index: int, owned: OwnedShard | OwnedRows, effect: shard.Apply) -> None:
         if index in self._to_copy:
             self._copy(index)
         self._gathering.pop(index, None)
@@ -361,14 +391,14 @@ class Reducer:
             self._enter(effect.version - 1)
         if finished is None:
             return
+        buffer, nbytes = finished
         skip = effect.scale is None
         header = Header(
             Kind.REPLICATE, self._number, shard=index, step=effect.version - 1, flags=SKIP if skip else 0,
-            length=0 if skip else owned.shard.nbytes, replica=effect.replica, weight=effect.rate,
+            length=0 if skip else nbytes, replica=effect.replica, weight=effect.rate,
             base=self._added if index == 0 else 0,
         )  # fmt: skip
-        payload = None if skip else finished.bytes[: owned.shard.nbytes]
-        self._backup_of(index).send(header, payload, sent=finished.release)
+        self._backup_of(index).send(header, None if skip else buffer.bytes[:nbytes], sent=buffer.release)
 
     def _backup_of(self, index: int) -> Channel:
         assert self.machine.view is not None
@@ -394,6 +424,34 @@ class Reducer:
         )  # fmt: skip
         channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
 
+    def _answer_pulls(self, index: int) -> None:
+        """Rows for whoever can have them now; those who ask a server that is not the primary will ask another."""
+        pulls, self._pulls[index] = self._pulls.pop(index), []
+        if self.machine.is_primary(index):
+            self._pulls[index] = [pull for pull in pulls if not self._send_rows(index, pull)]
+        if not self._pulls[index]:
+            del self._pulls[index]
+
+    def _send_rows(self, index: int, pull: _Pull) -> bool:
+        """False: there is no such version yet."""
+        machine, owned, asked = self.machine.machine(index), self._owned[index], pull.header
+        assert machine is not None
+        assert isinstance(owned, OwnedRows)
+        kept = owned.keeps(asked.step) and asked.step <= machine.published
+        newest_will_do = bool(asked.flags & NEWEST)
+        if not kept and (machine.published < 0 or (asked.step > machine.published and not newest_will_do)):
+            return False
+        answer = Header(Kind.ROWS, self._number, shard=index, step=asked.step, base=asked.base)
+        if not kept and not newest_will_do:
+            pull.channel.send(answer._replace(flags=SKIP))
+            return True
+        version = asked.step if kept else machine.published
+        with self._tracer.span("rows", shard=index, version=version):
+            buffer, nbytes = owned.rows(version, pull.ids)
+        answer = answer._replace(step=version, length=nbytes)
+        pull.channel.send(answer, buffer.bytes[:nbytes], sent=buffer.release)
+        return True
+
     def _fold_one(self) -> None:
         index = next(iter(self._gathering))
         del self._gathering[index]
@@ -416,6 +474,19 @@ class Reducer:
         entry = Applied(step, added, time.time(), late)
         self._ledger.append(entry)
         self._around.say(entry)
+        self._account(step)
+
+    def _account(self, step: int) -> None:
+        """Now and then, and at the end, what has become of the contributions: where not every one is applied alike."""
+        machine = self.machine.machine(0)
+        if machine is None or not machine.primary or self._config.policy == Sync():
+            return
+        ended = (machine.slowest if machine.policy.streaming else machine.version) >= self._config.rounds
+        if ended or step % _ACCOUNT_EVERY == 0:
+            tally = machine.tally
+            self._around.say(
+                Accounted(tally.applied, tally.folded, tally.dropped, tally.repeats, dict(tally.staleness))
+            )
 
     def _send_version(self, channel: Channel, index: int, version: int) -> None:
         owned = self._owned[index]
@@ -495,7 +566,7 @@ class Reducer:
 
 def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
     """What the machine needs to know of a job."""
-    parameters = frozenset(s.index for s in shards if s.role == "parameters")
+    parameters = frozenset(s.index for s in shards if s.role != "buffers")
     waiting = frozenset(s.index for s in shards) if config.nonfinite == "skip" else parameters
     policy = config.policy
     return Plan(

@@ -10,15 +10,17 @@ from typing import cast
 
 import msgspec
 
+from rallypoint.codec.rows import check_gradient, decode_ids, gradient_bytes
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.config import JobConfig, parse
 from rallypoint.core import clip
 from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import Shard
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, DamagedSnapshot, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Dialer
-from rallypoint.net.frames import SKIP, Header, Kind
+from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import (
@@ -35,12 +37,13 @@ from rallypoint.net.messages import (
     Welcome,
     expect,
 )
-from rallypoint.net.pool import Buffer, BufferPool
+from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.owned import fits
 from rallypoint.server.reducer import Reducer
+from rallypoint.server.rows import fits_rows
 from rallypoint.server.snapshots import SnapshotWriter
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import decode_record
@@ -66,6 +69,7 @@ class ServerService:
         self._job: tuple[JobRecord, JobConfig] | None = None
         self._view: View | None = None
         self._pool: BufferPool | None = None
+        self._pools = BufferPools()  # of tables: their payloads are of any length
         self._changed = threading.Condition()  # a new view, or the end
         self._over = threading.Event()
         self._failure: str | None = None
@@ -140,7 +144,7 @@ class ServerService:
         writer = None
         if about.snapshots:
             writer = SnapshotWriter(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
-        self._reducer.inbox.put(lambda: self._reducer.prepare(record, config, pool, writer, about.snapshots))
+        self._reducer.inbox.put(lambda: self._reducer.prepare(record, config, pool, self._pools, writer, about.snapshots))
 
     def _turn(self, view: View) -> None:
         if self._job is None or (self._view is not None and view.number <= self._view.number):
@@ -285,7 +289,8 @@ class ServerService:
             raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
         if state.shard != header.shard or not 0 <= state.shard < len(record.layout.shards):
             raise ProtocolError(f"a state of shard {state.shard} under the name of shard {header.shard}")
-        if not fits(state, record.layout.shards[state.shard], config):
+        place = record.layout.shards[state.shard]
+        if not (fits if place.part is None else fits_rows)(state, place, config):
             raise ProtocolError(f"a state of shard {state.shard} that does not fit this job's layout and optimizer")
         self._wait_for(header.view)
         if not self._stale(header):
@@ -302,6 +307,8 @@ class ServerService:
                 self._check_want(header)
                 if not self._stale(header):
                     self._reducer.inbox.put(lambda: self._reducer.want(channel, worker, header.shard, header.wants - 2))
+            case Kind.PULL_ROWS:
+                self._receive_pull(channel, header)
             case Kind.FOLLOW:
                 self._wait_for(header.view)
                 self._reducer.inbox.put(lambda: self._reducer.follow(channel))
@@ -314,10 +321,20 @@ class ServerService:
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")
 
+    def _receive_pull(self, channel: Channel, header: Header) -> None:
+        self._check_shard(header)
+        part = self._place(header).part
+        if part is None or header.length > 4 * part.rows:
+            raise ProtocolError(f"a pull of {header.length} bytes from shard {header.shard}, which has not such rows")
+        ids = decode_ids(channel.receive_bytes(header), part.rows)
+        self._wait_for(header.view)
+        if not self._stale(header):
+            self._reducer.inbox.put(lambda: self._reducer.pull(channel, header, ids))
+
     def _receive_payload(self, channel: Channel, header: Header, sender: str) -> None:
         assert self._pool is not None
         self._check_payload(header)
-        buffer = self._pool.take()
+        buffer = self._pool.take() if self._place(header).part is None else self._pools.take(header.length)
         try:
             with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):
                 header = self._receive_into(buffer, channel, header)
@@ -339,6 +356,9 @@ class ServerService:
         """The payload as fp32 words in `buffer`; the header as if it had come like that."""
         if not header.codec:
             channel.receive_into(buffer.bytes[: header.length])
+            place = self._place(header)
+            if place.part is not None and header.length:
+                check_gradient(buffer.bytes[: header.length], place.part.rows, place.columns)
             return header
         record, config = self._expect_job()
         codecs = getattr(self._decoders, "codecs", None)
@@ -354,11 +374,14 @@ class ServerService:
     def _check_payload(self, header: Header) -> None:
         """ProtocolError unless the frame carries exactly one shard of the job, with a sensible weight."""
         self._check_shard(header)
-        record, _ = self._expect_job()
-        expected = 0 if header.flags & SKIP else record.layout.shards[header.shard].nbytes
-        misplaced = header.flags & SKIP and header.kind is not Kind.REPLICATE
-        if misplaced or (header.length != expected and not header.codec):
-            raise ProtocolError(f"{header.length} bytes for shard {header.shard}, which has {expected}")
+        place = self._place(header)
+        least = most = 0 if header.flags & SKIP else place.nbytes
+        if place.part is not None:
+            empty = header.flags & SKIP or header.kind is Kind.INITIAL  # servers make a table's first values themselves
+            least, most = (0, 0) if empty else (gradient_bytes(n, place.columns) for n in (0, place.part.rows))
+        misplaced = header.flags & ~NOT_FINITE and header.kind is not Kind.REPLICATE
+        if misplaced or (not least <= header.length <= most and not header.codec):
+            raise ProtocolError(f"{header.length} bytes for shard {header.shard}, which has {least} to {most}")
         if header.kind in (Kind.PUSH, Kind.REPLICATE) and header.weight <= 0:
             raise ProtocolError(f"a contribution of weight {header.weight}: weights are positive")
         if header.kind is Kind.PUSH and header.wants:
@@ -375,6 +398,9 @@ class ServerService:
         record, _ = self._expect_job()
         if header.shard >= len(record.layout.shards):
             raise ProtocolError(f"shard {header.shard} of a job that has {len(record.layout.shards)}")
+
+    def _place(self, header: Header) -> Shard:
+        return self._expect_job()[0].layout.shards[header.shard]
 
     def _expect_job(self) -> tuple[JobRecord, JobConfig]:
         if self._job is None:

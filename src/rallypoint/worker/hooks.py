@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from rallypoint.core.clip import clip_scale, total_norm
 from rallypoint.errors import ModelError
 from rallypoint.worker.exchange import Exchange
 from rallypoint.worker.source import send_buffers
@@ -16,11 +17,15 @@ from rallypoint.worker.tensors import ModelTensors, Placed
 class GradientHooks:
     """The gradient as contribution: post-accumulate-grad hooks on every trained parameter of a model.
 
-    A parameter that got no gradient by the end of the replica contributes zeros, so nothing ever waits for it.
+    A parameter that got no gradient by the end of the replica contributes zeros, so nothing ever waits for it. With
+    `clip` every replica's gradient is clipped by its own norm before any of it leaves (what servers do in aligned modes
+    to the mean): nothing is pushed during backward then.
     """
 
-    def __init__(self, tensors: ModelTensors, exchange: Exchange, staging: Staging) -> None:
-        self._tensors, self._exchange, self._staging = tensors, exchange, staging
+    def __init__(
+        self, tensors: ModelTensors, exchange: Exchange, staging: Staging, *, clip: float | None = None
+    ) -> None:
+        self._tensors, self._exchange, self._staging, self._clip = tensors, exchange, staging, clip
         layout = exchange.layout
         self._shards_of = [
             layout.shards_touching(p.entry.start, p.entry.stop) if p.tensor.numel() else [] for p in tensors.parameters
@@ -65,6 +70,8 @@ class GradientHooks:
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
+        if self._clip is not None:
+            self._clip_and_send(self._clip)
         if self._exchange.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
         self._reset()
@@ -83,6 +90,7 @@ class GradientHooks:
         self._left = list(self._parameters_in)
         self._claimed: dict[int, bool] = {}  # False: nobody needs this shard's contribution from us
         self._touched: set[int] = set()
+        self._whole: list[int] = []
         self._done: set[int] = set()
 
     def _hook(self, index: int, placed: Placed) -> object:
@@ -134,7 +142,21 @@ class GradientHooks:
         for shard in self._shards_of[index]:
             self._left[shard] -= 1
             if self._left[shard] == 0 and self._claim(shard):
-                self._staging.then(lambda shard=shard: self._exchange.filled(shard))  # type: ignore[misc]
+                if self._clip is None:
+                    self._staging.then(lambda shard=shard: self._exchange.filled(shard))  # type: ignore[misc]
+                else:
+                    self._whole.append(shard)
+
+    def _clip_and_send(self, limit: float) -> None:
+        """Scale what is in the slots; a contribution that goes again to some shards is clipped by their norm alone."""
+        self._staging.drain()
+        places = [self._exchange.layout.shards[shard] for shard in self._whole]
+        slots = [self._exchange.buffer[place.start : place.stop] for place in places]
+        scale = clip_scale(total_norm(float(torch.linalg.vector_norm(slot)) for slot in slots), limit)
+        for place, slot in zip(places, slots, strict=True):
+            if scale != 1.0:
+                slot.mul_(scale)
+            self._exchange.filled(place.index)
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
         if placed.tensor.grad is not None:

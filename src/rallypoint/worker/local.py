@@ -108,7 +108,7 @@ class LocalStepsSource:
                 local = placed.words()[start - placed.entry.start : stop - placed.entry.start]
                 self._staging.write(self._exchange.buffer[start:stop], local, add=False)
             self._staging.then(partial(self._fill, shard))
-        if replica == 0:
+        if self._exchange.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
         if replica in self._inner:
             self._inner[replica].whole = True

@@ -97,7 +97,8 @@ class Job:
         assert self._exchange is not None
         assert self._staging is not None
         if config.local is None:
-            return GradientHooks(tensors, self._exchange, self._staging)
+            clip = None if config.clips_on_servers else config.clip
+            return GradientHooks(tensors, self._exchange, self._staging, clip=clip)
         return LocalStepsSource(model, tensors, config, self._exchange, self._staging, self._say)
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:

@@ -1,0 +1,93 @@
+"""Rows of a table and their gradients as payloads: what goes over the wire is what a batch touches.
+
+    count (u32), `count` row numbers within the part (u32, ascending), `count` rows of fp32 values
+
+Little-endian, no padding. A payload of no rows is its count.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from rallypoint.errors import ProtocolError
+
+_ID = np.dtype("<u4")
+_HEAD = 4
+
+
+def gradient_bytes(count: int, columns: int) -> int:
+    """The bytes of a payload of `count` rows of `columns` values."""
+    return _HEAD + count * (_ID.itemsize + 4 * columns)
+
+
+def encode_gradient(ids: torch.Tensor, values: torch.Tensor, into: memoryview | None = None) -> memoryview:
+    """The rows `ids` (1-D int64, ascending) with `values` (fp32, len(ids) by columns), written `into` memory of
+    `gradient_bytes` or into new memory."""
+    count, columns = len(ids), values.shape[1]
+    data = memoryview(bytearray(gradient_bytes(count, columns))) if into is None else into
+    words = np.frombuffer(data, _ID)
+    words[0] = count
+    words[1 : 1 + count] = ids.numpy()
+    words[1 + count :].view("<f4").reshape(count, columns)[:] = values.numpy()
+    return data
+
+
+def check_gradient(data: memoryview, rows: int, columns: int) -> None:
+    """ProtocolError unless `data` is a payload for a part of so many rows and columns."""
+    words = np.frombuffer(data, _ID, len(data) // _ID.itemsize)
+    count = int(words[0]) if len(words) else -1
+    if count < 0 or count > rows or len(data) != gradient_bytes(count, columns):
+        raise ProtocolError(f"{len(data)} bytes that claim to be {count} rows of a part that has {rows}")
+    check_ids(words[1 : 1 + count], rows)
+
+
+def check_ids(ids: np.ndarray[tuple[int], np.dtype[np.uint32]], rows: int) -> None:
+    """ProtocolError unless `ids` ascend and are rows of a part that has `rows`."""
+    if len(ids) and (int(ids[-1]) >= rows or not bool(np.all(ids[1:] > ids[:-1]))):
+        raise ProtocolError(f"row numbers that do not ascend, or not of a part that has {rows} rows")
+
+
+def decode_gradient(data: memoryview, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows' numbers (int64), and their values as a view of `data` (fp32, count by columns); `data` was checked."""
+    words = np.frombuffer(data, _ID)
+    count = int(words[0])
+    ids = torch.from_numpy(words[1 : 1 + count].astype(np.int64))
+    return ids, torch.from_numpy(words[1 + count :].view("<f4")).view(count, columns)
+
+
+def encode_ids(ids: torch.Tensor) -> memoryview:
+    """Row numbers (1-D int64) as the payload of a pull."""
+    return memoryview(ids.numpy().astype(_ID)).cast("B")
+
+
+def decode_ids(data: bytearray, rows: int) -> torch.Tensor:
+    """The row numbers (int64) that a pull of a part of `rows` rows names. ProtocolError if it cannot be."""
+    if len(data) % _ID.itemsize:
+        raise ProtocolError(f"{len(data)} bytes that claim to be row numbers")
+    ids = np.frombuffer(data, _ID)
+    check_ids(ids, rows)
+    return torch.from_numpy(ids.astype(np.int64))
+
+
+class RowSum:
+    """A sum of gradients of few rows: `ids` (int64, ascending) and `values` (fp32, len(ids) by columns).
+
+    Row by row it is summed in the order of `add`, so its values are those of the same sum over the whole table.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.ids = torch.empty(0, dtype=torch.int64)
+        self.values = torch.empty(0, columns)
+
+    def add(self, ids: torch.Tensor, values: torch.Tensor) -> None:
+        """Add the rows `ids` (ascending, each once); `values` may be changed by what is added later."""
+        if not len(self.ids):
+            self.ids, self.values = ids, values
+            return
+        union = torch.from_numpy(np.union1d(self.ids.numpy(), ids.numpy()))
+        if len(union) > len(self.ids):
+            grown = torch.zeros(len(union), self.values.shape[1])
+            grown[torch.searchsorted(union, self.ids)] = self.values
+            self.ids, self.values = union, grown
+        self.values.index_add_(0, torch.searchsorted(union, ids), values)

@@ -1,0 +1,75 @@
+"""torch.optim's optimizers on one part of a table: an update touches the rows of its gradient and no others.
+
+Adam is lazy as in torch.optim.SparseAdam: a row's moments decay when it has a gradient, while the bias corrections
+count all updates. So does weight decay, decoupled (AdamW) or as a part of the gradient: it is for the rows touched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rallypoint.config import GroupSettings, JobConfig, settings_applied
+from rallypoint.core.optimizer import SGD, Adam, AdamW, Optimizer
+from rallypoint.core.schedule import rate_at
+
+
+def refusal(spec: Optimizer) -> str:
+    """Why tables cannot be updated by this optimizer, as a sentence; "" if they can."""
+    if isinstance(spec, SGD) and spec.momentum:
+        return "momentum would move every row at every step: use rp.SGD without momentum, rp.AdamW or rp.Adam"
+    if isinstance(spec, (AdamW, Adam)) and not spec.eps > 0:
+        return f"eps is {spec.eps}: torch's SparseAdam, which updates tables, needs a positive one"
+    return ""
+
+
+def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
+    """The names of a part's state, as (tensors, numbers): before its first step, and after."""
+    before: tuple[set[str], set[str]] = (set(), set())
+    return [before] if isinstance(spec, SGD) else [before, ({"exp_avg", "exp_avg_sq"}, {"step"})]
+
+
+class RowsOptimizer:
+    """Owns one part's fp32 master rows (`master`, rows by columns) and their optimizer state."""
+
+    def __init__(self, config: JobConfig, group: int, rows: int, columns: int) -> None:
+        self._config, self._spec = config, config.applied
+        self._settings: GroupSettings = settings_applied(config, group)
+        self._parameter = torch.nn.Parameter(torch.zeros(rows, columns))
+        self._optimizer = _build(self._spec, self._parameter)
+        self.master = self._parameter.detach()
+
+    def apply(self, ids: torch.Tensor, values: torch.Tensor, step: int, times: float = 1.0) -> None:
+        """Update number `step` (from 0) with the mean gradient `values` (fp32) of the rows `ids` (int64, ascending), at
+        `times` the schedule's rate. `values` is not changed."""
+        rate = times * rate_at(self._config.applied_schedule, step, self._config.rounds) * self._settings.lr_scale
+        self._optimizer.param_groups[0]["lr"] = rate
+        decay = self._settings.weight_decay
+        if decay and isinstance(self._spec, AdamW):
+            self.master.index_copy_(0, ids, self.master.index_select(0, ids).mul_(1 - rate * decay))
+        elif decay:
+            values = values.add(self.master.index_select(0, ids), alpha=decay)
+        self._parameter.grad = torch.sparse_coo_tensor(
+            ids.unsqueeze(0), values, self.master.shape, is_coalesced=True, check_invariants=False
+        )
+        self._optimizer.step()
+        self._parameter.grad = None
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """The optimizer's state: tensors shaped as the part (not copies), and numbers; both empty before a step."""
+        kept = self._optimizer.state.get(self._parameter, {})
+        arrays = {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
+        return arrays, {name: float(v) for name, v in kept.items() if name not in arrays and v is not None}
+
+    def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
+        """Take over the state that another server, or a snapshot, holds (copied)."""
+        kept: dict[str, torch.Tensor | int] = {n: t.view_as(self.master).clone() for n, t in arrays.items()}
+        kept |= {name: int(value) for name, value in scalars.items()}
+        self._optimizer.state.clear()
+        if kept:
+            self._optimizer.state[self._parameter] = kept
+
+
+def _build(spec: Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+    if isinstance(spec, SGD):
+        return torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    return torch.optim.SparseAdam([parameter], lr=1.0, betas=spec.betas, eps=spec.eps)

@@ -1,0 +1,198 @@
+"""One part of a table as a server holds it: sparse sums, lazy updates, and what rows were at the last versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rallypoint.codec.rows import RowSum, decode_gradient, encode_gradient, gradient_bytes
+from rallypoint.config import JobConfig
+from rallypoint.core.layout import Shard
+from rallypoint.core.order import derive_seed
+from rallypoint.core.shard import Apply
+from rallypoint.net.pool import Buffer, BufferPools
+from rallypoint.optim.rows import RowsOptimizer, state_names
+from rallypoint.store.record import ShardRecord
+
+_CHANGED, _BEFORE = "changed-", "before-"  # rows that the update after a version changed, and what they were
+_VALUES_AT_ONCE = 1 << 18
+
+Ids = torch.Tensor
+Undo = tuple[Ids, torch.Tensor]
+
+
+class OwnedRows:
+    """Master rows, their optimizer state, the sum in progress; beside `OwnedShard`, for a shard that is a table's part.
+
+    A version is no wire copy here, but the master and, for each version kept before it, the rows that the next update
+    changed, as they were (I5).
+    """
+
+    measured = True  # these gradients count in the global norm as all others do
+
+    def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools) -> None:
+        assert shard.part is not None
+        self.shard, self._part = shard, shard.part
+        self._table, self._config, self._pools = table, config, pools
+        self._optimizer = RowsOptimizer(config, shard.group, shard.part.rows, shard.columns)
+        self.master = self._optimizer.master
+        self._version = -1
+        self._before: dict[int, Undo] = {}
+        self._sum = RowSum(shard.columns)
+        self._nothing = pools.take(0)
+
+    def install(self, payload: Buffer) -> None:
+        """Version 0 begins: its rows are made here."""
+        payload.release()
+        step = max(1, _VALUES_AT_ONCE // self.shard.columns)
+        for start in range(0, self._part.rows, step):
+            local = np.arange(start, min(start + step, self._part.rows), dtype=np.int64)
+            ids = local * self._part.parts + self._part.part
+            values = first_rows(self._config.seed, self._table, ids, self.shard.columns, self._config.table_std)
+            self.master[start : start + len(ids)] = torch.from_numpy(values)
+        self._version = 0
+
+    def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
+        """The first contribution (a backup's: the finished gradient)."""
+        self._sum = RowSum(self.shard.columns)
+        self.add(payload, weight, base)
+
+    def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
+        """Add a contribution, times its weight first as in a dense sum."""
+        ids, values = decode_gradient(payload.bytes[: _used(payload, self.shard.columns)], self.shard.columns)
+        self._sum.add(ids, values.mul(weight))  # a copy: the payload's memory goes back
+        payload.release()
+
+    def mean(self, total_weight: float) -> None:
+        """Turn the sum into the weighted mean."""
+        if total_weight != 1.0:
+            self._sum.values.mul_(1.0 / total_weight)
+
+    def norm(self) -> float:
+        """The 2-norm of the finished gradient."""
+        return float(torch.linalg.vector_norm(self._sum.values))
+
+    def apply(self, update: Apply) -> tuple[Buffer, int] | None:
+        """Update the rows of the finished gradient; with `replicate` it is returned, scaled, for the backup."""
+        done, self._sum = self._sum, RowSum(self.shard.columns)
+        if update.scale is None:
+            done = RowSum(self.shard.columns)
+        elif update.scale != 1.0:
+            done.values.mul_(update.scale)
+        self._before[update.version - 1] = (done.ids, self.master.index_select(0, done.ids))
+        if update.scale is not None:
+            self._optimizer.apply(done.ids, done.values, update.step, update.rate)
+        self._version = update.version
+        for old in [version for version in self._before if version < update.oldest]:
+            del self._before[old]
+        return self._encoded(done) if update.replicate else None
+
+    def abandon(self) -> None:
+        """Forget the sum in progress."""
+        self._sum = RowSum(self.shard.columns)
+
+    def release(self) -> None:
+        """Let go of every buffer."""
+        self.abandon()
+        self._before.clear()
+        self._nothing.release()
+        self._nothing = self._pools.take(0)
+
+    # ---- versions ----
+
+    def keeps(self, version: int) -> bool:
+        """Can the rows be told as they were at `version`?"""
+        return all(v in self._before for v in range(version, self._version)) and 0 <= version <= self._version
+
+    def rows(self, version: int, ids: Ids) -> tuple[Buffer, int]:
+        """The rows `ids` (int64, ascending) at a version that is kept: fp32, one after the other; bytes."""
+        nbytes = len(ids) * self.shard.columns * 4
+        buffer = self._pools.take(nbytes)
+        values = buffer.tensor[: nbytes // 4].view(len(ids), self.shard.columns)
+        torch.index_select(self.master, 0, ids, out=values)
+        for later in range(self._version - 1, version - 1, -1):
+            changed, before = self._before[later]
+            if len(changed) and len(ids):
+                at = torch.searchsorted(changed, ids).clamp_(max=len(changed) - 1)
+                hit = changed[at] == ids
+                values[hit] = before[at[hit]]
+        return buffer, nbytes
+
+    def raw(self, version: int) -> tuple[int, Buffer, int]:
+        """A version as followers get it: that it exists is all they are told."""
+        return 0, self._nothing, 0
+
+    encoded = raw
+
+    def _encoded(self, gradient: RowSum) -> tuple[Buffer, int]:
+        nbytes = gradient_bytes(len(gradient.ids), self.shard.columns)
+        buffer = self._pools.take(nbytes)
+        encode_gradient(gradient.ids, gradient.values, buffer.bytes[:nbytes])
+        return buffer, nbytes
+
+    # ---- the whole state, for a backup or a snapshot ----
+
+    def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
+        """Everything there is at `version`; with `wires` what the last versions were too. Views, not copies."""
+        moments, scalars = self._optimizer.state()
+        arrays = {name: tensor.view(-1) for name, tensor in {"master": self.master, **moments}.items()}
+        if wires:
+            for kept, (ids, before) in self._before.items():
+                arrays |= {f"{_CHANGED}{kept}": ids, f"{_BEFORE}{kept}": before.view(-1)}
+        plain = {name: array.numpy() for name, array in arrays.items()}
+        return ShardRecord(self.shard.index, version, plain, scalars, tuple(clocks))
+
+    def load(self, record: ShardRecord) -> None:
+        """Become what `record` says (from a snapshot: without earlier versions)."""
+        self.release()
+        arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
+        self.master.view(-1).copy_(arrays.pop("master"))
+        for name in [name for name in arrays if name.startswith(_CHANGED)]:
+            version = int(name.removeprefix(_CHANGED))
+            before = arrays.pop(f"{_BEFORE}{version}").view(-1, self.shard.columns)
+            self._before[version] = (arrays.pop(name), before)
+        self._optimizer.load(arrays, record.scalars)
+        self._version = record.version
+
+
+def first_rows(
+    seed: int, table: str, ids: np.ndarray[tuple[int], np.dtype[np.int64]], columns: int, std: float = 1.0
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """What the rows `ids` of a table are at version 0: normal(0, std), each value a function of its place alone.
+
+    A counter mixed by SplitMix64's finalizer (Steele, Lea and Flood, 2014), then Box and Muller's transform (1958).
+    """
+    key = np.uint64(derive_seed(seed, "rows", table))
+    place = ids.astype(np.uint64)[:, None] * np.uint64(columns) + np.arange(columns, dtype=np.uint64)
+    mixed = (place + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    radius = ((mixed >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+    angle = (mixed & np.uint64(0xFFFFFFFF)).astype(np.float64) * (2.0**-32 * 2 * np.pi)
+    return (np.sqrt(-2.0 * np.log(radius)) * np.cos(angle) * std).astype(np.float32)
+
+
+def fits_rows(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
+    """Is `record` a whole state of this part, as `OwnedRows.load` needs it?"""
+    assert shard.part is not None
+    arrays = dict(record.arrays)
+    kept = [name.removeprefix(_CHANGED) for name in arrays if name.startswith(_CHANGED)]
+    for version in kept:
+        changed, before = arrays.pop(f"{_CHANGED}{version}"), arrays.pop(f"{_BEFORE}{version}", None)
+        if not version.isdecimal() or before is None or changed.dtype != np.int64 or before.dtype != np.float32:
+            return False
+        if len(before) != len(changed) * shard.columns or np.any(np.diff(changed) <= 0):
+            return False
+        if len(changed) and not 0 <= changed[0] <= changed[-1] < shard.part.rows:
+            return False
+    known = (arrays.keys() - {"master"}, set(record.scalars)) in state_names(config.applied)
+    whole = all(len(array) == shard.words and array.dtype == np.float32 for array in arrays.values())
+    clocks = config.replicas if config.streaming else 0
+    return "master" in arrays and known and whole and len(record.clocks) == clocks
+
+
+def _used(payload: Buffer, columns: int) -> int:
+    return gradient_bytes(int(np.frombuffer(payload.bytes[:4], np.uint32)[0]), columns)

@@ -1,0 +1,58 @@
+"""A shard's tensors on its primary and its backup."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.config import JobConfig, resolve
+from rallypoint.core.layout import Shard
+from rallypoint.core.optimizer import Optimizer
+from rallypoint.core.shard import Apply
+from rallypoint.net.pool import Buffer, BufferPool
+from rallypoint.server.owned import OwnedShard
+
+WORDS = 1000
+SHARD = Shard(index=0, start=0, stop=WORDS, group=0)
+OPTIMIZERS = (
+    rp.SGD(lr=0.1),
+    rp.SGD(lr=0.1, momentum=0.9),
+    rp.SGD(lr=0.1, momentum=0.9, nesterov=True),
+    rp.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    rp.Adam(lr=0.1, weight_decay=0.1),
+    rp.AdamW(lr=0.1, weight_decay=0.1),
+)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_a_backup_that_applies_what_it_is_sent_holds_the_primarys_bytes(optimizer: Optimizer) -> None:
+    config = resolve({"replicas": 1, "batch": 1, "steps": 3, "optimizer": optimizer})
+    pool = BufferPool(WORDS)
+    primary, backup = _owned(config, pool), _owned(config, pool)
+    for step in range(3):
+        primary.take(_gradient(pool, step), 1.0)
+        sent = primary.apply(_apply(step, 0.5, replicate=True))
+        assert sent is not None
+        backup.take(sent, 1.0)
+        backup.apply(_apply(step, 1.0, replicate=False))
+        assert torch.equal(backup.master, primary.master)
+        assert torch.equal(backup.wire[step + 1].tensor, primary.wire[step + 1].tensor)
+
+
+def _owned(config: JobConfig, pool: BufferPool) -> OwnedShard:
+    owned = OwnedShard(SHARD, config, pool)
+    first = pool.take()
+    first.tensor.fill_(1.0)
+    owned.install(first)
+    return owned
+
+
+def _gradient(pool: BufferPool, step: int) -> Buffer:
+    buffer = pool.take()
+    buffer.tensor.copy_(torch.randn(WORDS, generator=torch.Generator().manual_seed(step)))
+    return buffer
+
+
+def _apply(step: int, scale: float, *, replicate: bool) -> Apply:
+    return Apply(step + 1, step, scale, max(0, step), replicate=replicate)
