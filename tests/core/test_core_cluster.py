@@ -770,10 +770,16 @@ def test_when_everybody_who_could_begin_is_gone_the_job_gathers_again() -> None:
     job = _running()
     job.play(Left("w0", "x"), Left("w1", "x"), Left("s0", "x"), Left("s1", "x"))
     assert job.machine.phase is Phase.GATHERING
-    job.come("s5", "s6", "w5", "w6")
+    job.come("s5", "s6")
+    assert job.machine.phase is Phase.GATHERING
+    job.come("w5")  # it needs no more of them to go on: some may have left for good
     assert job.machine.phase is Phase.RUNNING
     assert job.view.first == "w5"
     assert job.view.since == job.view.number
+    since = job.view.since
+    job.come("w6")
+    assert (job.view.first, job.view.since) == ("w5", since)
+    assert job.view.number > since
 
 
 def test_when_the_bringer_of_the_first_weights_dies_another_brings_them() -> None:

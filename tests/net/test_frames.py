@@ -11,19 +11,20 @@ from hypothesis import strategies as st
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.frames import HEADER_BYTES, NOT_FINITE, PROTOCOL, SKIP, Header, Kind, pack, unpack
+from rallypoint.core.shard import EVERYTHING
+from rallypoint.net.frames import HEADER_BYTES, NEWEST, NOT_FINITE, PROTOCOL, SKIP, Header, Kind, pack, unpack, wants
 
-U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-EMPTY = {Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.ACK}
+U32 = st.integers(0, 2**32 - 1)
+EMPTY = {Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.ACK, Kind.WANT, Kind.WAIT}
 HEADERS = st.builds(
-    Header, kind=st.sampled_from(Kind), view=st.builds(ViewNumber, U32, U32), shard=U32, replica=U32, step=U64,
-    weight=st.floats(allow_nan=False, allow_infinity=False),
-    flags=st.sampled_from([0, NOT_FINITE, SKIP, NOT_FINITE | SKIP]), length=st.just(0), codec=st.just(0),
+    Header, kind=st.sampled_from(Kind), view=st.builds(ViewNumber, U32, U32), shard=U32, replica=U32, step=U32,
+    weight=st.floats(allow_nan=False, allow_infinity=False), flags=st.integers(0, NOT_FINITE | SKIP | NEWEST),
+    length=st.just(0), codec=st.just(0), base=U32, wants=U32,
 )  # fmt: skip
-LAYOUT = struct.Struct("<4sBBBBIIIIQdII")
+LAYOUT = struct.Struct("<4sBBBBIIIIIIdII")
 GOOD = {
     "magic": b"RLPT", "protocol": PROTOCOL, "kind": Kind.PUSH, "flags": 0, "codec": 0, "epoch": 1, "count": 2,
-    "shard": 3, "replica": 4, "step": 5, "weight": 1.0, "length": 64, "reserved": 0,
+    "shard": 3, "replica": 4, "step": 5, "base": 6, "weight": 1.0, "length": 64, "wants": 9,
 }  # fmt: skip
 
 
@@ -45,7 +46,21 @@ def test_a_short_payload_is_within_every_limit(kind: Kind, length: int) -> None:
 
 
 def test_the_header_is_what_the_docstring_says() -> None:
-    assert unpack(raw()) == Header(Kind.PUSH, ViewNumber(1, 2), shard=3, replica=4, step=5, weight=1.0, length=64)
+    assert unpack(raw()) == Header(
+        Kind.PUSH, ViewNumber(1, 2), shard=3, replica=4, step=5, weight=1.0, length=64, base=6, wants=9
+    )
+
+
+@pytest.mark.parametrize(("replica", "field"), [(None, 0), (EVERYTHING, 1), (0, 2), (7, 9), (2**32 - 3, 2**32 - 1)])
+def test_a_wish_is_for_nobody_s_parameters_for_the_end_s_or_for_a_replica_s(replica: int | None, field: int) -> None:
+    assert wants(replica) == field
+    assert unpack(raw(wants=field)).wanted == replica
+
+
+@pytest.mark.parametrize("kind", [Kind.WANT, Kind.WAIT])
+def test_a_wish_and_the_word_that_it_has_to_wait_say_which_replica_and_which_clock(kind: Kind) -> None:
+    header = unpack(pack(Header(kind, ViewNumber(1, 2), shard=3, base=11, wants=wants(4))))
+    assert (header.kind, header.shard, header.wanted, header.base) == (kind, 3, 4, 11)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +75,11 @@ def test_the_header_is_what_the_docstring_says() -> None:
         ({"kind": Kind.INITIAL, "codec": 1}, "a INITIAL frame .*codec 1.* impossible"),
         ({"kind": Kind.REPLICATE, "codec": 1}, "a REPLICATE frame .*codec 1.* impossible"),
         ({"kind": Kind.STATE, "codec": 255}, "a STATE frame .*codec 255.* impossible"),
-        ({"flags": 4}, "flags 4.* impossible"),
+        ({"flags": 8}, "flags 8.* impossible"),
         ({"flags": 255}, "impossible"),
         ({"weight": math.nan}, "weight nan.* impossible"),
         ({"weight": math.inf}, "weight inf.* impossible"),
         ({"weight": -math.inf}, "impossible"),
-        ({"reserved": 1}, "impossible"),
         ({"length": 2**32 - 1}, "a PUSH frame of 4294967295 bytes: at most 67108864 are allowed"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import rallypoint as rp
+from rallypoint.codec.scratch import Scratch
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import Optimizer
@@ -34,14 +35,14 @@ def test_a_backup_that_applies_what_it_is_sent_holds_the_primarys_bytes(optimize
         primary.take(_gradient(pool, step), 1.0)
         sent = primary.apply(_apply(step, 0.5, replicate=True))
         assert sent is not None
-        backup.take(sent, 1.0)
+        backup.take(sent[0], 1.0)
         backup.apply(_apply(step, 1.0, replicate=False))
         assert torch.equal(backup.master, primary.master)
         assert torch.equal(backup.wire[step + 1].tensor, primary.wire[step + 1].tensor)
 
 
 def _owned(config: JobConfig, pool: BufferPool) -> OwnedShard:
-    owned = OwnedShard(SHARD, config, pool)
+    owned = OwnedShard(SHARD, config, pool, Scratch())
     first = pool.take()
     first.tensor.fill_(1.0)
     owned.install(first)

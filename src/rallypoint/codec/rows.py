@@ -58,7 +58,7 @@ def decode_gradient(data: memoryview, columns: int) -> tuple[torch.Tensor, torch
 
 def encode_ids(ids: torch.Tensor) -> memoryview:
     """Row numbers (1-D int64) as the payload of a pull."""
-    return memoryview(ids.numpy().astype(_ID)).cast("B")
+    return memoryview(bytearray(ids.numpy().astype(_ID).tobytes()))
 
 
 def decode_ids(data: bytearray, rows: int) -> torch.Tensor:

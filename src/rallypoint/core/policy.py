@@ -43,6 +43,10 @@ class Ledger(Protocol):
     def slowest(self) -> int:
         """The lowest clock: steps of which every replica's contribution has been applied."""
 
+    @property
+    def visible(self) -> int:
+        """The lowest clock in what is published, which is behind while the backup has not acknowledged."""
+
     def knows(self, replica: int) -> bool:
         """Is this replica's next contribution here already, in the sum or held?"""
 
@@ -140,7 +144,7 @@ class BoundedStaleness(_OnArrival, frozen=True, tag="bounded-staleness", forbid_
         return ledger.added > 0
 
     def serve(self, ledger: Ledger, clock: int) -> bool:
-        return clock <= ledger.slowest + self.staleness
+        return clock <= ledger.visible + self.staleness
 
     def rate(self, ledger: Ledger, staleness: int) -> float:
         return 1.0 / ledger.expected

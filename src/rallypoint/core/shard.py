@@ -344,6 +344,12 @@ class ShardMachine:
     def slowest(self) -> int:
         return min(self.clocks, default=self.version)
 
+    @property
+    def visible(self) -> int:
+        # No replica has more than one contribution that is not published: it gets nothing more to compute from.
+        published = (clock - (since > self.published) for clock, since in zip(self.clocks, self._since, strict=True))
+        return min(published, default=self.published)
+
     def knows(self, replica: int) -> bool:
         return replica in self._held or any(contribution.replica == replica for contribution in self._sum)
 

@@ -12,6 +12,7 @@ from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.shards import down_codec
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
+from rallypoint.core.optimizer import SGD
 from rallypoint.core.order import derive_seed
 from rallypoint.core.policy import Async
 from rallypoint.core.shard import Apply
@@ -35,6 +36,8 @@ class OwnedShard:
         self._codec = down_codec(config, shard, scratch)
         self._encoded: dict[int, tuple[int, Buffer, int]] = {}
         self._sum: Buffer | None = None
+        # torch's foreach kernel adds Nesterov's momentum to the gradient itself; the backup is to get it without.
+        self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov
         self._compensation = config.policy.delay_compensation if isinstance(config.policy, Async) else 0.0
 
     @property
@@ -100,14 +103,17 @@ class OwnedShard:
         """
         scale = update.scale
         assert self._sum is not None
+        wire = self._pool.take() if update.replicate else self._sum
         if scale is not None and self._optimizer is None:
             self.master.copy_(self.gradient)
         elif scale is not None and self._optimizer is not None:
             if scale != 1.0:
                 self.gradient.mul_(scale)
-            self._optimizer.apply(self.gradient, update.step, update.rate)
+            gradient = self.gradient
+            if update.replicate and self._spends_gradient:
+                gradient = wire.tensor[: self.shard.words].copy_(gradient)
+            self._optimizer.apply(gradient, update.step, update.rate)
         finished, self._sum = self._sum, None
-        wire = self._pool.take() if update.replicate else finished
         wire.tensor[: self.shard.words].copy_(self.master)
         self._keep(update.version, wire, update.oldest)
         return (finished, self.shard.nbytes) if update.replicate else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,21 +159,23 @@ class OwnedRows:
 
 
 def first_rows(
-    seed: int, table: str, ids: np.ndarray[tuple[int], np.dtype[np.int64]], columns: int, std: float = 1.0
-) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    seed: int, table: str, ids: np.ndarray[Any, np.dtype[np.int64]], columns: int, std: float = 1.0
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     """What the rows `ids` of a table are at version 0: normal(0, std), each value a function of its place alone.
 
     A counter mixed by SplitMix64's finalizer (Steele, Lea and Flood, 2014), then Box and Muller's transform (1958).
     """
     key = np.uint64(derive_seed(seed, "rows", table))
-    place = ids.astype(np.uint64)[:, None] * np.uint64(columns) + np.arange(columns, dtype=np.uint64)
-    mixed = (place + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15) + key
+    within = np.arange(1, columns + 1, dtype=np.uint64)
+    place: np.ndarray[Any, np.dtype[np.uint64]] = ids.astype(np.uint64)[:, None] * np.uint64(columns) + within
+    mixed = place * np.uint64(0x9E3779B97F4A7C15) + key
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     radius = ((mixed >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
     angle = (mixed & np.uint64(0xFFFFFFFF)).astype(np.float64) * (2.0**-32 * 2 * np.pi)
-    return (np.sqrt(-2.0 * np.log(radius)) * np.cos(angle) * std).astype(np.float32)
+    normal: np.ndarray[Any, np.dtype[np.float64]] = np.sqrt(-2.0 * np.log(radius)) * np.cos(angle)
+    return (normal * std).astype(np.float32)
 
 
 def fits_rows(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:

@@ -144,7 +144,8 @@ class ServerService:
         writer = None
         if about.snapshots:
             writer = SnapshotWriter(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
-        self._reducer.inbox.put(lambda: self._reducer.prepare(record, config, pool, self._pools, writer, about.snapshots))
+        pools, url = self._pools, about.snapshots
+        self._reducer.inbox.put(lambda: self._reducer.prepare(record, config, pool, pools, writer, url))
 
     def _turn(self, view: View) -> None:
         if self._job is None or (self._view is not None and view.number <= self._view.number):

@@ -8,7 +8,7 @@ synchronisation takes of a worker's memory.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,13 +20,14 @@ from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import WorkerMachine
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
-from rallypoint.net.frames import NOT_FINITE, Header, Kind, wants
+from rallypoint.net.frames import NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.pool import bytes_of
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.encoder import Encoder
 from rallypoint.worker.link import ServerLink
+from rallypoint.worker.pull import Pull
 
 _INITIAL_SHARDS = 16  # copies of first weights under way at a time
 
@@ -76,6 +77,12 @@ class Exchange:
         self._void = False  # there was a roll-back, and the encoder has not heard of it
         self._weight, self._finite = 1.0, True
         self._links: dict[str, ServerLink] = {}
+        self._rows: dict[int, memoryview] = {}  # contributions to parts of tables, on their way to `_push`
+        self._pull: Pull | None = None
+        self._pulls = 0
+        self._streaming = config.streaming
+        self._connections: dict[str, int] = {}  # those that stand, each with a number of its own
+        self._connected = 0
         self._turning = threading.Lock()  # one view after the other
 
     # ---- the coordinator's words ----
@@ -201,7 +208,7 @@ class Exchange:
             view = self.view
             if view.since != since:
                 return  # another beginning, perhaps somebody else's
-            header = Header(Kind.INITIAL, view.number, shard=shard.index, length=shard.nbytes)
+            header = Header(Kind.INITIAL, view.number, shard=shard.index, length=shard.slot_bytes)
             if (link := self._links.get(view.primary[shard.index])) is not None:
                 link.push(header, bytes_of(words(shard.start, shard.stop)), sent=room.release)
             else:
@@ -252,6 +259,52 @@ class Exchange:
         """The slot holds the whole gradient of the replica in progress: push it."""
         self._handle(machine.Filled(shard))
 
+    def filled_rows(self, shard: int, gradient: memoryview) -> None:
+        """The same of a table's part, whose gradient (`codec/rows.py`) needs no slot."""
+        self._rows[shard] = gradient
+        self._handle(machine.Filled(shard))
+
+    def pull(self, wanted: Mapping[int, tuple[memoryview, int]]) -> dict[int, bytearray]:
+        """Rows of tables as they are at the step in progress: for each shard the payload of row numbers, and how many
+        bytes the answer has; the answers.
+
+        While nothing is computed (an evaluation) a newer version will do, and in a streaming job it is the newest.
+        Rewound when what is being computed is void, or that step is long over.
+        """
+        self._pulls += 1
+        newest = self._streaming or not self._computing
+        pull = Pull(self._pulls, 0 if self._streaming else max(0, self._machine.step), newest, wanted)
+        self._pull = pull
+        try:
+            with self._changed:
+                while not pull.over:
+                    self.check()
+                    for shard in self._unasked(pull):
+                        self._ask_rows(pull, shard)
+                    self._wait(
+                        lambda: pull.over or (self._computing and self._machine.rewound) or bool(self._unasked(pull)),
+                        lambda: f"rows of step {pull.version}: {self._by_server(pull.missing)}",
+                    )
+        finally:
+            self._pull = None
+        if pull.outdated:
+            raise Rewound
+        return pull.got
+
+    def _unasked(self, pull: Pull) -> list[int]:
+        return list(pull.unasked(self._number, self.view.primary, self._connections))
+
+    def _ask_rows(self, pull: Pull, shard: int) -> None:
+        home = self.view.primary[shard]
+        pull.ask(shard, self._number, home, self._connections[home])
+        payload = pull.wanted[shard][0]
+        header = Header(
+            Kind.PULL_ROWS, self._number, shard=shard, step=pull.version, base=pull.number, length=len(payload),
+            flags=NEWEST if pull.newest else 0,
+        )  # fmt: skip
+        if (link := self._links.get(home)) is not None:
+            link.pull(header, payload)
+
     def replica_computed(self) -> None:
         """The replica in progress is over."""
         self._computing = False
@@ -282,7 +335,7 @@ class Exchange:
     def arriving(self, header: Header) -> memoryview | None:
         shard, version, nbytes = header.shard, header.step, header.length
         known = 0 <= shard < len(self.layout.shards)
-        if not known or (header.codec == 0 and nbytes != self.layout.shards[shard].nbytes):
+        if not known or (header.codec == 0 and nbytes != self.layout.shards[shard].slot_bytes):
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard}, which is not in this job's layout")
         with self._changed:
             wanted = 0 if header.wanted is None else header.wanted
@@ -298,6 +351,12 @@ class Exchange:
         place = self.layout.shards[shard]
         self._encoder.decode(payload, self.buffer[place.start : place.stop])
 
+    def rows(self, header: Header, data: bytearray) -> None:
+        with self._changed:
+            outdated = bool(header.flags & SKIP)
+            if self._pull is not None and self._pull.answered(header.shard, header.base, data, outdated=outdated):
+                self._changed.notify_all()
+
     def to_wait(self, replica: int, clock: int) -> None:
         self._handle(machine.ToWait(replica, clock))
 
@@ -309,9 +368,14 @@ class Exchange:
         self._run(effects)
 
     def link_up(self, server: Member) -> None:
+        with self._changed:
+            self._connected += 1
+            self._connections[server.id] = self._connected
         self._handle(machine.LinkUp(server.id))
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
+        with self._changed:
+            self._connections.pop(server.id, None)
         if isinstance(error, ProtocolError):  # a refusal may pass: we may have been given up, and be taken back
             self.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
         self._handle(machine.LinkLost(server.id))
@@ -349,6 +413,9 @@ class Exchange:
 
     def _push(self, send: machine.Send) -> None:
         place = self.layout.shards[send.shard]
+        if place.part is not None:
+            self._push_rows(send, self._rows.pop(send.shard))
+            return
         payload = self._encoder.encode(
             send.shard, send.step, send.replica, self.buffer[place.start : place.stop]
         )
@@ -366,6 +433,15 @@ class Exchange:
         if link is not None:
             link.push(header, payload.data, sent=payload.buffer.release)
         self._sent(send.shard, send.serial)  # the slot is free as soon as its gradient is written elsewhere
+
+    def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
+        header = Header(
+            Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=len(gradient),
+            weight=self._weight, flags=0 if self._finite else NOT_FINITE, base=send.base, wants=wants(send.wants),
+        )  # fmt: skip
+        if (link := self._links.get(send.server)) is not None:
+            link.push(header, gradient, sent=_nothing)
+        self._sent(send.shard, send.serial)  # the slot is empty: it is free at once
 
     def _slot_bytes(self, shard: int) -> memoryview:
         place = self.layout.shards[shard]
@@ -397,3 +473,7 @@ class Exchange:
             return f"server {server}"
         member = link.server
         return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
+
+
+def _nothing() -> None:
+    """Rows that have been sent leave nothing that could be used again."""

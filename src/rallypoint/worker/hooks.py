@@ -11,6 +11,7 @@ from rallypoint.errors import ModelError
 from rallypoint.worker.exchange import Exchange
 from rallypoint.worker.source import send_buffers
 from rallypoint.worker.staging import Staging
+from rallypoint.worker.tables import Tables
 from rallypoint.worker.tensors import ModelTensors, Placed
 
 
@@ -36,6 +37,7 @@ class GradientHooks:
                 counts[shard] += 1
         self._parameters_in = counts
         self._last = False
+        self._tables = Tables(tensors.tables, exchange)
         self._reset()
         self._handles = [
             placed.tensor.register_post_accumulate_grad_hook(self._hook(index, placed))  # type: ignore[no-untyped-call]
@@ -46,6 +48,7 @@ class GradientHooks:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
+        self._tables.remove()
 
     def installed(self) -> None:
         """The servers have the optimizer: nothing of a version need be remembered."""
@@ -74,6 +77,7 @@ class GradientHooks:
             self._clip_and_send(self._clip)
         if self._exchange.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
+        self._tables.push()
         self._reset()
         self._staging.drain()
         self._exchange.replica_computed()
@@ -87,6 +91,7 @@ class GradientHooks:
         self._exchange.replica_abandoned()
 
     def _reset(self) -> None:
+        self._tables.reset()
         self._left = list(self._parameters_in)
         self._claimed: dict[int, bool] = {}  # False: nobody needs this shard's contribution from us
         self._touched: set[int] = set()

@@ -28,6 +28,9 @@ class Arrivals(Protocol):
     def decode(self, shard: int, payload: memoryview) -> None:
         """The version that `arriving` made room for has come as this payload. ProtocolError if it cannot be read."""
 
+    def rows(self, header: Header, data: bytearray) -> None:
+        """Rows have come that were pulled, or the word that they are not kept any more."""
+
     def to_wait(self, replica: int, clock: int) -> None:
         """A replica's next step has to wait for others that are behind."""
 
@@ -91,6 +94,11 @@ class ServerLink:
         """Ask for one version again."""
         self._send(Header(Kind.FETCH, number, shard=shard, step=version))
 
+    def pull(self, header: Header, payload: memoryview) -> None:
+        """Ask for rows of a table's part. If the link is lost, so is this."""
+        if (channel := self._channel) is not None:
+            channel.send(header, payload, urgent=True)
+
     def want(self, shard: int, replica: int, number: ViewNumber) -> None:
         """Ask for the parameters for a replica's next step; after the contributions that are queued, which ask too."""
         header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
@@ -135,6 +143,8 @@ class ServerLink:
             match header.kind:
                 case Kind.VERSION:
                     self._receive_version(channel, header)
+                case Kind.ROWS:
+                    self._arrivals.rows(header, channel.receive_bytes(header))
                 case Kind.CREDIT:
                     self._credit(channel, header.replica)
                 case Kind.WAIT if header.wanted is not None:

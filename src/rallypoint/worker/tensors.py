@@ -9,6 +9,9 @@ import torch
 
 from rallypoint.config import JobConfig, group_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
+from rallypoint.core.policy import Async
+from rallypoint.errors import ModelError
+from rallypoint.optim.rows import refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +45,27 @@ class Placed:
 class ModelTensors:
     """The trainable parameters (tied ones once), the shared buffers and the frozen parameters of a model.
 
-    Persistent buffers (BatchNorm statistics and the like) are shared; others are the model's own affair.
+    Persistent buffers (BatchNorm statistics and the like) are shared; others are the model's own affair. `tables` are
+    the modules that use each of the layout's tables. ModelError for a table that cannot be trained like that.
     """
 
     def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        tables = _tables(model, config)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
-        self.layout: Layout = build_layout(specs, config.shard_bytes, ranks_of(config))
+        rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
+        self.tables = list(tables.values())
+        self.layout: Layout = build_layout(specs, config.shard_bytes, ranks_of(config), rows)
         by_name = {**trained, **shared}
         placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]
         self.parameters = [p for p in placed if p.entry.spec.group >= 0]
         self.buffers = [p for p in placed if p.entry.spec.group < 0]
-        first = next(iter(trained.values()))
-        self.device = first.device
+        first = next(iter(trained.values()), None)
+        self.device = torch.device("cpu") if first is None else first.device
 
     def frozen_hashes(self) -> dict[str, str]:
         """A hash of every frozen parameter's bytes: frozen parameters are not sent, so all must have the same."""
@@ -85,12 +92,46 @@ class ModelTensors:
 
 
 def weights_hash(model: torch.nn.Module) -> str:
-    """sha256 over names, dtypes, shapes and bytes of everything in the model's state_dict."""
+    """sha256 over names, dtypes, shapes and bytes of everything in the model's state_dict (of a table: not the bytes,
+    which are not here)."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(_raw(tensor))
+        digest.update(b"" if tensor.is_meta else _raw(tensor))
     return digest.hexdigest()
+
+
+def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.nn.Embedding]]:
+    """The embeddings whose rows are to stay on the servers, by the name of their weight."""
+    names = {id(weight): name for name, weight in model.named_parameters()}
+    tables: dict[str, list[torch.nn.Embedding]] = {}
+    for module in model.modules():
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            name = names[id(module.weight)]
+            if why := _refused(module, config):
+                raise ModelError(f"{name} cannot be a table: {why}")
+            assert isinstance(module, torch.nn.Embedding)
+            tables.setdefault(name, []).append(module)
+    return tables
+
+
+def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, config: JobConfig) -> str:
+    """Why the rows of this embedding cannot be kept by the servers alone; "" if they can."""
+    if isinstance(module, torch.nn.EmbeddingBag):
+        return "only torch.nn.Embedding is supported; use one and reduce its rows yourself, or sparse=False"
+    if not module.weight.is_meta:
+        return "it has weights here; declare it with device='meta' (the servers make its first rows), or sparse=False"
+    if not module.weight.requires_grad or module.weight.dtype != torch.float32 or not module.weight.numel():
+        return "it must be fp32, trainable and not empty"
+    if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
+        return "padding_idx, max_norm and scale_grad_by_freq are not supported with sparse=True"
+    if config.local is not None:
+        return "under rp.LocalSteps the worker would have to hold it; use another mode, or sparse=False"
+    if isinstance(config.sync, Async) and config.sync.delay_compensation > 0:
+        return "delay compensation is not supported for it; set it to 0, or use sparse=False"
+    if config.streaming and config.clip is not None:
+        return "in a streaming mode its gradient cannot be clipped; set clip to None, or use sparse=False"
+    return refusal(config.optimizer)
 
 
 def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:

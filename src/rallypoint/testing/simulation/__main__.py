@@ -6,10 +6,13 @@ import sys
 import time
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import Annotated
 
 import typer
 
+from rallypoint.core.policy import Sync
+from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 
 _CHUNK = 10
@@ -19,35 +22,42 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to play, in parallel.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; by default the time gives fresh ones.")] = -1,
     seed: Annotated[int, typer.Option(help="Replay this one seed and print what happened.")] = -1,
+    policy: Annotated[str, typer.Option(help="sync, quorum:K, ssp:S, async or fold:N.")] = "sync",
 ) -> None:
-    """Play seeded plans of faults on a simulated cluster: same bytes, no stuck wait, whatever happens."""
+    """Play seeded plans of faults on a simulated cluster, whatever happens: with `sync` the same bytes, else every
+    contribution counted once; no stuck wait."""
+    try:
+        sync = parse_policy(policy)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     if seed >= 0:
-        result = simulate(seed)
+        result = simulate(seed, sync)
         print("\n".join([str(result.plan), *result.events, *result.outcome.said]))
-        print(f"seed {seed}: same bytes after {result.seconds:.2f} simulated seconds, {result.recomputed} recomputed")
+        print(f"seed {seed}: all well after {result.seconds:.2f} simulated seconds, {result.recomputed} recomputed")
         return
     first = first if first >= 0 else int(time.time()) % 1_000_000 * 1000
     start = time.monotonic()
-    failures = [failure for failure in _play(range(first, first + seeds)) if failure]
+    failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    verdict = f"{len(failures)} failed" if failures else "all ended with the same bytes"
-    print(f"{seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")
+    well = "all ended with the same bytes" if sync == Sync() else "all ended with every contribution counted once"
+    verdict = f"{len(failures)} failed" if failures else well
+    print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")
     raise typer.Exit(1 if failures else 0)
 
 
-def _play(seeds: Iterable[int]) -> Iterable[str]:
+def _play(seeds: Iterable[int], policy: Played) -> Iterable[str]:
     with ProcessPoolExecutor() as pool:
-        yield from pool.map(_one, seeds, chunksize=_CHUNK)
+        yield from pool.map(partial(_one, policy), seeds, chunksize=_CHUNK)
 
 
-def _one(seed: int) -> str:
+def _one(policy: Played, seed: int) -> str:
     try:
-        simulate(seed)
+        simulate(seed, policy)
     except SimulationFailed as failed:
         return str(failed)
     except Exception as error:  # a defect of any kind is a failed seed
-        return f"python -m rallypoint.testing.simulation --seed {seed}\n{type(error).__name__}: {error}"
+        return f"{replay_line(seed, policy)}\n{type(error).__name__}: {error}"
     return ""
 
 

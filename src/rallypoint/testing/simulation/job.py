@@ -86,16 +86,20 @@ class SimulatedJob:
         if self.same_bytes:
             assert content == self.undisturbed()[shard], f"other bytes in shard {shard}"
             return
-        steps, replicas = range(self.steps), range(self.expected(shard))
+        replicas = range(self.expected(shard))
         if isinstance(self.sync, Sync):
             quorum = 1 if shard in self.buffer_shards else min(self.sync.quorum or self.replicas, self.replicas)
-            for step in steps if not self.skip else ():
+            for step in range(self.steps) if not self.skip else ():
                 came = [replica for s, replica in content if s == step]
                 assert len(came) == quorum, f"shard {shard}, step {step}: {came} instead of {quorum}"
             return
-        wanted = {(step, replica) for step in steps for replica in replicas if self.is_finite(step, replica)}
+        wanted = frozenset[Any]().union(*(self.written(replica, self.steps) for replica in replicas))
         wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
         assert content == wanted, f"shard {shard}: {wrong}"
+
+    def written(self, replica: int, clock: int) -> frozenset[Any]:
+        """What is there of this replica once its clock shows so much, where contents are sets of contributions."""
+        return frozenset((step, replica) for step in range(clock) if self.is_finite(step, replica))
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""

@@ -7,15 +7,17 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from rallypoint.core.cluster import Terms
-from rallypoint.core.policy import Async, BoundedStaleness, Sync
+from rallypoint.core.policy import Sync
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import World
+from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
 LIMIT_S = 600.0  # of simulated time: a run takes about five
+_SYNC = Sync()
 
 
 class SimulationFailed(AssertionError):
@@ -50,7 +52,7 @@ _KINDS = (
 )  # fmt: skip
 
 
-def make_plan(seed: int, sync: Sync | BoundedStaleness | Async | None = None) -> Plan:
+def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     rng = random.Random(seed * 7919 + 1)
     job = SimulatedJob(
@@ -59,7 +61,8 @@ def make_plan(seed: int, sync: Sync | BoundedStaleness | Async | None = None) ->
     )  # fmt: skip
     buffers = int(job.shards > 2 and rng.random() < 0.5)
     job = SimulatedJob(job.shards, buffers, job.replicas, job.steps, job.clip, skip=rng.random() < 0.25)
-    job = replace(job, sync=sync or Sync())
+    quorum = sync.quorum if isinstance(sync, Sync) and sync.quorum is not None else 1
+    job = replace(job, sync=sync, replicas=max(job.replicas, quorum))
     workers, servers = rng.randint(1, 4), rng.randint(1, 4)
     workers_max = rng.choice([workers, workers + 2, max(1, workers - 1)])
     terms = Terms(
@@ -115,9 +118,8 @@ class Simulation:
             self.world.run(LIMIT_S, lambda: self.outcome.finished or bool(self.outcome.aborted))
             self._check()
         except AssertionError as error:
-            raise SimulationFailed(
-                f"python -m rallypoint.testing.simulation --seed {self.plan.seed}\n{error}\n" + "\n".join(self.events)
-            ) from error
+            replay = replay_line(self.plan.seed, self.plan.job.sync)
+            raise SimulationFailed("\n".join([replay, str(error), *self.events])) from error
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
             self.plan, self.outcome, self.world.now, len(self.outcome.computed) - len(steps),
@@ -227,10 +229,32 @@ class Simulation:
                 job.check_end(shard, content)
         for server in self.servers.values():
             server.check_tickets()
+            server.check_staleness()
+        if job.sync != Sync():
+            self._check_accounts()
+            self._check_wants()
         for worker in self.workers.values():
             if worker.node.alive and worker.done:
                 for shard, content in enumerate(worker.model):
                     job.check_end(shard, content)
+
+    def _check_accounts(self) -> None:
+        """Each contribution is counted once; a tally lives with its primary, so only where nothing was lost."""
+        if self.plan.faults or any("going back" in said for said in self.outcome.said):
+            return
+        for server in self.servers.values():
+            for shard in server.machine.held:
+                if server.machine.is_primary(shard):
+                    server.check_tally(shard)
+
+    def _check_wants(self) -> None:
+        """Nobody waits for what is there."""
+        for server in self.servers.values():
+            for shard in server.machine.held if server.node.alive else ():
+                machine = server.machine.machine(shard)
+                waiting = {} if machine is None else machine._wants
+                stuck = [who for who, wanted in waiting.items() if machine is not None and machine._may_have(wanted)]
+                assert not stuck, f"{server.node.name} has forgotten what {stuck} want of shard {shard}"
 
     def _final_contents(self, shard: int) -> list[int]:
         """The last version wherever it is: on any server (the last view may not have come to all), in a snapshot."""
@@ -271,6 +295,6 @@ def play(plan: Plan) -> Result:
     return Simulation(plan).run()
 
 
-def simulate(seed: int, sync: Sync | BoundedStaleness | Async | None = None) -> Result:
-    """Play one seed."""
+def simulate(seed: int, sync: Played = _SYNC) -> Result:
+    """Play one seed under a policy."""
     return play(make_plan(seed, sync))

@@ -113,10 +113,23 @@ class SimulatedServer:
     # ---- connections ----
 
     def accept(self, wire: Wire, hello: Any) -> str:
-        role, who, _ = hello
+        role, who, number = hello
         wire.on_message[1] = lambda message: self._receive(wire, role, who, message)
-        wire.on_close[1] = lambda: self._unfollow(wire)
+        wire.on_close[1] = lambda: self._gone(wire, who)
+        if role == "worker":
+            self._when_known(number, lambda: self._linked(wire, who))
         return ""
+
+    def _linked(self, wire: Wire, worker: str) -> None:
+        """A worker has connected (again): what its wire before this one still brings of wants does not count."""
+        if wire.open:
+            self._askers[worker] = wire
+
+    def _gone(self, wire: Wire, who: str) -> None:
+        self._unfollow(wire)
+        if self._askers.get(who) is wire:
+            del self._askers[who]
+            self._run(self.machine.unfollowed(who))
 
     def _unfollow(self, wire: Wire) -> None:
         if wire in self._followers:
@@ -161,21 +174,29 @@ class SimulatedServer:
                 self._answer_on(wire, shard, shards.Loaded(version, clocks))
 
     def _want(self, wire: Wire, follower: str, index: int, replica: int) -> None:
-        self._askers[follower] = wire
-        self._handle(index, shards.Want(follower, replica))
+        if self._askers.get(follower) is wire and self.machine.is_primary(index):
+            self._handle(index, shards.Want(follower, replica))
 
     def _reply(self, index: int, reply: shards.Reply) -> None:
         machine = self.machine.machine(index)
         assert machine is not None
-        sync = self.job.sync
-        if isinstance(sync, BoundedStaleness) and not reply.last and reply.replica < machine.expected:
-            assert reply.clock <= machine.slowest + sync.staleness, f"{reply} runs ahead of {machine.clocks}"
+        content = self.held[index].wire[reply.version]
+        self._check_published(index, reply.version)
         if reply.last:
             assert machine.clocks == [self.job.steps] * machine.expected, f"{reply} before {machine.clocks}"
-        self._check_published(index, reply.version)
-        content = self.held[index].wire[reply.version]
+            self.job.check_end(index, content)
+        elif reply.replica < machine.expected:
+            self._check_read(index, reply, content)
         version = ("version", self._number, index, reply.version, content, reply.replica, reply.clock)
         self._askers[reply.follower].send(1, version)
+
+    def _check_read(self, index: int, reply: shards.Reply, content: Content) -> None:
+        """Everybody reads what they have written; and under a bound whatever is older than that (Ho et al., 2013)."""
+        sync = self.job.sync
+        bound = reply.clock - sync.staleness if isinstance(sync, BoundedStaleness) else 0
+        for replica in range(self.job.expected(index)):
+            missing = self.job.written(replica, reply.clock if replica == reply.replica else bound) - content
+            assert not missing, f"{self.node.name}: shard {index}: {reply} runs ahead of {sorted(missing)}"
 
     def _answer_on(self, wire: Wire, index: int, event: shards.Event) -> None:
         for effect in self.machine.handle(index, event):
@@ -348,6 +369,29 @@ class SimulatedServer:
                     f"{self.node.name} publishes version {version} of shard {index} while its backup "
                     f"{backup.node.name} is at version {theirs.version}"
                 )
+
+    def check_tally(self, index: int) -> None:
+        """Every contribution of the job was applied, folded into another's update, or dropped: once, and no other."""
+        machine = self.machine.machine(index)
+        assert machine is not None
+        tally, job = machine.tally, self.job
+        wrong = f"{self.node.name}: shard {index}: {tally}"
+        assert tally.applied + tally.folded + tally.dropped == job.steps * machine.expected, wrong
+        assert tally.applied + tally.folded == len(self.held[index].master), wrong
+        if job.sync.streaming:
+            assert sum(tally.staleness.values()) == job.steps * machine.expected, wrong
+            assert machine.version == tally.applied + (tally.dropped if job.skip else 0), wrong
+
+    def check_staleness(self) -> None:
+        """Between what a contribution was computed from and its own update there are at most (2s + 1)(R - 1) others:
+        of each other replica the s steps that were not seen, its own step's, and s that are ahead of it."""
+        if not isinstance(sync := self.job.sync, BoundedStaleness):
+            return
+        for index in self.machine.held:
+            machine = self.machine.machine(index)
+            assert machine is not None
+            most, bound = max(machine.tally.staleness, default=0), (2 * sync.staleness + 1) * (machine.expected - 1)
+            assert most <= bound, f"{self.node.name}: shard {index}: {most} updates late, {bound} are allowed"
 
     def check_tickets(self) -> None:
         """No payload is forgotten: each one that is still here waits for its turn."""

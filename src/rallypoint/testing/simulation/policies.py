@@ -1,0 +1,48 @@
+"""The words for policies on the simulation's command line, so that a failing seed's line replays it whole."""
+
+from __future__ import annotations
+
+from rallypoint.core.policy import Async, BoundedStaleness, Sync
+
+Played = Sync | BoundedStaleness | Async
+
+
+def parse_policy(text: str) -> Played:
+    """``sync``, ``quorum:K``, ``ssp:S``, ``async`` or ``fold:N`` as a policy. ValueError for anything else."""
+    name, colon, number = text.partition(":")
+    if not colon and name in ("sync", "async"):
+        return Sync() if name == "sync" else Async()
+    if number.isdecimal():
+        match name, int(number):
+            case "ssp", staleness:
+                return BoundedStaleness(staleness)
+            case "quorum", quorum if quorum > 0:
+                return Sync(quorum)
+            case "fold", fold if fold > 0:
+                return Async(fold=fold)
+    raise ValueError(f"no policy {text!r}: use sync, quorum:K, ssp:S, async or fold:N")
+
+
+def word_for(policy: Played) -> str | None:
+    """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
+    match policy:
+        case BoundedStaleness(staleness=staleness):
+            word = f"ssp:{staleness}"
+        case Sync(quorum=None):
+            word = "sync"
+        case Sync(quorum=quorum):
+            word = f"quorum:{quorum}"
+        case Async(fold=1):
+            word = "async"
+        case Async(fold=fold):
+            word = f"fold:{fold}"
+    return word if parse_policy(word) == policy else None
+
+
+def replay_line(seed: int, policy: Played) -> str:
+    """What to type to play this seed again."""
+    word = word_for(policy)
+    if word is None:
+        return f"rallypoint.testing.simulation.run.simulate({seed}, {policy})"
+    option = "" if word == "sync" else f"--policy {word} "
+    return f"python -m rallypoint.testing.simulation {option}--seed {seed}"
