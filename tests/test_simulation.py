@@ -6,46 +6,71 @@ RALLYPOINT_SIMULATION_SEEDS sets how many fresh seeds are played; `python -m ral
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from rallypoint.core import cluster
-from rallypoint.core.cluster import Terms
-from rallypoint.core.policy import Ledger, Sync, Verdict
+from rallypoint.core import view_change
+from rallypoint.core.policy import Async, BoundedStaleness, Ledger, Sync, Verdict
 from rallypoint.core.shard import Effect, Publish, ShardMachine
+from rallypoint.core.slots import Slot
+from rallypoint.core.stream import StreamMachine
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import deal_replicas
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line, word_for
 from rallypoint.testing.simulation.run import Fault, Plan, Result, SimulationFailed, make_plan, play, simulate
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
 FIXED = range(60)
+FIXED_OTHERS = range(40)  # of each policy that is not plain Sync
 ENOUGH = range(300)  # seeds within which a planted bug has to be found
+OTHERS = (BoundedStaleness(1), BoundedStaleness(3), Async(), Async(fold=3), Sync(quorum=2))
 
 
-def _failures(seeds: Iterable[int]) -> list[str]:
+def _failures(seeds: Iterable[int], policy: Played) -> list[str]:
     failures = []
     for seed in seeds:
         try:
-            simulate(seed)
+            simulate(seed, policy)
         except SimulationFailed as failed:
             failures.append(str(failed))
     return failures
 
 
-def _fresh() -> range:
-    count = int(os.environ.get("RALLYPOINT_SIMULATION_SEEDS", "200"))
+def _play_seeds(seeds: range, policy: Played) -> None:
+    failures = _failures(seeds, policy)
+    if failures:
+        pytest.fail("\n\n".join([f"{len(failures)} of {len(seeds)} seeds failed", *failures[:3]]), pytrace=False)
+
+
+def _fresh(share: int = 1) -> range:
+    count = int(os.environ.get("RALLYPOINT_SIMULATION_SEEDS", "200")) // share
     first = int(time.time()) % 1_000_000 * 1000
     return range(first, first + count)
 
 
 @pytest.mark.parametrize("seeds", [FIXED, _fresh()], ids=["fixed", "fresh"])
 def test_whatever_fails_the_run_ends_with_the_bytes_of_an_undisturbed_one(seeds: range) -> None:
-    failures = _failures(seeds)
-    if failures:
-        pytest.fail("\n\n".join([f"{len(failures)} of {len(seeds)} seeds failed", *failures[:3]]), pytrace=False)
+    _play_seeds(seeds, Sync())
+
+
+@pytest.mark.parametrize("policy", OTHERS, ids=word_for)
+@pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
+def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_bound_is_kept(
+    seeds: range, policy: Played
+) -> None:
+    _play_seeds(seeds, policy)
+
+
+@pytest.mark.parametrize("policy", OTHERS, ids=word_for)
+def test_a_seed_replays_exactly_under_every_policy(policy: Played) -> None:
+    first, again = simulate(17, policy), simulate(17, policy)
+    assert again == first
+    assert len(first.outcome.computed) >= first.plan.job.steps * first.plan.job.replicas
 
 
 @pytest.mark.parametrize("seed", [3, 17, 40])
@@ -74,6 +99,39 @@ def test_a_failed_run_says_how_to_replay_it_and_what_had_happened(monkeypatch: p
     seed = next(seed for seed in FIXED if make_plan(seed).faults)
     with pytest.raises(SimulationFailed, match=f"python -m rallypoint.testing.simulation --seed {seed}\nother bytes"):
         simulate(seed)
+
+
+@pytest.mark.parametrize("policy", OTHERS, ids=word_for)
+def test_the_line_that_replays_a_failed_run_names_its_policy(
+    policy: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SimulatedJob, "check_end", _nothing_is_right)
+    line = f"python -m rallypoint.testing.simulation --policy {word_for(policy)} --seed 3\n"
+    with pytest.raises(SimulationFailed, match=f"^{line}"):
+        simulate(3, policy)
+
+
+def _nothing_is_right(self: SimulatedJob, shard: int, content: Any) -> None:
+    raise AssertionError(f"{content} in shard {shard}")
+
+
+@pytest.mark.parametrize("policy", [Sync(), *OTHERS], ids=word_for)
+def test_a_policy_s_word_is_read_as_that_policy(policy: Played) -> None:
+    word = word_for(policy)
+    assert word is not None
+    assert parse_policy(word) == policy
+
+
+@pytest.mark.parametrize("word", ["", "ssp", "ssp:", "ssp:-1", "quorum:0", "fold:0", "sync:1", "async:2", "what"])
+def test_what_is_no_policy_is_refused_and_the_words_are_listed(word: str) -> None:
+    with pytest.raises(ValueError, match="use sync, quorum:K, ssp:S, async or fold:N"):
+        parse_policy(word)
+
+
+def test_a_policy_without_a_word_is_replayed_by_a_call() -> None:
+    policy = Async(scale_by_staleness=True)
+    assert word_for(policy) is None
+    assert replay_line(7, policy) == f"rallypoint.testing.simulation.run.simulate(7, {policy})"
 
 
 # ---- the simulation finds what it is made to find ----
@@ -117,22 +175,125 @@ def _one_replica_too_many(replicas: int, *args: Any) -> dict[str, tuple[int, ...
     (Sync, "admit", _a_repeat_is_added),
     (Sync, "admit", _whatever_comes_is_added),
     (ShardMachine, "_publish", _published_at_once),
-    (cluster, "deal_replicas", _one_replica_too_few),
-    (cluster, "deal_replicas", _one_replica_too_many),
+    (view_change, "deal_replicas", _one_replica_too_few),
+    (view_change, "deal_replicas", _one_replica_too_many),
 ])  # fmt: skip
 def test_a_bug_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    found = None
+    _found(Sync())
+
+
+def _found(policy: Played) -> str:
+    """What the first seed that fails says, after the line that replays it."""
     for seed in ENOUGH:
         try:
-            simulate(seed)
+            simulate(seed, policy)
         except SimulationFailed as failed:
-            found = seed
-            assert str(failed).startswith(f"python -m rallypoint.testing.simulation --seed {seed}\n")  # noqa: PT017
-            break
-    assert found is not None
+            line, _, said = str(failed).partition("\n")
+            assert line == replay_line(seed, policy)  # noqa: PT017
+            return said
+    pytest.fail(f"not found within {len(ENOUGH)} seeds")
+
+
+def _a_bound_that_is_none(self: BoundedStaleness, ledger: Ledger, clock: int) -> bool:
+    """The gate removed."""
+    return True
+
+
+def _a_bound_on_what_is_not_published(self: BoundedStaleness, ledger: Ledger, clock: int) -> bool:
+    """The bound holds for what has been applied; but that is not what a follower gets to see."""
+    return clock <= ledger.slowest + self.staleness
+
+
+def _a_clock_that_stands_still(self: ShardMachine, replica: int) -> None:
+    """A contribution is applied, and nobody remembers."""
+    if replica != 0:
+        self.clocks[replica] += 1
+    self._since[replica] = self.version
+
+
+def _a_clock_that_forgets_the_version(self: ShardMachine, replica: int) -> None:
+    """Who asks may get parameters without what it has just contributed."""
+    self.clocks[replica] += 1
+
+
+def _every_arrival_is_added(self: Async, ledger: Ledger, step: int, replica: int) -> Verdict:
+    """I2 broken."""
+    return Verdict.ADD if step <= ledger.clock(replica) else Verdict.REJECT
+
+
+def _published_before_it_is_durable(self: ShardMachine) -> list[Effect]:
+    """I4 broken: answers before the backup has acknowledged."""
+    if self.version == self.published:
+        return []
+    self.published = self.version
+    return self._serve()
+
+
+def _wants_that_are_not_heard_again(self: StreamMachine, shards: Iterable[int]) -> None:
+    """What was wanted of a server that is gone is taken for heard."""
+    for shard in shards:
+        if not self._ready:
+            self._clocks.clear()
+        self._delivered[shard] = False
+        if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
+            self._slots[shard] = Slot.FREE
+            self._answers[shard] = -1
+
+
+def _contributions_that_are_not_sent_again(self: StreamMachine, shards: Iterable[int]) -> None:
+    """What was sent to a server that is gone is taken for applied."""
+    for shard in shards:
+        self._asked[shard] = False
+        if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
+            self._slots[shard] = Slot.FREE
+            self._answers[shard] = -1
+
+
+def _the_quickest_answer_counts(self: StreamMachine) -> int:
+    """A replica goes on from the highest clock, not from the lowest."""
+    return max((answer for answer in self._answers if answer <= self.steps), default=self.steps)
+
+
+def _wants_that_nobody_serves(self: ShardMachine) -> list[Effect]:
+    """Only who asks at the right moment gets an answer."""
+    visible = min(self.version, self._acked) if self._strict else self.version
+    self.published = max(self.published, visible)
+    return []
+
+
+_count = ShardMachine._count
+
+
+def _counted_twice(self: ShardMachine, *, skipped: bool) -> float:
+    self.tally.applied += not skipped
+    return _count(self, skipped=skipped)
+
+
+_SSP, _ASYNC = BoundedStaleness(1), Async()
+
+
+@pytest.mark.parametrize(("policy", "owner", "name", "bug", "sentence"), [
+    (_SSP, BoundedStaleness, "serve", _a_bound_that_is_none, "runs ahead of"),
+    (_SSP, BoundedStaleness, "serve", _a_bound_on_what_is_not_published, "runs ahead of"),
+    (_SSP, ShardMachine, "_tick", _a_clock_that_stands_still, ""),
+    (_ASYNC, ShardMachine, "_tick", _a_clock_that_forgets_the_version, "runs ahead of"),
+    (_ASYNC, Async, "admit", _every_arrival_is_added, "are applied twice|in one sum"),
+    (_ASYNC, ShardMachine, "_publish", _published_before_it_is_durable, "publishes version"),
+    (_SSP, StreamMachine, "_forget", _wants_that_are_not_heard_again, "stuck after"),
+    (_ASYNC, StreamMachine, "_forget", _contributions_that_are_not_sent_again, ""),
+    (_ASYNC, StreamMachine, "_landed_clock", property(_the_quickest_answer_counts), ""),
+    (_SSP, ShardMachine, "_publish", _wants_that_nobody_serves, "stuck after|has forgotten"),
+    (_ASYNC, ShardMachine, "_count", _counted_twice, "Tally"),
+    (Sync(quorum=2), ShardMachine, "_count", _counted_twice, "Tally"),
+])  # fmt: skip
+def test_a_bug_in_streaming_planted_on_purpose_is_found(
+    monkeypatch: pytest.MonkeyPatch, policy: Played, owner: Any, name: str, bug: Any, sentence: str
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    assert re.search(sentence, _found(policy))
 
 
 # ---- plans for one thing each ----

@@ -184,14 +184,14 @@ def export(
 
 @app.command(hidden=True)
 def coordinator(
-    terms: Annotated[str, typer.Option(help="How the cluster is to behave (core.cluster.Terms), as JSON.")] = "{}",
+    terms: Annotated[str, typer.Option(help="How the cluster is to behave (core.terms.Terms), as JSON.")] = "{}",
     reception: Annotated[str, typer.Option(help="What members are told (Reception), as JSON.")] = "{}",
     resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
     bind: Bind = "127.0.0.1:0",
 ) -> None:
     """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN."""
     from rallypoint.coordinator.service import CoordinatorService, Reception
-    from rallypoint.core.cluster import Terms
+    from rallypoint.core.terms import Terms
     from rallypoint.launch.lifeline import hold_lifeline
     from rallypoint.store.snapshots import SnapshotStore
 

@@ -15,9 +15,11 @@ import pytest
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.cluster import Abort, ClusterState, Finish, Terms
+from rallypoint.core.cluster_effects import Abort, Finish
+from rallypoint.core.cluster_state import ClusterState
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import Deal, Member, View, ViewNumber
 from rallypoint.errors import DataError
 
@@ -30,7 +32,8 @@ WRITER = """
 import sys
 import msgspec
 from rallypoint.coordinator.journal import Journal
-from rallypoint.core.cluster import Abort, ClusterState, Finish
+from rallypoint.core.cluster_effects import Abort, Finish
+from rallypoint.core.cluster_state import ClusterState
 journal = Journal(sys.argv[1])
 state = journal.load()
 while True:

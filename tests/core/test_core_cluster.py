@@ -11,49 +11,49 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.cluster import (
-    AHEAD,
-    CAPTURE_AHEAD,
-    SNAPSHOT_PATIENCE,
+from rallypoint.core.cluster import ClusterMachine
+from rallypoint.core.cluster_effects import (
     Abort,
     Admit,
     Assist,
     Capture,
-    Captured,
-    ClusterMachine,
-    ClusterState,
     Commit,
-    Committed,
-    Done,
     Effect,
-    Event,
-    Failed,
     FindSnapshot,
     Finish,
+    Prepare,
+    Publish,
+    Refuse,
+    Say,
+)
+from rallypoint.core.cluster_events import (
+    Captured,
+    Committed,
+    Done,
+    Event,
+    Failed,
     Found,
     Heard,
     InStep,
     Joined,
     Leaving,
     Left,
-    Phase,
-    Prepare,
     Progress,
     Proposed,
-    Publish,
-    Refuse,
     Resized,
-    Say,
     SnapshotLost,
     SnapshotWanted,
-    Terms,
     Tick,
 )
+from rallypoint.core.cluster_state import ClusterState, Phase
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
 from rallypoint.core.policy import LocalSteps
+from rallypoint.core.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.view_change import AHEAD
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
 STEPS = 20
@@ -172,7 +172,7 @@ def _begun(
     job = _running(terms, members, record)
     job.all_in_step()
     if job.machine.terms.snapshots:
-        job.store(Capture(job.machine._taking.id, 0, tuple(s.id for s in job.view.servers)))  # type: ignore[union-attr]
+        job.store(Capture(job.machine._snapshots.taking.id, 0, tuple(s.id for s in job.view.servers)))  # type: ignore[union-attr]
     job.step(0)
     return job
 
@@ -865,7 +865,7 @@ def test_views_of_a_later_coordinator_win() -> None:
     job.play(Left("w0", "x"))
     assert job.view.number == ViewNumber(2, 1)
     assert job.view.since == old.view.since
-    assert _again(job).machine._epoch == 3
+    assert _again(job).machine.state().epoch == 3
 
 
 def test_a_new_process_of_a_name_known_to_the_last_coordinator_is_somebody_else() -> None:
@@ -990,7 +990,7 @@ def test_a_coordinator_that_finds_first_weights_half_stored_begins_again() -> No
     publish, capture = job.tick(0.25)
     assert publish.view.since == publish.view.number == ViewNumber(2, 1)
     assert capture.version == 0
-    assert capture.snapshot != old.machine._taking.id  # type: ignore[union-attr]
+    assert capture.snapshot != old.machine._snapshots.taking.id  # type: ignore[union-attr]
 
 
 def test_shards_that_change_hands_while_first_weights_are_stored_begin_anew() -> None:
@@ -1016,7 +1016,7 @@ def test_a_snapshot_is_due_every_so_many_steps(terms: dict[str, Any], happens: l
         if captures:
             assert captures[0].version == step + CAPTURE_AHEAD
             job.store(captures[0])
-            job.machine._last_taken = (step + 1, job.now)
+            job.machine._snapshots.last = (step + 1, job.now)
 
 
 def test_a_round_of_local_steps_counts_as_so_many_steps_for_a_snapshot() -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from rallypoint.coordinator.service import CoordinatorService
-from rallypoint.core.cluster import Terms
+from rallypoint.core.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
 from rallypoint.core.view import ViewNumber

@@ -14,7 +14,7 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.service import CoordinatorService
-from rallypoint.core.cluster import Terms
+from rallypoint.core.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import ViewNumber

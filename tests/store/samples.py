@@ -57,4 +57,4 @@ def same(found: Sequence[ShardRecord], expected: Sequence[ShardRecord]) -> bool:
 
 def _plain(record: ShardRecord) -> tuple[object, ...]:
     arrays = {name: (array.dtype.name, array.tobytes()) for name, array in record.arrays.items()}
-    return record.shard, record.version, arrays, record.scalars
+    return record.shard, record.version, arrays, record.scalars, record.clocks

@@ -33,7 +33,8 @@ def shard_records(draw: st.DrawFn) -> ShardRecord:
         raw = draw(st.binary(max_size=512))
         arrays[name] = np.frombuffer(raw[: len(raw) // dtype.itemsize * dtype.itemsize], dtype)
     scalars = draw(st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False), max_size=3))
-    return ShardRecord(draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)), arrays, scalars)
+    clocks = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=5)))
+    return ShardRecord(draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)), arrays, scalars, clocks)
 
 
 @given(shard_records(), st.sampled_from(COMPRESSIONS))
@@ -69,6 +70,17 @@ def test_no_changed_byte_ends_in_anything_but_a_record_or_our_error(
     encoded[data.draw(st.integers(0, len(encoded) - 1))] ^= data.draw(st.integers(1, 255))
     with contextlib.suppress(DamagedSnapshot):
         decode_record(bytes(encoded))  # the checksum in the manifest is what detects a change; this must only be safe
+
+
+@pytest.mark.parametrize("clocks", [(), (0,), (7, 9, 7, 2**32 - 1)])
+def test_the_clocks_of_a_streaming_job_come_back(clocks: tuple[int, ...]) -> None:
+    record = ShardRecord(3, 23, {"master": AWKWARD.view(np.float32)}, {}, clocks)
+    assert decode_record(encode_record(record, "none")).clocks == clocks
+
+
+def test_a_clock_below_zero_is_damage() -> None:
+    with pytest.raises(DamagedSnapshot, match="the head of a shard record cannot be read"):
+        decode_record(encode_record(ShardRecord(3, 23, {}, {}, (4, -1)), "none"))
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd-planes"])

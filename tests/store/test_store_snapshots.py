@@ -20,6 +20,7 @@ from samples import LAYOUT, records, same, take
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
 from rallypoint.store import snapshots
 from rallypoint.store.manifest import Compression, checksum_of, snapshot_id
+from rallypoint.store.record import encode_record
 from rallypoint.store.snapshots import Retention, SnapshotStore
 
 SHARDS = [shard.index for shard in LAYOUT.shards]
@@ -75,7 +76,7 @@ def test_an_empty_store_has_no_snapshot(store: SnapshotStore) -> None:
 
 
 def test_a_file_is_closed_once_it_is_full(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "FILE_BYTES", 300)
+    monkeypatch.setattr(snapshots, "FILE_BYTES", len(encode_record(next(records(1)), "none")) + 1)  # with the second
     manifest = take(store, 1, writers=1, compression="none")
     assert sorted(manifest.files) == ["server0-0.shards", "server0-1.shards"]
     assert {entry.file for entry in manifest.shards.values()} == manifest.files.keys()
@@ -315,7 +316,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(
 ) -> None:
     store = SnapshotStore(str(tmp_path))
     take(store, 1)
-    monkeypatch.setattr(snapshots, "FILE_BYTES", 300)
+    monkeypatch.setattr(snapshots, "FILE_BYTES", len(encode_record(next(records(1)), "none")) + 1)  # with the second
     with monkeypatch.context() as full:
         fill_disk(full, room)
         with pytest.raises(SnapshotFailed, match=r"step-00000002-1 failed: .*/a-\d.shards cannot .*: No space left"):

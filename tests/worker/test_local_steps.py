@@ -38,9 +38,9 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
-def undisturbed(sync: rp.LocalSteps) -> str:
+def undisturbed(sync: rp.LocalSteps, **settings: Any) -> str:
     model, data = build()
-    train_local_reference(model, data, loss_of, resolve({**SETTINGS, "sync": sync}))
+    train_local_reference(model, data, loss_of, resolve({**SETTINGS, **settings, "sync": sync}))
     return weights_hash(model)
 
 
@@ -117,7 +117,10 @@ def test_a_roll_back_in_the_middle_of_a_round_begins_it_once_more(
 def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same(
     cluster: Cluster, sync: rp.LocalSteps
 ) -> None:
-    """What was under way to a server is lost with the link to it: replica 0 is computed again, and its state too."""
+    """What was under way to a server is lost with the link to it: replica 0 is computed again, and its state too.
+
+    While replica 2 is missing the round cannot end: there is always somebody who still wants it.
+    """
     model, data = build()
 
     def cut_the_link() -> None:
@@ -134,7 +137,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
     disturb = Once((5, 1, 0), cut_the_link)
     times: Counter[tuple[int, int, int]] = Counter()
     with cluster.job as job:
-        for micro in job.train(model, data, **SETTINGS, sync=sync):
+        for micro in job.train(model, data, **{**SETTINGS, "replicas": 3}, sync=sync):
             disturb.where = (micro.step, micro.replica, micro.index)
             times[disturb.where] += 1
             disturb()
@@ -142,7 +145,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
                 micro.backward(loss_of(model, micro.batch))
     assert disturb.done
     assert times[(5, 0, 0)] == 2
-    assert weights_hash(model) == undisturbed(sync)
+    assert weights_hash(model) == undisturbed(sync, replicas=3)
 
 
 # ---- what it is equal to ----

@@ -17,7 +17,7 @@ import torch
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.cluster import Terms
+from rallypoint.core.terms import Terms
 from rallypoint.errors import JobAborted
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService

@@ -20,7 +20,7 @@ from torch import Tensor
 from rallypoint.codec.payload import nonfinite, within
 from rallypoint.codec.pieces import PieceCodec
 from rallypoint.codec.random import Array, Bits
-from rallypoint.codec.scratch import PIECE_WORDS, Scratch, pieces
+from rallypoint.codec.scratch import PIECE_WORDS, Scratch
 from rallypoint.errors import ConfigError
 
 SCALE_BYTES = 4
@@ -49,6 +49,10 @@ class BlockCodec(PieceCodec):
         """Bytes of `words` words (whole blocks) without the scales."""
 
     @abstractmethod
+    def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
+        """Encode whole blocks, of which the first `words` words are real, into `scales` and `packed` (uint8)."""
+
+    @abstractmethod
     def _unpack(self, scales: Tensor, packed: Tensor, target: Tensor) -> None:
         """Decode whole blocks into `target`."""
 
@@ -56,14 +60,14 @@ class BlockCodec(PieceCodec):
         rows = self.rows(words)
         return SCALE_BYTES * rows + self._body_bytes(rows * self.block)
 
-    def _padded(self, piece: Tensor) -> Tensor:
-        """A piece as whole blocks: itself, or a copy with zeros behind in scratch 1."""
-        if piece.numel() % self.block == 0:
-            return piece
-        padded = self._scratch.floats(1, self.rows(piece.numel()) * self.block)
-        padded[: piece.numel()].copy_(piece)
-        padded[piece.numel() :].zero_()
-        return padded
+    def _write(self, values: Tensor, body: Tensor, start: int, words: int, bits: Bits) -> None:
+        scales, packed = self._place(body, start, values.numel(), words)
+        padded = values
+        if values.numel() % self.block:
+            padded = self._scratch.floats(1, self.rows(values.numel()) * self.block)
+            padded[: values.numel()].copy_(values)
+            padded[values.numel() :].zero_()
+        self._pack(padded, values.numel(), scales, packed, bits)
 
     def _read(self, body: Tensor, target: Tensor, start: int, words: int) -> None:
         scales, packed = self._place(body, start, target.numel(), words)
@@ -97,44 +101,26 @@ class IntCodec(BlockCodec):
     """
 
     levels: int
-    written_at_once = 2 * PIECE_WORDS  # 1 MiB: the scales of a usual shard are worked out in one go
 
     def __init__(self, block: int, *, stochastic: bool = False, scratch: Scratch | None = None) -> None:
         super().__init__(block, scratch)
         self.stochastic = stochastic
         self.largest_scale = _LARGEST / (self.levels + 1)  # nothing decodes to an infinity, a forged payload neither
 
-    @abstractmethod
-    def _pack(self, whole: Tensor, packed: Tensor) -> None:
-        """Write a piece's integers, which are whole blocks of floats and may be changed, as bytes (int8)."""
-
-    def _write(self, values: Tensor, body: Tensor, start: int, words: int, bits: Bits) -> None:
-        scales, packed = self._place(body, start, values.numel(), words)
-        self._measure(values, scales)
-        inverse = torch.from_numpy(self._invert(scales.numpy())).unsqueeze(1)
-        for first, last in pieces(values.numel()):
-            padded = self._padded(values[first:last])
-            rows = slice(first // self.block, self.rows(last))
-            room = packed[self._body_bytes(first) : self._body_bytes(first + padded.numel())]
-            self._pack(self._quantise(padded, inverse[rows], bits), room.view(torch.int8))
-
-    def _measure(self, values: Tensor, peaks: Tensor) -> None:
-        """The largest magnitude of each block."""
-        whole_blocks = values.numel() // self.block * self.block
-        for first, last in pieces(whole_blocks):
-            magnitude = torch.abs(values[first:last], out=self._scratch.floats(0, last - first))
-            torch.amax(magnitude.view(-1, self.block), 1, out=peaks[first // self.block : last // self.block])
-        if whole_blocks < values.numel():
-            peaks[-1] = values[whole_blocks:].abs().amax()
-
-    def _quantise(self, padded: Tensor, inverse: Tensor, bits: Bits) -> Tensor:
-        """The integers, as floats in scratch 0."""
+    def _quantise(self, padded: Tensor, scales: Tensor, bits: Bits) -> Tensor:
+        """The integers, as floats in scratch 0; the scales are written."""
         whole = self._scratch.floats(0, padded.numel())
-        torch.mul(padded.view(-1, self.block), inverse, out=whole.view(-1, self.block))
+        grid = whole.view(-1, self.block)
+        torch.abs(padded, out=whole)
+        torch.amax(grid, 1, out=scales)
+        inverse = self._invert(scales.numpy())
+        torch.mul(padded.view(-1, self.block), torch.from_numpy(inverse).unsqueeze(1), out=grid)
         if self.stochastic:
             whole.add_(bits.dither(self._scratch.floats(2, padded.numel())))
-            return whole.round_().clamp_(-self.levels, self.levels)
-        return whole.round_()
+            whole.round_().clamp_(-self.levels, self.levels)
+        else:
+            whole.round_()
+        return whole
 
     def _invert(self, peaks: Array) -> Array:
         """Turn the blocks' largest magnitudes into scales, in place; what to multiply words with is returned.
@@ -163,8 +149,8 @@ class Int8Codec(IntCodec):
     def _body_bytes(self, words: int) -> int:
         return words
 
-    def _pack(self, whole: Tensor, packed: Tensor) -> None:
-        packed.copy_(whole)
+    def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
+        packed.view(torch.int8).copy_(self._quantise(padded, scales, bits))
 
     def _unpack(self, scales: Tensor, packed: Tensor, target: Tensor) -> None:
         target.copy_(packed.view(torch.int8))
@@ -185,9 +171,9 @@ class Int4Codec(IntCodec):
     def _body_bytes(self, words: int) -> int:
         return words // 2
 
-    def _pack(self, whole: Tensor, packed: Tensor) -> None:
-        first, second = whole.chunk(2)
-        packed.copy_(second.mul_(16.0).add_(first))
+    def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
+        first, second = self._quantise(padded, scales, bits).chunk(2)
+        packed.view(torch.int8).copy_(second.mul_(16.0).add_(first))
 
     def _unpack(self, scales: Tensor, packed: Tensor, target: Tensor) -> None:
         both = self._scratch.floats(2, packed.numel()).copy_(packed.view(torch.int8))

@@ -8,13 +8,11 @@ from torch import Tensor
 
 from rallypoint.codec.payload import body_of_exactly, checked, room
 from rallypoint.codec.random import Bits
-from rallypoint.codec.scratch import PIECE_WORDS, Scratch, pieces
+from rallypoint.codec.scratch import Scratch, pieces
 
 
 class PieceCodec(ABC):
     """A codec whose payload has a length known beforehand and can be written and read in pieces.
-
-    A format that measures before it writes may ask for several pieces at a time: `written_at_once` words.
 
     Scratch: buffer 0 belongs to `decode_add`, the others (and 0 while writing) to the format.
     """
@@ -22,7 +20,6 @@ class PieceCodec(ABC):
     code: int
     lossless = False
     carries_nonfinite = False
-    written_at_once = PIECE_WORDS
 
     def __init__(self, scratch: Scratch | None = None) -> None:
         self._scratch = scratch or Scratch()
@@ -48,7 +45,7 @@ class PieceCodec(ABC):
         nbytes = self.bytes_for(words)
         body = room(out, nbytes)
         bits = Bits(seed)
-        for start, stop in pieces(words, self.written_at_once):
+        for start, stop in pieces(words):
             self._write(values[start:stop], body, start, words, bits)
         return nbytes
 

@@ -42,7 +42,7 @@ class Scratch:
         return self._whole[:words]
 
 
-def pieces(words: int, length: int = PIECE_WORDS) -> Iterator[tuple[int, int]]:
-    """The ranges (start, stop) of at most `length` that make up `words`."""
-    for start in range(0, words, length):
-        yield start, min(start + length, words)
+def pieces(words: int) -> Iterator[tuple[int, int]]:
+    """The ranges (start, stop) of at most PIECE_WORDS that make up `words`."""
+    for start in range(0, words, PIECE_WORDS):
+        yield start, min(start + PIECE_WORDS, words)

@@ -42,16 +42,14 @@ class SignCodec(BlockCodec):
     def _body_bytes(self, words: int) -> int:
         return words // 8
 
-    def _write(self, values: Tensor, body: Tensor, start: int, words: int, bits: Bits) -> None:
-        scales, packed = self._place(body, start, values.numel(), words)
-        padded = self._padded(values)
+    def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
         magnitude = torch.abs(padded, out=self._scratch.floats(0, padded.numel())).view(-1, self.block)
         torch.sum(magnitude, 1, out=scales).mul_(1 / self.block)
         if not math.isfinite(float(scales.amax())):
             require_finite(padded, self.name)
             torch.sum(magnitude.mul_(1 / self.block), 1, out=scales)  # finite magnitudes, but their sum was not
-        if tail := values.numel() % self.block:
-            scales[-1] *= self.block / tail
+        if words % self.block:
+            scales[-1] *= self.block / (words % self.block)
         scales.clamp_(max=_LARGEST)
         negative = self._scratch.mask(padded.numel()).numpy()
         np.less(padded.numpy(), np.float32(0), out=negative)

@@ -17,10 +17,11 @@ from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.progress import Lateness, StepTally
 from rallypoint.coordinator.snapshots import SnapshotKeeper
-from rallypoint.core import cluster
-from rallypoint.core.cluster import ClusterMachine, Terms
+from rallypoint.core import cluster_effects, cluster_events
+from rallypoint.core.cluster import ClusterMachine
 from rallypoint.core.job import JobRecord
 from rallypoint.core.policy import Sync
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, ConfigError, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
@@ -151,7 +152,7 @@ class CoordinatorService:
 
     def abort(self, reason: str) -> None:
         """End the job from outside (a child died, Ctrl-C); everybody is told why."""
-        self._inbox.put(lambda: self._run_effects([cluster.Abort(reason)]))
+        self._inbox.put(lambda: self._run_effects([cluster_effects.Abort(reason)]))
 
     def close(self) -> None:
         """End every connection and thread; members are given a moment to receive the last word."""
@@ -225,7 +226,7 @@ class CoordinatorService:
             if time.monotonic() >= self._end_at:
                 self._over.set()
             return
-        self._handle(cluster.Tick(time.monotonic()))
+        self._handle(cluster_events.Tick(time.monotonic()))
         self._say_what_we_wait_for()
 
     def _joined(self, channel: Channel, hello: Hello) -> None:
@@ -244,28 +245,28 @@ class CoordinatorService:
                 return
             old.connection.close()  # the same process came again before we noticed that it had gone
         self._members[hello.id] = channel
-        self._handle(cluster.Joined(Member(hello.id, hello.host, hello.address, hello.birth), hello.role))
+        self._handle(cluster_events.Joined(Member(hello.id, hello.host, hello.address, hello.birth), hello.role))
 
     def _left(self, channel: Channel, hello: Hello, reason: str) -> None:
         if channel in self._observers:
             self._observers.remove(channel)
         if self._members.get(hello.id) is channel:
             del self._members[hello.id]
-            self._handle(cluster.Left(hello.id, reason))
+            self._handle(cluster_events.Left(hello.id, reason))
 
     def _received(self, channel: Channel, hello: Hello, message: Message) -> None:
         if hello.role == "observer":
-            self._handle(cluster.Resized(message.workers) if isinstance(message, Resize) else cluster.SnapshotWanted())
+            self._handle(cluster_events.Resized(message.workers) if isinstance(message, Resize) else cluster_events.SnapshotWanted())
             return
         if self._members.get(hello.id) is not channel:
             return  # it was refused: what it says does not count
-        self._handle(cluster.Heard(hello.id))
+        self._handle(cluster_events.Heard(hello.id))
         match message:
             case Beat():
                 pass
             case Report():
                 self._handle(
-                    cluster.Progress(hello.id, message.step, message.replica, message.seconds, message.since)
+                    cluster_events.Progress(hello.id, message.step, message.replica, message.seconds, message.since)
                 )
                 self._report(message)
             case Applied(late=late):
@@ -282,21 +283,21 @@ class CoordinatorService:
     def _handle_message(self, hello: Hello, message: Message) -> None:
         match message:
             case Propose(record=record):
-                self._handle(cluster.Proposed(hello.id, record))
+                self._handle(cluster_events.Proposed(hello.id, record))
             case InStep(backups=backups):
-                self._handle(cluster.InStep(hello.id, backups))
+                self._handle(cluster_events.InStep(hello.id, backups))
             case Leaving():
-                self._handle(cluster.Leaving(hello.id))
+                self._handle(cluster_events.Leaving(hello.id))
             case Stored(snapshot=snapshot, shards=shards):
                 if self._keeper is not None:
                     self._keeper.stored(message)
-                self._handle(cluster.Captured(hello.id, snapshot, tuple(shards)))
+                self._handle(cluster_events.Captured(hello.id, snapshot, tuple(shards)))
             case NotStored(snapshot=snapshot, reason=reason, passed=passed):
-                self._handle(cluster.SnapshotLost(snapshot, f"{hello.id}: {reason}", passed))
+                self._handle(cluster_events.SnapshotLost(snapshot, f"{hello.id}: {reason}", passed))
             case Done(since=since):
-                self._handle(cluster.Done(hello.id, since))
+                self._handle(cluster_events.Done(hello.id, since))
             case GiveUp(reason=reason):
-                self._handle(cluster.Failed(hello.id, reason))
+                self._handle(cluster_events.Failed(hello.id, reason))
             case _:
                 raise AssertionError(f"a message that nobody takes: {message}")
 
@@ -306,11 +307,11 @@ class CoordinatorService:
         if self._tally is not None and (done := self._tally.add(report)) is not None:
             self._announce(msgspec.structs.replace(done, step=self._config.steps_at(done.step + 1) - 1))
 
-    def _handle(self, event: cluster.Event) -> None:
+    def _handle(self, event: cluster_events.Event) -> None:
         effects = self._machine.handle(event)
         self._write_state()
         self._run_effects(effects)
-        if isinstance(event, cluster.InStep) and self._machine.view is not None:
+        if isinstance(event, cluster_events.InStep) and self._machine.view is not None:
             self._announce_members(self._machine.view)
 
     def _write_state(self) -> None:
@@ -321,25 +322,25 @@ class CoordinatorService:
 
     # ---- effects ----
 
-    def _run_effects(self, effects: Sequence[cluster.Effect]) -> None:
+    def _run_effects(self, effects: Sequence[cluster_effects.Effect]) -> None:
         for effect in effects:
             match effect:
-                case cluster.Refuse(member=member, reason=reason):
+                case cluster_effects.Refuse(member=member, reason=reason):
                     if (channel := self._members.pop(member, None)) is not None:
                         channel.refuse(reason)
-                case cluster.Admit(member=member, birth=birth):
+                case cluster_effects.Admit(member=member, birth=birth):
                     self._send(member, Admitted(birth))
-                case cluster.Prepare(server=server, record=record):
+                case cluster_effects.Prepare(server=server, record=record):
                     self._send(server, Prepare(record))
-                case cluster.Publish(view=view, members=members):
+                case cluster_effects.Publish(view=view, members=members):
                     self._publish(view, members)
-                case cluster.Assist(worker=worker, step=step, replica=replica):
+                case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                     self._send(worker, Assist(step, replica))
-                case cluster.Finish(lead=lead):
+                case cluster_effects.Finish(lead=lead):
                     self._end(None, lead)
-                case cluster.Abort(reason=reason):
+                case cluster_effects.Abort(reason=reason):
                     self._end(reason)
-                case cluster.Say(text=text):
+                case cluster_effects.Say(text=text):
                     self._announce(Say(text))
                 case _:
                     self._run_snapshot_effect(effect)
@@ -366,14 +367,14 @@ class CoordinatorService:
             self._announced = now
             self._announce(now)
 
-    def _run_snapshot_effect(self, effect: cluster.Effect) -> None:
+    def _run_snapshot_effect(self, effect: cluster_effects.Effect) -> None:
         keeper = self._keeper
         match effect:
-            case cluster.Capture(snapshot=snapshot, version=version, servers=servers) if keeper is not None:
+            case cluster_effects.Capture(snapshot=snapshot, version=version, servers=servers) if keeper is not None:
                 keeper.begin(snapshot)
                 for server in servers:
                     self._send(server, Capture(snapshot, version))
-            case cluster.Commit(snapshot=snapshot, version=version) if keeper is not None:
+            case cluster_effects.Commit(snapshot=snapshot, version=version) if keeper is not None:
                 assert self._machine.record is not None
                 keeper.commit(
                     snapshot, version, self._machine.record, dict(self._metrics),
@@ -381,21 +382,21 @@ class CoordinatorService:
                     done=lambda nbytes, seconds: self._inbox.put(
                         lambda: self._committed(Snapshotted(snapshot, version, nbytes, seconds))
                     ),
-                    failed=lambda why: self._inbox.put(lambda: self._handle(cluster.SnapshotLost(snapshot, why))),
+                    failed=lambda why: self._inbox.put(lambda: self._handle(cluster_events.SnapshotLost(snapshot, why))),
                 )  # fmt: skip
-            case cluster.FindSnapshot() if keeper is not None:
+            case cluster_effects.FindSnapshot() if keeper is not None:
                 keeper.find(
-                    found=lambda id, version: self._inbox.put(lambda: self._handle(cluster.Found(id, version))),
-                    failed=lambda why: self._inbox.put(lambda: self._run_effects([cluster.Abort(why)])),
+                    found=lambda id, version: self._inbox.put(lambda: self._handle(cluster_events.Found(id, version))),
+                    failed=lambda why: self._inbox.put(lambda: self._run_effects([cluster_effects.Abort(why)])),
                 )
-            case cluster.FindSnapshot():
-                self._inbox.put(lambda: self._handle(cluster.Found("")))
+            case cluster_effects.FindSnapshot():
+                self._inbox.put(lambda: self._handle(cluster_events.Found("")))
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
     def _committed(self, snapshot: Snapshotted) -> None:
         self._announce(snapshot)
-        self._handle(cluster.Committed(snapshot.snapshot))
+        self._handle(cluster_events.Committed(snapshot.snapshot))
 
     def _send(self, member: str, message: Message) -> None:
         if (channel := self._members.get(member)) is not None:
@@ -419,7 +420,7 @@ class CoordinatorService:
         if self._last_word is not None:
             return
         self._failure = failure
-        self._last_word = _message(cluster.Finish(lead) if failure is None else cluster.Abort(failure))
+        self._last_word = _message(cluster_effects.Finish(lead) if failure is None else cluster_effects.Abort(failure))
         for channel in self._members.values():
             channel.send_message(self._last_word)
         self._announce(self._last_word)
@@ -465,8 +466,8 @@ class CoordinatorService:
         return f"{what}: replica {', '.join(map(str, replicas))} on {who or 'nobody yet'} has not reported"
 
 
-def _message(last_word: cluster.Finish | cluster.Abort) -> Finished | Aborted:
-    return Finished(last_word.lead) if isinstance(last_word, cluster.Finish) else Aborted(last_word.reason)
+def _message(last_word: cluster_effects.Finish | cluster_effects.Abort) -> Finished | Aborted:
+    return Finished(last_word.lead) if isinstance(last_word, cluster_effects.Finish) else Aborted(last_word.reason)
 
 
 def _checked(message: Message) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.cluster import Terms
+from rallypoint.core.terms import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.launch.console import RunConsole
 from rallypoint.net.inproc import InprocTransport

@@ -18,7 +18,7 @@ from rallypoint.optim.rows import RowsOptimizer, state_names
 from rallypoint.store.record import ShardRecord
 
 _CHANGED, _BEFORE = "changed-", "before-"  # rows that the update after a version changed, and what they were
-_VALUES_AT_ONCE = 1 << 18
+_VALUES_AT_ONCE = 1 << 16  # they and their 64-bit intermediates stay in the cache
 
 Ids = torch.Tensor
 Undo = tuple[Ids, torch.Tensor]

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from rallypoint.core.job import JobRecord
-from rallypoint.core.layout import Entry, Shard
+from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import ShardRecord
@@ -77,6 +77,7 @@ class _Flat:
         self._name = manifest.id
         self._layout = manifest.job.layout
         self._vectors: dict[str, torch.Tensor] = {}
+        self._tables: list[dict[str, torch.Tensor]] = [{} for _ in self._layout.tables]
         self._present: dict[int, set[str]] = {}  # shard -> vectors that it has a part of
         self._scalars: dict[int, dict[str, float]] = {}
 
@@ -94,6 +95,12 @@ class _Flat:
         self._scalars[shard.index] = record.scalars
         for name in names:
             part = torch.from_numpy(record.arrays[name])
+            if shard.part is not None:
+                table = self._tables[shard.part.table]
+                if name not in table:
+                    table[name] = torch.zeros(self._layout.tables[shard.part.table].shape, dtype=part.dtype)
+                table[name][shard.part.part :: shard.part.parts] = part.view(shard.part.rows, shard.columns)
+                continue
             if name not in self._vectors:
                 self._vectors[name] = torch.zeros(self._layout.words, dtype=part.dtype)
             vector = self._vectors[name]
@@ -103,10 +110,19 @@ class _Flat:
             vector[shard.start : shard.stop].view(torch.uint8).copy_(part.view(torch.uint8))
 
     def model(self) -> dict[str, torch.Tensor]:
-        return {entry.spec.name: self._tensor(entry) for entry in self._layout.entries}
+        tables = {spec.name: table[MASTER] for spec, table in self._by_table()}
+        return {entry.spec.name: self._tensor(entry) for entry in self._layout.entries} | tables
 
     def optimizer(self) -> OptimizerState:
-        return {entry.spec.name: self._state(entry) for entry in self._layout.entries if entry.spec.group >= 0}
+        states = {e.spec.name: self._state(e) for e in self._layout.entries if e.spec.group >= 0}
+        for index, (spec, table) in enumerate(self._by_table()):
+            parts = [s.index for s in self._layout.shards if s.part is not None and s.part.table == index]
+            states[spec.name] = self._agreed(spec.name, parts)
+            states[spec.name] |= {name: values for name, values in sorted(table.items()) if name != MASTER}
+        return states
+
+    def _by_table(self) -> list[tuple[TensorSpec, dict[str, torch.Tensor]]]:
+        return list(zip(self._layout.tables, self._tables, strict=True))
 
     def _tensor(self, entry: Entry) -> torch.Tensor:
         dtype = getattr(torch, entry.spec.dtype)
@@ -120,14 +136,18 @@ class _Flat:
         touched = self._layout.shards_touching(entry.start, entry.stop)
         if not touched:
             return {}
-        first = touched[0]
-        for other in touched[1:]:
-            if self._present[other] != self._present[first] or self._scalars[other] != self._scalars[first]:
-                raise self._damaged(f"shards {first} and {other} disagree on the optimizer state of {entry.spec.name}")
-        state: dict[str, torch.Tensor | float] = dict(self._scalars[first])
+        first, state = touched[0], self._agreed(entry.spec.name, touched)
         for name in sorted(self._present[first] - {MASTER}):
             state[name] = self._vectors[name][entry.start : entry.stop].clone().view(entry.spec.shape)
         return state
+
+    def _agreed(self, tensor: str, shards: list[int]) -> dict[str, torch.Tensor | float]:
+        """The numbers in a tensor's optimizer state, which are those of all of its shards."""
+        first = shards[0]
+        for other in shards[1:]:
+            if self._present[other] != self._present[first] or self._scalars[other] != self._scalars[first]:
+                raise self._damaged(f"shards {first} and {other} disagree on the optimizer state of {tensor}")
+        return dict(self._scalars[first])
 
     def _damaged(self, what: str) -> DamagedSnapshot:
         return DamagedSnapshot(f"snapshot {self._name} is damaged: {what}")

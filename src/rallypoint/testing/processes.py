@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.cluster import Terms
+from rallypoint.core.terms import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.net.handshake import new_token
 from rallypoint.server.service import ServerService, run_servers

@@ -62,6 +62,7 @@ class GradientHooks:
     def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
         """A backward begins; with `last`, shards leave as they become whole."""
         self._last = last
+        self._tables.begin_backward()
         if last:
             self._exchange.begin_push(weight, finite)
 

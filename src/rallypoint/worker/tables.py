@@ -26,6 +26,11 @@ class Tables:
             for module in sharing:
                 module.forward = table.lookup  # type: ignore[method-assign]
 
+    def begin_backward(self) -> None:
+        """A backward pass begins: what several uses of a row give in it is summed first, as autograd would."""
+        for table in self._tables:
+            table.settle()
+
     def push(self) -> None:
         """The replica is computed: every part of every table gets its contribution, empty where nothing was used."""
         for table in self._tables:
@@ -52,6 +57,12 @@ class _Table:
 
     def reset(self) -> None:
         self._sum = RowSum(self._columns)
+        self._fresh = RowSum(self._columns)  # of the backward pass in progress
+
+    def settle(self) -> None:
+        if len(self._fresh.ids):
+            self._sum.add(self._fresh.ids, self._fresh.values)
+            self._fresh = RowSum(self._columns)
 
     def lookup(self, input: torch.Tensor) -> torch.Tensor:
         """What ``torch.nn.Embedding.forward`` gives: the rows of `input` (int, any shape), in one more dimension."""
@@ -67,7 +78,7 @@ class _Table:
     def _keeper(self, ids: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def keep(rows: torch.Tensor) -> None:
             assert rows.grad is not None
-            self._sum.add(ids, rows.grad.to("cpu", torch.float32))
+            self._fresh.add(ids, rows.grad.to("cpu", torch.float32))
             rows.grad = None
 
         return keep
@@ -92,6 +103,7 @@ class _Table:
         return [(part, place) for part, place in split if len(place)]
 
     def push(self) -> None:
+        self.settle()
         used = {part.index: place for part, place in self._split(self._sum.ids)}
         none = torch.empty(0, dtype=torch.int64)
         for part in self._parts:

@@ -118,7 +118,7 @@ def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.n
 def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, config: JobConfig) -> str:
     """Why the rows of this embedding cannot be kept by the servers alone; "" if they can."""
     if isinstance(module, torch.nn.EmbeddingBag):
-        return "only torch.nn.Embedding is supported; use one and reduce its rows yourself, or sparse=False"
+        return "a sparse gradient is supported of torch.nn.Embedding only; use one and reduce its rows, or sparse=False"
     if not module.weight.is_meta:
         return "it has weights here; declare it with device='meta' (the servers make its first rows), or sparse=False"
     if not module.weight.requires_grad or module.weight.dtype != torch.float32 or not module.weight.numel():

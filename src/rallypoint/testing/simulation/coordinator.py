@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rallypoint.core import cluster
-from rallypoint.core.cluster import ClusterMachine, ClusterState, Terms
+from rallypoint.core import cluster_effects, cluster_events
+from rallypoint.core.cluster import ClusterMachine
+from rallypoint.core.cluster_state import ClusterState, Phase
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import Member
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
@@ -49,12 +51,12 @@ class SimulatedCoordinator:
         self._tick()
 
     def _tick(self) -> None:
-        self._handle(cluster.Tick(self.node.world.now + 1.0))
+        self._handle(cluster_events.Tick(self.node.world.now + 1.0))
         self.node.later(TICK_S, self._tick)
 
     def accept(self, wire: Wire, hello: Any) -> str:
         role, who, address, birth = hello
-        if self.machine.phase is cluster.Phase.OVER:
+        if self.machine.phase is Phase.OVER:
             return "the job is over"
         old = self._members.get(who)
         if old is not None:
@@ -62,41 +64,41 @@ class SimulatedCoordinator:
         self._members[who] = wire
         wire.on_message[1] = lambda message: self._receive(wire, who, message)
         wire.on_close[1] = lambda: self._lost(wire, who)
-        self._handle(cluster.Joined(Member(who, "host", address, birth), role))
+        self._handle(cluster_events.Joined(Member(who, "host", address, birth), role))
         return ""
 
     def _lost(self, wire: Wire, who: str) -> None:
         if self._members.get(who) is wire:
             del self._members[who]
-            self._handle(cluster.Left(who, "its connection ended"))
+            self._handle(cluster_events.Left(who, "its connection ended"))
 
     def _receive(self, wire: Wire, who: str, message: Any) -> None:
         if self._members.get(who) is not wire:
             return
         match message:
             case ("beat",):
-                self._handle(cluster.Heard(who))
+                self._handle(cluster_events.Heard(who))
             case ("propose", record):
-                self._handle(cluster.Proposed(who, record))
+                self._handle(cluster_events.Proposed(who, record))
             case ("progress", step, replica, seconds, since):
                 self.outcome.computed.append((who, step, replica))
-                self._handle(cluster.Progress(who, step, replica, seconds, since))
+                self._handle(cluster_events.Progress(who, step, replica, seconds, since))
             case ("in step", backups):
-                self._handle(cluster.InStep(who, backups))
+                self._handle(cluster_events.InStep(who, backups))
             case ("leaving",):
-                self._handle(cluster.Leaving(who))
+                self._handle(cluster_events.Leaving(who))
             case ("done", since):
-                self._handle(cluster.Done(who, since))
+                self._handle(cluster_events.Done(who, since))
             case ("captured", id, indices):
-                self._handle(cluster.Captured(who, id, indices))
+                self._handle(cluster_events.Captured(who, id, indices))
             case ("snapshot lost", id, reason, passed):
-                self._handle(cluster.SnapshotLost(id, reason, passed))
+                self._handle(cluster_events.SnapshotLost(id, reason, passed))
 
-    def _handle(self, event: cluster.Event) -> None:
+    def _handle(self, event: cluster_events.Event) -> None:
         revision = self.machine.revision
         effects = self.machine.handle(event)
         self._write()
-        over = self.machine.phase is cluster.Phase.OVER
+        over = self.machine.phase is Phase.OVER
         if self.machine.revision != revision and not over and self.node.world.spring("half said"):
             self._run(effects[: self.node.world.random.randint(0, len(effects))])
             self.node.kill()  # what it has written down is all that the next one knows
@@ -108,44 +110,44 @@ class SimulatedCoordinator:
             self._written = self.machine.revision
             self.disk.state = self.machine.state()
 
-    def _run(self, effects: Sequence[cluster.Effect]) -> None:
+    def _run(self, effects: Sequence[cluster_effects.Effect]) -> None:
         for effect in effects:
             match effect:
-                case cluster.Refuse(member=member):
+                case cluster_effects.Refuse(member=member):
                     if member in self._members:
                         self._members.pop(member).cut()
-                case cluster.Admit(member=member, birth=birth):
+                case cluster_effects.Admit(member=member, birth=birth):
                     self._send(member, ("admit", birth))
-                case cluster.Prepare(server=server, record=record):
+                case cluster_effects.Prepare(server=server, record=record):
                     self._send(server, ("prepare", record))
-                case cluster.Publish(view=view, members=members):
+                case cluster_effects.Publish(view=view, members=members):
                     for member in members:
                         self._send(member, ("view", view))
-                case cluster.Assist(worker=worker, step=step, replica=replica):
+                case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                     self._send(worker, ("assist", step, replica))
-                case cluster.Capture(snapshot=id, version=version, servers=servers):
+                case cluster_effects.Capture(snapshot=id, version=version, servers=servers):
                     for server in servers:
                         self._send(server, ("capture", id, version))
-                case cluster.Commit():
+                case cluster_effects.Commit():
                     self.node.later(self.node.world.latency() * 2, lambda e=effect: self._commit(e))  # type: ignore[misc]
-                case cluster.FindSnapshot():
+                case cluster_effects.FindSnapshot():
                     self.node.later(self.node.world.latency(), self._find)
-                case cluster.Say(text=text):
+                case cluster_effects.Say(text=text):
                     self.outcome.said.append(f"{self.node.world.now:.2f} {text}")
-                case cluster.Finish():
+                case cluster_effects.Finish():
                     self.outcome.finished = True
-                case cluster.Abort(reason=reason):
+                case cluster_effects.Abort(reason=reason):
                     self.outcome.aborted = reason
 
     def _send(self, member: str, message: Any) -> None:
         if member in self._members:
             self._members[member].send(1, message)
 
-    def _commit(self, effect: cluster.Commit) -> None:
+    def _commit(self, effect: cluster_effects.Commit) -> None:
         if self.store.commit(effect.snapshot, effect.version, self.job.shards, aligned=not self.job.sync.streaming):
-            self._handle(cluster.Committed(effect.snapshot))
+            self._handle(cluster_events.Committed(effect.snapshot))
         else:
-            self._handle(cluster.SnapshotLost(effect.snapshot, "no space left"))
+            self._handle(cluster_events.SnapshotLost(effect.snapshot, "no space left"))
 
     def _find(self) -> None:
-        self._handle(cluster.Found(*self.store.newest()))
+        self._handle(cluster_events.Found(*self.store.newest()))

@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from rallypoint.core.cluster import Terms
+from rallypoint.core.terms import Terms
 from rallypoint.core.policy import Sync
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob

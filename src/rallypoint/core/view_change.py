@@ -1,0 +1,136 @@
+"""How one view follows another when members come and go: who holds which shard, and who computes which replica.
+
+A *home* is the server that holds a shard as its primary. `servers` are those that are here now, by id; a server of the
+view that is not among them, or was born again, holds nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+import msgspec
+
+from rallypoint.core.layout import Shard
+from rallypoint.core.placement import place, place_backups
+from rallypoint.core.speeds import Speeds
+from rallypoint.core.view import Deal, Member, View, ViewNumber, deal_replicas, patch_hands
+
+AHEAD = 2  # steps after the furthest one seen from which a new deal counts, so that nobody computes in vain
+_WORTH_IT = 1.1  # times as long as a fair deal that a step may take before replicas move
+
+
+# ---- shards ----------------------------------------------------------------------------------------------------
+
+
+def first_homes(
+    shards: Sequence[Shard], servers: Mapping[str, Member], replication: int
+) -> tuple[dict[int, str], dict[int, str]]:
+    """Primary and backup of every shard where nobody holds anything yet. ValueError when there is no server."""
+    primary = place(shards, sorted(servers))
+    return primary, place_backups(shards, list(servers), primary, None, _hosts(servers)) if replication > 1 else {}
+
+
+def surviving_primaries(
+    view: View, servers: Mapping[str, Member], in_step: AbstractSet[int]
+) -> dict[int, str] | None:
+    """A primary for every shard among those who hold what is needed; None when a shard is lost.
+
+    The backup of a shard that is `in_step` may be promoted.
+    """
+    alive = _alive(view, servers)
+    primary: dict[int, str] = {}
+    for shard, home in view.primary.items():
+        if home not in alive:
+            home = view.backup.get(shard, "") if shard in in_step else ""
+        if home not in alive:
+            return None
+        primary[shard] = home
+    return primary
+
+
+def rebalanced(
+    view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
+    in_step: AbstractSet[int], replication: int,
+) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
+    """Primary and backup of every shard, moved towards an even load from `primary`, the homes that survive.
+
+    A shard's new home is filled as its backup first. When all that are to move are in step they are promoted together.
+    """
+    alive = _alive(view, servers)
+    homes = dict(primary)
+    kept = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
+    wanted = place(shards, list(servers), homes)
+    moving = {s for s, home in wanted.items() if home != homes[s]}
+    if moving and all(kept.get(s) == wanted[s] and s in in_step for s in moving):
+        homes = {s: wanted[s] if s in moving else home for s, home in homes.items()}
+        kept = {s: b for s, b in kept.items() if s not in moving}
+        moving = set()
+    kept |= {s: wanted[s] for s in moving}
+    if replication < 2:
+        return homes, {s: b for s, b in kept.items() if s in moving}
+    return homes, place_backups(shards, list(servers), homes, kept, _hosts(servers))
+
+
+def still_in_step(view: View, before: View, in_step: AbstractSet[int]) -> set[int]:
+    """Those of the shards in step whose primary and backup are the same processes in `view` as in the one before."""
+    now, then = _pairs(view), _pairs(before)
+    return {shard for shard in in_step if now[shard] == then[shard]}
+
+
+def meetings(view: View, before: View | None) -> dict[int, ViewNumber]:
+    """Of each shard with a backup, the view in which these two processes became primary and backup: see `View.met`."""
+    if before is None:
+        return dict.fromkeys(view.backup, view.number)
+    now, then = _pairs(view), _pairs(before)
+    return {s: before.met[s] if now[s] == then[s] else view.number for s in view.backup}
+
+
+def _alive(view: View, servers: Mapping[str, Member]) -> set[str]:
+    births = {member.id: member.birth for member in view.servers}
+    return {id for id, member in servers.items() if births.get(id) == member.birth}
+
+
+def _pairs(view: View) -> dict[int, list[Member]]:
+    """Every shard's primary and backup: the processes, not their names."""
+    members = {member.id: member for member in view.servers}
+    return {
+        shard: [members[name] for name in (home, view.backup.get(shard)) if name in members]
+        for shard, home in view.primary.items()
+    }
+
+
+def _hosts(servers: Mapping[str, Member]) -> dict[str, str]:
+    return {id: member.host for id, member in servers.items()}
+
+
+# ---- replicas --------------------------------------------------------------------------------------------------
+
+
+def following_deals(
+    hands: Mapping[str, tuple[int, ...]], workers: Sequence[str], replicas: int, furthest: int, speeds: Speeds
+) -> tuple[Deal, ...]:
+    """How the replicas are dealt to `workers` (at least one), where `hands` counts for the next step; {} if none does.
+
+    Replicas of those who are gone go to others at once. If that is uneven for the workers' speeds, a fair deal
+    follows, which counts from a step a little ahead of the `furthest` one seen.
+    """
+    rates = speeds.rates(workers)
+    fair = deal_replicas(replicas, sorted(workers), rates)
+    if not hands:
+        return (Deal(0, fair),)
+    now = patch_hands(hands, workers, rates)
+    if speeds.makespan(now, rates) <= speeds.makespan(fair, rates) * _WORTH_IT:
+        return (Deal(0, now),)
+    return (Deal(0, now), Deal(furthest + AHEAD, fair))
+
+
+# ---- news ------------------------------------------------------------------------------------------------------
+
+
+def says_nothing_new(view: View, before: View, furthest: int) -> bool:
+    """Does `view` differ from the one before in nothing but its number, and deals that no longer count?"""
+    pending = any(deal.start > furthest + 1 for deal in before.deals)
+    same_hands = len(view.deals) < 2 and not pending and view.hands(0) == before.hands(furthest + 1)
+    deals = before.deals if same_hands else view.deals
+    return msgspec.structs.replace(view, number=before.number, deals=deals) == before

@@ -1,0 +1,283 @@
+"""One shard under a policy, played with a worker for each replica and perhaps a backup: every effect is checked.
+
+What the policies' contract suite runs (`testing/contracts.py`); the whole cluster is in `testing/simulation`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rallypoint.core import shard
+from rallypoint.core.policy import Policy
+from rallypoint.core.shard import EVERYTHING, ShardMachine
+
+ACTIONS = ("push", "push", "push", "push again", "push late", "push early", "ask", "go", "ack", "ack", "fold")
+_END = "end"  # a follower that contributes nothing and wants the end of the job
+Name = tuple[int, int]  # (step, replica): a contribution
+
+
+class PolicyBroken(AssertionError):
+    """A shard under this policy does what it must not."""
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Who plays: `replicas` that contribute `rounds` times each; with `backup` nothing is visible before its word.
+
+    With `skips` (under a streaming policy) some contributions are not finite, and are to change nothing.
+    """
+
+    replicas: int
+    rounds: int
+    backup: bool = False
+    skips: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a replica's worker computes from."""
+
+    clock: int
+    version: int
+
+
+class ShardPlay:
+    """A play: call it with actions, then `finish`.
+
+    `bound`: how many steps a replica may be ahead of what it sees of the slowest; None: any. `needed`: so many
+    contributions of a round make an update, under an aligned policy; None under one in which each is counted.
+    """
+
+    def __init__(self, policy: Policy, cast: Cast, *, bound: int | None, needed: int | None) -> None:
+        self.policy, self.cast, self.bound, self.needed = policy, cast, bound, needed
+        self.machine = ShardMachine(policy, cast.replicas, rounds=cast.rounds, skips=cast.skips and policy.streaming)
+        self.contents: dict[int, frozenset[Name]] = {0: frozenset()}  # of each version, with what was skipped
+        self.skipped: set[Name] = set()
+        self.steps: list[int] = []  # of each update, its place in the schedule
+        self._tickets: dict[int, Name] = {}
+        self._out: Counter[int] = Counter()
+        self._sum: list[Name] = []
+        self._clocks = list(self.machine.clocks)
+        self._held: dict[int, _Held] = {}
+        self._sent: list[shard.Contribute] = []
+        self._waits: set[int] = set()  # replicas whose worker waits for an answer
+        self._under_way: list[int] = []  # versions that the backup has not acknowledged
+        self._acked = -1
+        self._ended = False
+        self._gathering = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._handle(shard.Assigned(primary=True, backup=self.cast.backup, fresh=self.cast.backup))
+        self._handle(shard.Initialise(0))
+        if self.cast.backup:
+            self._handle(shard.FillBackup())
+            self._ack()
+        if self.policy.streaming:
+            for replica in range(self.cast.replicas):
+                self._ask(replica)
+            self._handle(shard.Want(_END, EVERYTHING))
+
+    # ---- what may happen ----
+
+    def act(self, action: str, which: int) -> None:
+        """Let something happen to a replica, or to something that has been sent."""
+        replica = which % self.cast.replicas
+        match action:
+            case "push":
+                self._push(replica)
+            case "push again" if self._sent:
+                self._contribute(self._sent[which % len(self._sent)])
+            case "push late" if replica in self._held and self._held[replica].clock > 0:
+                self._contribute(shard.Contribute(self._held[replica].clock - 1, replica, 1.0, 0))
+            case "push early":
+                clock = self.machine.clock(replica) + 1 + self.machine.knows(replica)
+                self._contribute(shard.Contribute(clock, replica, 1.0, 0))
+            case "ask" if replica in self._waits:
+                self._ask(replica)
+            case "go" if replica in self._waits:
+                self._handle(shard.Unfollowed(_name(replica)))
+                self._ask(replica)
+            case "ack":
+                self._ack()
+            case "fold":
+                self._fold()
+
+    def finish(self) -> None:
+        """Let everything arrive; PolicyBroken unless the job then ends, and every contribution is accounted for."""
+        for _ in range(2 * self.cast.replicas * (self.cast.rounds + 1)):
+            for replica in range(self.cast.replicas):
+                self._push(replica)
+            self._fold()
+            while self._under_way:
+                self._ack()
+        self._check(not self._waits, f"{sorted(self._waits)} wait for ever, clocks {self.machine.clocks}")
+        self._check(not self._held, f"{self._held} are not finished")
+        self._check(self._ended or not self.policy.streaming, "the end of the job is published to nobody")
+        self._check_accounts()
+
+    def _push(self, replica: int) -> None:
+        """The replica's worker, if it has parameters, contributes its next step and wants to go on."""
+        if (held := self._held.pop(replica, None)) is None:
+            return
+        finite = not self.cast.skips or (held.clock * 5 + replica) % 7 != 3
+        event = shard.Contribute(held.clock, replica, 1.0 + replica, 0, finite, held.version)
+        self._sent.append(event)
+        if self.policy.streaming:
+            self._waits.add(replica)
+        self._contribute(event)
+        if self.policy.streaming:
+            self._ask(replica)
+
+    def _ask(self, replica: int) -> None:
+        self._waits.add(replica)
+        self._handle(shard.Want(_name(replica), replica))
+
+    def _contribute(self, event: shard.Contribute) -> None:
+        ticket = len(self._tickets) + 1
+        self._tickets[ticket] = (event.step, event.replica)
+        self._handle(
+            shard.Contribute(event.step, event.replica, event.weight, ticket, event.finite, event.base)
+        )
+
+    def _ack(self) -> None:
+        if self._under_way:
+            self._acked = self._under_way.pop(0)
+            self._handle(shard.Acked(self._acked))
+
+    def _fold(self) -> None:
+        if self._gathering:
+            self._gathering = False
+            self._handle(shard.Fold())
+
+    # ---- what comes of it ----
+
+    def _handle(self, event: shard.Event) -> None:
+        for effect in self.machine.handle(event):
+            self._run(effect)
+        clocks = list(self.machine.clocks)
+        self._check(all(b <= a for b, a in zip(self._clocks, clocks, strict=True)), f"{self._clocks} became {clocks}")
+        self._clocks = clocks
+
+    def _run(self, effect: shard.Effect) -> None:
+        match effect:
+            case shard.Install():
+                pass
+            case shard.Take(ticket=ticket) | shard.Add(ticket=ticket):
+                self._check(isinstance(effect, shard.Take) == (not self._sum), f"{effect} into {self._sum}")
+                self._leave(ticket)
+                self._sum.append(self._tickets[ticket])
+            case shard.Drop(ticket=ticket, fault=fault):
+                self._leave(ticket)
+                self._check(not fault, fault)
+            case shard.Apply():
+                self._apply(effect)
+            case shard.Fill(version=version):
+                self._under_way.append(version)
+            case shard.Publish(version=version):
+                self._published(version)
+            case shard.Reply():
+                self._reply(effect)
+            case shard.Wait(replica=replica, clock=clock):
+                self._check(self.bound is not None, f"{effect}, and there is no bound")
+                seen = min(self._clock_in(self.machine.published, other) for other in range(self.cast.replicas))
+                self._check(clock > seen + (self.bound or 0), f"{effect}, and it need not: {self.machine.clocks}")
+            case shard.Gather():
+                self._gathering = True
+
+    def _leave(self, ticket: int) -> None:
+        self._out[ticket] += 1
+        self._check(self._out[ticket] == 1, f"the payload of {self._tickets.get(ticket)} has left twice")
+
+    def _apply(self, apply: shard.Apply) -> None:
+        before = self.contents[max(self.contents)]
+        self._check(apply.version == max(self.contents) + 1, f"{apply} after version {max(self.contents)}")
+        self._check(bool(self._sum), f"{apply} of nothing")
+        self._check(not before & set(self._sum), f"{sorted(before & set(self._sum))} are applied twice")
+        self._check(len(set(self._sum)) == len(self._sum), f"{self._sum} in one sum")
+        self._check(math.isfinite(apply.rate) and apply.rate > 0, f"{apply} has no sensible rate")
+        if self.needed is not None:
+            steps = {step for step, _ in self._sum}
+            self._check(steps == {apply.version - 1}, f"{self._sum} in round {apply.version - 1}")
+            self._check(len(self._sum) == self.needed, f"{len(self._sum)} instead of {self.needed} in a round")
+        self._check(not self.steps or self.steps[-1] <= apply.step, f"{apply} after step {self.steps}")
+        self.steps.append(apply.step)
+        self.contents[apply.version] = before | set(self._sum)
+        self.skipped.update(self._sum if apply.scale is None else ())
+        self._sum = []
+        if apply.replicate:
+            self._under_way.append(apply.version)
+
+    def _published(self, version: int) -> None:
+        """Under an aligned policy everybody goes on from here, those too who were too slow."""
+        self._check_visible(version)
+        self._held = {r: _Held(version, version) for r in range(self.cast.replicas) if version < self.cast.rounds}
+
+    def _reply(self, reply: shard.Reply) -> None:
+        self._check_visible(reply.version)
+        if reply.follower == _END:
+            everything = all(clock == self.cast.rounds for clock in self.machine.clocks)
+            self._check(reply.last and everything, f"{reply} at {self.machine.clocks}")
+            self._ended = True
+            return
+        self._check(reply.follower == _name(reply.replica) and not reply.last, f"{reply} to somebody else")
+        own = self._clock_in(reply.version, reply.replica)
+        self._check(own >= reply.clock, f"{reply} lacks what its replica has contributed: it is at {own}")
+        for other in range(self.cast.replicas) if self.bound is not None else ():
+            seen = self._clock_in(reply.version, other)
+            self._check(reply.clock <= seen + (self.bound or 0), f"{reply} is ahead of replica {other} at {seen}")
+        if reply.replica in self._waits:
+            self._waits.discard(reply.replica)
+            if reply.clock < self.cast.rounds:
+                self._held[reply.replica] = _Held(reply.clock, reply.version)
+
+    def _clock_in(self, version: int, replica: int) -> int:
+        """The first step of which this version does not have the replica's contribution."""
+        return next(step for step in itertools.count() if (step, replica) not in self.contents[version])
+
+    def _check_visible(self, version: int) -> None:
+        known = version in self.contents and version <= self.machine.published
+        self._check(known, f"version {version} of {self.machine.published} published")
+        self._check(not self.cast.backup or self._acked < 0 or version <= self._acked, f"{version} is not durable")
+
+    def _check_accounts(self) -> None:
+        tally, total = self.machine.tally, self.cast.replicas * self.cast.rounds
+        self._check(tally.applied + tally.folded + tally.dropped == total, f"{tally} of {total} contributions")
+        content = self.contents[max(self.contents)]
+        changing = content - self.skipped
+        self._check(tally.applied + tally.folded == len(changing), f"{tally}, and {len(changing)} are applied")
+        if self.policy.streaming:
+            self._check(sum(tally.staleness.values()) == total, f"{tally} of {total} contributions")
+            due = {(step, r) for step in range(self.cast.rounds) for r in range(self.cast.replicas)}
+            self._check(content == due, f"{sorted(content ^ due)} are missing or too many")
+            not_finite = {(c.step, c.replica) for c in self._sent if not c.finite}
+            self._check(self.skipped == not_finite, f"{self.skipped} are skipped, {not_finite} are not finite")
+        self._check(set(self._out) - {0} == set(self._tickets), "a payload has been forgotten")
+
+    def _check(self, holds: bool, sentence: str) -> None:
+        if not holds:
+            raise PolicyBroken(sentence)
+
+
+def play(
+    policy: Policy, cast: Cast, actions: Iterable[tuple[str, int]], *, bound: int | None, needed: int | None
+) -> ShardPlay:
+    """Play these actions to the end of the job. PolicyBroken when the policy does not hold what all of them promise."""
+    shard_play = ShardPlay(policy, cast, bound=bound, needed=needed)
+    for action, which in actions:
+        shard_play.act(action, which)
+    shard_play.finish()
+    return shard_play
+
+
+def in_order(cast: Cast) -> Sequence[tuple[str, int]]:
+    """A schedule in which nothing is late."""
+    return [("push", replica) for _ in range(cast.rounds) for replica in range(cast.replicas)]
+
+
+def _name(replica: int) -> str:
+    return f"worker {replica}"

@@ -1,0 +1,208 @@
+"""Every policy under the same contract; what is particular to each; and that the contract finds what is broken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from rallypoint.core.policy import (
+    Async,
+    BoundedStaleness,
+    Ledger,
+    LocalSteps,
+    Mode,
+    Policy,
+    ServerPolicy,
+    Sync,
+    Verdict,
+    server_policy,
+)
+from rallypoint.core.shard import Apply, Contribute, Drop, Gather, Initialise, Publish, Reply, ShardMachine, Wait, Want
+from rallypoint.testing.contracts import PolicyContract
+from rallypoint.testing.shard_play import ACTIONS, Cast, PolicyBroken, play
+
+
+class TestSync(PolicyContract):
+    bound = 0
+
+    @pytest.fixture
+    def policy(self) -> Policy:
+        return Sync()
+
+    def needed(self, replicas: int) -> int:
+        return replicas
+
+
+@pytest.mark.parametrize("quorum", [1, 2, 3])
+class TestQuorum(PolicyContract):
+    @pytest.fixture(autouse=True)
+    def _quorum(self, quorum: int) -> None:
+        self.quorum = quorum
+
+    @pytest.fixture
+    def policy(self, quorum: int) -> Policy:
+        return Sync(quorum=quorum)
+
+    def needed(self, replicas: int) -> int:
+        return min(self.quorum, replicas)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+class TestBoundedStaleness(PolicyContract):
+    @pytest.fixture(autouse=True)
+    def _bound(self, staleness: int) -> None:
+        self.bound = staleness
+
+    @pytest.fixture
+    def policy(self, staleness: int) -> Policy:
+        return BoundedStaleness(staleness)
+
+
+@pytest.mark.parametrize(
+    "asynchronous", [Async(), Async(fold=3), Async(scale_by_staleness=True), Async(delay_compensation=0.04)], ids=repr
+)
+class TestAsync(PolicyContract):
+    @pytest.fixture
+    def policy(self, asynchronous: Async) -> Policy:
+        return asynchronous
+
+
+# ---- what is particular to each ----
+
+
+def _machine(policy: ServerPolicy, replicas: int) -> ShardMachine:
+    machine = ShardMachine(policy, replicas, rounds=9)
+    machine.handle(Initialise(0))
+    return machine
+
+
+def test_with_a_quorum_the_first_to_come_make_the_update_and_the_rest_are_dropped_and_counted() -> None:
+    machine = _machine(Sync(quorum=2), 4)
+    machine.handle(Contribute(0, 3, 1.0, 1))
+    assert machine.handle(Contribute(0, 1, 1.0, 2))[-1] == Publish(1)
+    assert machine.handle(Contribute(0, 0, 1.0, 3)) == [Drop(3)]
+    assert machine.handle(Contribute(0, 2, 1.0, 4)) == [Drop(4)]
+    assert (machine.tally.applied, machine.tally.dropped) == (2, 2)
+
+
+def test_under_a_bound_who_runs_ahead_waits_for_the_slowest_and_is_told_so() -> None:
+    machine = _machine(BoundedStaleness(1), 2)
+    machine.handle(Contribute(0, 0, 1.0, 1))
+    assert machine.handle(Want("a", 0)) == [Reply("a", 0, 1, 1)]
+    machine.handle(Contribute(1, 0, 1.0, 2, base=1))
+    assert machine.handle(Want("a", 0)) == [Wait("a", 0, 2)]
+    assert machine.handle(Contribute(0, 1, 1.0, 3))[-1] == Reply("a", 0, 2, 3)
+
+
+def test_under_a_bound_a_contribution_that_is_too_far_ahead_is_kept_until_its_turn() -> None:
+    """No worker of ours sends one: it would have to be given parameters that it must not have."""
+    machine = _machine(BoundedStaleness(0), 2)
+    machine.handle(Contribute(0, 0, 1.0, 1))
+    assert BoundedStaleness(0).admit(machine, 1, 0) is Verdict.HOLD
+    machine.handle(Contribute(1, 0, 1.0, 2))
+    assert machine.handle(Contribute(0, 1, 1.0, 3))[-1] == Reply("a", 0, 2, 3) or machine.version == 3
+    assert machine.clocks == [2, 1]
+
+
+def test_without_a_bound_nobody_is_ever_told_to_wait() -> None:
+    machine = _machine(Async(), 2)
+    for step in range(8):
+        machine.handle(Contribute(step, 0, 1.0, step + 1))
+        assert machine.handle(Want("a", 0)) == [Reply("a", 0, step + 1, step + 1)]
+
+
+@pytest.mark.parametrize(("scaled", "expected"), [(False, [1 / 3, 1 / 3, 1 / 3]), (True, [1.0, 1.0, 1 / 2])])
+def test_a_late_contribution_counts_less_only_if_it_is_wished(scaled: bool, expected: list[float]) -> None:
+    machine = _machine(Async(scale_by_staleness=scaled), 3)
+    effects = [e for r in range(3) for e in machine.handle(Contribute(0, r, 1.0, r + 1, base=0))]
+    assert [effect.rate for effect in effects if isinstance(effect, Apply)] == expected
+    assert machine.tally.staleness == {0: 1, 1: 1, 2: 1}
+
+
+def test_what_is_folded_counts_as_often_as_what_is_not() -> None:
+    machine = _machine(Async(fold=3), 4)
+    assert machine.handle(Contribute(0, 2, 1.0, 1))[-1] == Gather()
+    machine.handle(Contribute(0, 0, 1.0, 2))
+    applied = [e for e in machine.handle(Contribute(0, 3, 1.0, 3)) if isinstance(e, Apply)]
+    assert [effect.rate for effect in applied] == [3 / 4]
+    assert (machine.version, machine.clocks) == (1, [1, 0, 1, 1])
+    assert (machine.tally.applied, machine.tally.folded) == (1, 2)
+
+
+@pytest.mark.parametrize(("mode", "policy"), [
+    (Sync(quorum=3), Sync(quorum=3)),
+    (BoundedStaleness(0), Sync()),
+    (BoundedStaleness(2), BoundedStaleness(2)),
+    (Async(fold=2), Async(fold=2)),
+    (LocalSteps(4), Sync()),
+    (LocalSteps(4, over=Async()), Async()),
+], ids=str)  # fmt: skip
+def test_what_a_server_does_under_each_mode(mode: Mode, policy: ServerPolicy) -> None:
+    assert server_policy(mode) == policy
+
+
+@pytest.mark.parametrize("mode", [Sync(quorum=3), BoundedStaleness(2), Async(fold=2), LocalSteps(4)], ids=str)
+def test_a_mode_travels_in_the_job_s_record(mode: Mode) -> None:
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(mode), type=Mode) == mode  # type: ignore[arg-type]
+
+
+# ---- the contract finds what it is made to find ----
+
+
+class _TakesRepeats(Async, frozen=True):
+    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
+        return Verdict.ADD if replica < ledger.expected and step <= ledger.clock(replica) else Verdict.REJECT
+
+
+class _DropsSome(Async, frozen=True):
+    def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
+        return Verdict.DROP if (step, replica) == (1, 1) else Async.admit(self, ledger, step, replica)
+
+
+class _KnowsNoBound(BoundedStaleness, frozen=True):
+    def serve(self, ledger: Ledger, clock: int) -> bool:
+        return True
+
+
+class _LooksAtWhatIsNotVisible(BoundedStaleness, frozen=True):
+    def serve(self, ledger: Ledger, clock: int) -> bool:
+        return clock <= ledger.slowest + self.staleness
+
+
+class _ServesNobody(BoundedStaleness, frozen=True):
+    def serve(self, ledger: Ledger, clock: int) -> bool:
+        return clock <= ledger.visible + self.staleness and clock != 2
+
+
+class _OneTooMany(Sync, frozen=True):
+    def complete(self, ledger: Ledger) -> bool:
+        return ledger.added > self._needed(ledger)
+
+
+class _CountsForNothing(Async, frozen=True):
+    def rate(self, ledger: Ledger, staleness: int) -> float:
+        return float(staleness == 0)
+
+
+@pytest.mark.parametrize(("policy", "bound", "needed"), [
+    (_TakesRepeats(), None, None),
+    (_DropsSome(), None, None),
+    (_KnowsNoBound(1), 1, None),
+    (_LooksAtWhatIsNotVisible(1), 1, None),
+    (_ServesNobody(1), 1, None),
+    (_OneTooMany(quorum=2), None, lambda replicas: min(2, replicas)),
+    (Sync(quorum=2), None, lambda replicas: min(3, replicas)),
+    (_CountsForNothing(), None, None),
+], ids=lambda value: type(value).__name__)  # fmt: skip
+def test_a_policy_that_breaks_its_promise_is_found(
+    policy: ServerPolicy, bound: int | None, needed: Callable[[int], int] | None
+) -> None:
+    with pytest.raises(PolicyBroken):
+        for seed in range(200):
+            chance = random.Random(seed)
+            cast = Cast(chance.randint(2, 5), chance.randint(3, 5), chance.random() < 0.5)
+            schedule = [(chance.choice(ACTIONS), chance.randrange(100)) for _ in range(100)]
+            play(policy, cast, schedule, bound=bound, needed=needed and needed(cast.replicas))
