@@ -53,6 +53,9 @@ class TableCluster(Cluster):
         super().__init__(home)
         self.script.write_text(SCRIPT.replace(f"# {where}", WAIT))
 
+    def resume_on(self, *options: str) -> None:
+        self._start("resume", str(self.folder), *options)
+
     @property
     def tables(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = torch.load(self.folder / "tables.pt", weights_only=True)
@@ -136,7 +139,7 @@ def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster
     cluster.launcher.send_signal(signal.SIGKILL)
     assert cluster.ended() == -signal.SIGKILL
     assert not [name for name, process in before.items() if alive(process)]
-    cluster.resume("--workers", "1", "--servers", "3")
+    cluster.resume_on("--workers", "1", "--servers", "3")
     cluster.ended_as(undisturbed)
     assert f"going on from {cluster.events('Snapshotted')[0]['snapshot']}" in cluster.output
 

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from rallypoint.coordinator.service import CoordinatorService
-from rallypoint.core.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net import messages

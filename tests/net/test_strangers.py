@@ -14,9 +14,9 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.service import CoordinatorService
-from rallypoint.core.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net.channel import Channel
@@ -162,7 +162,7 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
         message = msgspec.structs.replace(message, since=job.view.since)
     job.stranger_says(message)
     assert job.runs()
-    assert "stranger" not in job.coordinator._machine._workers
+    assert "stranger" not in job.coordinator._machine._members.workers
     assert job.coordinator._tally is not None
     assert job.coordinator._tally.missing() == (0, [0, 1])
 
@@ -249,11 +249,11 @@ def test_following_twice_is_following(job: Job) -> None:
 def test_a_server_is_in_step_only_for_its_own_shards(job: Job) -> None:
     theirs = job.view.shards_of("server1")
     assert theirs
-    before = set(job.coordinator._machine._in_step)
+    before = set(job.coordinator._machine._views.in_step)
     job.servers[0].say(InStep({shard: job.view.met[shard] for shard in theirs}))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     job.settle()
-    assert job.coordinator._machine._in_step == before
+    assert job.coordinator._machine._views.in_step == before
     assert job.runs()
 
 

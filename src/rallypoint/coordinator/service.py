@@ -256,7 +256,10 @@ class CoordinatorService:
 
     def _received(self, channel: Channel, hello: Hello, message: Message) -> None:
         if hello.role == "observer":
-            self._handle(cluster_events.Resized(message.workers) if isinstance(message, Resize) else cluster_events.SnapshotWanted())
+            if isinstance(message, Resize):
+                self._handle(cluster_events.Resized(message.workers))
+            else:
+                self._handle(cluster_events.SnapshotWanted())
             return
         if self._members.get(hello.id) is not channel:
             return  # it was refused: what it says does not count
@@ -382,7 +385,9 @@ class CoordinatorService:
                     done=lambda nbytes, seconds: self._inbox.put(
                         lambda: self._committed(Snapshotted(snapshot, version, nbytes, seconds))
                     ),
-                    failed=lambda why: self._inbox.put(lambda: self._handle(cluster_events.SnapshotLost(snapshot, why))),
+                    failed=lambda why: self._inbox.put(
+                        lambda: self._handle(cluster_events.SnapshotLost(snapshot, why))
+                    ),
                 )  # fmt: skip
             case cluster_effects.FindSnapshot() if keeper is not None:
                 keeper.find(

@@ -1,9 +1,9 @@
 """The coordinator's machine: who joins and leaves, what they bring, which view follows, when snapshots are due.
 
 It ties together who is here (`membership`), which view follows another (`view_sequence`, `view_change`), who is slow
-(`speeds`) and when snapshots are taken (`snapshot_duty`). Events come in (`cluster_events`), effects go out
-(`cluster_effects`). Time comes in with Tick only. What must survive the coordinator is in `state()`; the shell writes it
-down whenever `revision` has risen, before it does anything else that an event has brought (I7).
+(`speeds`) and when snapshots are taken (`snapshot_duty`). Events come in (`cluster_events`) and effects go out
+(`cluster_effects`); time comes in with Tick only. What must survive the coordinator is in `state()`; the shell writes
+it down whenever `revision` has risen, before it does anything else that an event has brought (I7).
 """
 
 from __future__ import annotations

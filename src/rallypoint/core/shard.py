@@ -524,11 +524,16 @@ class ShardMachine:
     def _want(self, event: Want) -> list[Effect]:
         if not self.primary:
             return []  # it was sent under an older view; its worker will ask again
-        wanted = self._wants[event.follower] = _Wanted(event.replica, self._next_clock(event.replica))
-        effects = self._serve()
-        if event.follower in self._wants and not self.policy.serve(self, wanted.clock) and event.replica >= 0:
-            effects.append(Wait(event.follower, event.replica, wanted.clock))
-        return effects
+        self._wants[event.follower] = _Wanted(event.replica, self._next_clock(event.replica))
+        return [*self._serve(), *self._told_to_wait(event.follower)]
+
+    def _told_to_wait(self, follower: str) -> list[Effect]:
+        """What keeps it may be a replica of its own: it has to hear that others come first."""
+        wanted = self._wants.get(follower)
+        if wanted is None or wanted.replica == EVERYTHING or self.published < 0:
+            return []
+        may = self.policy.serve(self, wanted.clock)
+        return [] if may else [Wait(follower, wanted.replica, wanted.clock)]
 
     def _next_clock(self, replica: int) -> int:
         """What the replica's clock will show once all that has arrived of it is applied."""
@@ -594,7 +599,10 @@ class ShardMachine:
         if not self.primary:
             return [Acknowledge(event.version)]
         self.published = -1
-        return [*self._captured(), *self._publish()]
+        for wanted in self._wants.values():  # some came before the clocks were known
+            wanted.clock = self._next_clock(wanted.replica)
+        effects = [*self._captured(), *self._publish()]
+        return effects + [effect for follower in self._wants for effect in self._told_to_wait(follower)]
 
     def _restart_clocks(self, clocks: tuple[int, ...]) -> None:
         if self.policy.streaming:

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from rallypoint.core.terms import Terms
 from rallypoint.core.policy import Sync
+from rallypoint.core.terms import Terms
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import World
@@ -284,9 +284,9 @@ class Simulation:
                     f"clocks {m.clocks} wants {m._wants}"
                     for i, m in held.items() if m is not None))  # fmt: skip
         if self.coordinator is not None:
-            lines.append(f"coordinator: {self.coordinator.machine.phase}, {self.coordinator.machine.view}, "
-                         f"taking {self.coordinator.machine._taking}, done {self.coordinator.machine._done}, "
-                         f"waits for {self.coordinator.machine.waiting_for()}")  # fmt: skip
+            machine = self.coordinator.machine
+            lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
+                         f"done {machine._members.done}, waits for {machine.waiting_for()}")  # fmt: skip
         return "\n".join([*lines, *self.outcome.said])
 
 

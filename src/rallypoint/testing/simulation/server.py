@@ -113,17 +113,12 @@ class SimulatedServer:
     # ---- connections ----
 
     def accept(self, wire: Wire, hello: Any) -> str:
-        role, who, number = hello
+        role, who, _ = hello
         wire.on_message[1] = lambda message: self._receive(wire, role, who, message)
         wire.on_close[1] = lambda: self._gone(wire, who)
-        if role == "worker":
-            self._when_known(number, lambda: self._linked(wire, who))
+        if role == "worker":  # what its wire before this one still brings of wants does not count
+            self._askers[who] = wire
         return ""
-
-    def _linked(self, wire: Wire, worker: str) -> None:
-        """A worker has connected (again): what its wire before this one still brings of wants does not count."""
-        if wire.open:
-            self._askers[worker] = wire
 
     def _gone(self, wire: Wire, who: str) -> None:
         self._unfollow(wire)
