@@ -20,24 +20,9 @@ from rallypoint.core.policy import (
     Verdict,
     server_policy,
 )
-from rallypoint.core.shard import (
-    Acked,
-    Apply,
-    Assigned,
-    Contribute,
-    Drop,
-    FillBackup,
-    Gather,
-    Hold,
-    Initialise,
-    Loaded,
-    Publish,
-    Reply,
-    ShardMachine,
-    Take,
-    Wait,
-    Want,
-)
+from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard_effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, Wait
+from rallypoint.core.shard_events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
 from rallypoint.testing.contracts import PolicyContract
 from rallypoint.testing.shard_play import ACTIONS, Cast, PolicyBroken, play
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.shard import EVERYTHING
+from rallypoint.core.shard_events import EVERYTHING
 from rallypoint.core.slots import (
     Arriving,
     Assisted,

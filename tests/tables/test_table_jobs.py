@@ -66,14 +66,23 @@ def test_the_bytes_of_a_step_follow_the_batch_and_not_the_table() -> None:
 @pytest.mark.parametrize(
     "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
 )
-@pytest.mark.parametrize("workers", [1, 2])
-def test_tables_learn_in_the_streaming_modes(sync: Any, workers: int) -> None:
-    settings = {"optimizer": rp.AdamW(lr=0.02, weight_decay=0.0), "sync": sync, "steps": 60}
-    with ProcessCluster(workers=workers, servers=2) as cluster:
+def test_one_replica_in_a_streaming_mode_is_trained_as_by_plain_pytorch(sync: Any) -> None:
+    settings = {"optimizer": LAZY_ADAM, "replicas": 1}
+    with ProcessCluster(workers=1, servers=2) as cluster:
+        results = cluster.run(train, {**settings, "sync": sync})
+    _equal(results, reference(settings), exactly=True)
+
+
+@pytest.mark.parametrize(
+    "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
+)
+def test_tables_learn_in_the_streaming_modes(sync: Any) -> None:
+    settings = {"optimizer": rp.AdamW(lr=0.1, weight_decay=0.0), "sync": sync, "steps": 120}
+    with ProcessCluster(workers=2, servers=2) as cluster:
         results = cluster.run(train, settings)
     losses = {place: loss for result in results for place, loss in result["losses"].items()}
-    assert losses.keys() == {(step, replica) for step in range(60) for replica in range(3)}
+    assert losses.keys() == {(step, replica) for step in range(120) for replica in range(3)}
     first, last = (
-        np.mean([loss for (step, _), loss in losses.items() if step in steps]) for steps in (range(5), range(55, 60))
+        np.mean([loss for (step, _), loss in losses.items() if step in steps]) for steps in (range(5), range(110, 120))
     )
-    assert last < 0.5 * first
+    assert last < 0.7 * first
