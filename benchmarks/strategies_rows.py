@@ -1,9 +1,12 @@
 """The rows of `benchmarks/strategies.py`: ways to synchronise as settings, their rates, the least time a step can take.
 
-Learning rates. Each workload has one schedule (warm-up over a tenth of the steps, then half a cosine to zero) and a
-table of optimizers, `OPTIMIZERS`. The baselines' peak rates are the best of a grid of factors of two; a row that is not
-in the table takes its baseline's, and stands there when another factor was better by more than the seeds differ, found
-by ``python benchmarks/strategies.py --tune 0.25,0.5,1,2,4 --rows NAME``: short runs without limited links.
+Learning rates. Every row has the same schedule, a warm-up over a tenth of the steps and half a cosine to zero. The
+peak rates in `OPTIMIZERS` are the best of a grid of factors of two by the last validation loss (the baselines': by the
+mean of two or three seeds); a row that is not there takes its baseline's. Under SSP and Async each of the R
+contributions of a batch is an update of its own, at the baseline's rate divided by R. Whether a row deserves another
+rate is seen in short runs without limited links::
+
+    python benchmarks/strategies.py --tune 0.5,1,2 --rows NAME
 """
 
 from __future__ import annotations
@@ -96,7 +99,7 @@ def _plain(lr: Schedule) -> Optimizer:
 
 OPTIMIZERS: Mapping[str, Mapping[str, tuple[Any, float]]] = {
     "gpt": {
-        "ddp": (_adamw, 1e-3), "ddp-sgd": (_momentum, 0.2), "dgc": (_plain, 0.2),
+        "ddp": (_adamw, 1e-3), "ddp-sgd": (_momentum, 0.05), "dgc": (_plain, 0.05),
     },
     "resnet": {
         "ddp": (_momentum, 0.05), "dgc": (_plain, 0.05),
@@ -115,10 +118,12 @@ def baseline_of(workload: str, name: str) -> str:
     return SGD_BASELINE if ROWS[name].sgd and SGD_BASELINE in OPTIMIZERS[workload] else BASELINE
 
 
-def optimizer(workload: str, name: str, steps: int, factor: float) -> Optimizer:
+def optimizer(workload: str, name: str, replicas: int, steps: int, factor: float) -> Optimizer:
     """A row's optimizer, its peak rate times `factor`."""
     table = OPTIMIZERS[workload]
     make, peak = table.get(name) or table[baseline_of(workload, name)]
+    if _streaming(ROWS[name]):
+        peak /= replicas
     made: Optimizer = make(rp.cosine(peak * factor, warmup=max(1, steps // 10)))
     return made
 

@@ -32,6 +32,7 @@ EXPORTED = [
     "linear",
     "step_decay",
 ]
+POLICIES = (rallypoint.Sync, rallypoint.BoundedStaleness, rallypoint.Async)
 DOCUMENTED = [name for name in EXPORTED if name != "__version__"]
 
 
@@ -87,7 +88,7 @@ def public_members(thing: object) -> Iterator[tuple[str, object]]:
     """Methods and properties that a class of ours defines itself."""
     if inspect.isclass(thing):
         for name, value in vars(thing).items():
-            if issubclass(thing, (rallypoint.Sync, rallypoint.BoundedStaleness, rallypoint.Async)) and documented(getattr(Policy, name, None)):
+            if issubclass(thing, POLICIES) and documented(getattr(Policy, name, None)):
                 continue  # the interface has said what it does
             if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, (property, classmethod))):
                 yield name, value

@@ -83,3 +83,6 @@ def test_all_are_done_when_everybody_who_has_brought_the_model_is_and_anybody_ha
     members.remove("w1")
     assert members.all_done
     assert members.present == {"w0"}
+    members.proposed.add("w2")
+    members.done.add("somebody")  # whose word is not that of those who are here
+    assert not members.all_done

@@ -205,11 +205,15 @@ def test_a_policy_that_breaks_its_promise_is_found(
     policy: ServerPolicy, bound: int | None, needed: Callable[[int], int] | None
 ) -> None:
     with pytest.raises(PolicyBroken):
-        for seed in range(200):
-            chance = random.Random(seed)
-            cast = Cast(chance.randint(2, 5), chance.randint(3, 5), chance.random() < 0.5)
-            schedule = [(chance.choice(ACTIONS), chance.randrange(100)) for _ in range(100)]
-            play(policy, cast, schedule, bound=bound, needed=needed and needed(cast.replicas))
+        _play_many(policy, bound, needed)
+
+
+def _play_many(policy: ServerPolicy, bound: int | None, needed: Callable[[int], int] | None) -> None:
+    for seed in range(200):
+        chance = random.Random(seed)
+        cast = Cast(chance.randint(2, 5), chance.randint(3, 5), chance.random() < 0.5)
+        schedule = [(chance.choice(ACTIONS), chance.randrange(100)) for _ in range(100)]
+        play(policy, cast, schedule, bound=bound, needed=needed and needed(cast.replicas))
 
 
 # ---- defects that were found and must not come back ----

@@ -58,7 +58,7 @@ def _evaluate(model: torch.nn.Module, batch: Any) -> float:
 
 
 def train_beside_a_slow_worker(job: rp.Job, quick: str, stuck_at: int) -> tuple[str, int]:
-    """Worker 1 stands still in a step until worker 0 has come to the last one: hash, and micro-batches computed here."""
+    """Worker 1 stands still in a step until worker 0 has come to the last one: hash, micro-batches here."""
     model, data = counted()
     steps, computed, ahead = 20, 0, Path(quick)
     run = job.train(

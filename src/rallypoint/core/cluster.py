@@ -85,14 +85,16 @@ class ClusterMachine:
         self.revision += 1
         if self.resume is not None:
             return  # whoever was there is gone; only the numbers go on
-        self._views.view, self._views.in_step = state.view, set(state.in_step)
+        # Without a record everybody had gone before anything was computed: the view is of nobody.
+        self._views.view = state.view if state.record is not None else None
+        self._views.in_step = set(state.in_step)
         self.record, self._begun, self.furthest = state.record, state.begun, state.furthest
         self._workers_max, self.last_word = state.workers_max, state.last_word
-        if state.view is None or state.last_word is not None:
+        if self.view is None or state.last_word is not None:
             self.phase = Phase.GATHERING if state.last_word is None else Phase.OVER
             return
         self.phase = Phase.RUNNING
-        self._members.expect(state.view)
+        self._members.expect(self.view)
 
     # ---- questions the shell asks ----
 
@@ -196,7 +198,7 @@ class ClusterMachine:
         sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
         if self.phase is Phase.GATHERING:
             return self._abort(sentence)
-        del self._members.workers[worker]  # a late one cannot end a job that runs well without it
+        self._members.remove(worker)  # a late one cannot end a job that runs well without it
         return [Refuse(worker, sentence), Say(f"refused: {sentence}")]
 
     def _begin_when_gathered(self) -> list[Effect]:
@@ -327,8 +329,8 @@ class ClusterMachine:
         return effects
 
     def _assist_stragglers(self) -> list[Effect]:
-        if not self.terms.backup_tasks or self.view is None or self.record is None:
-            return []
+        if not self.terms.backup_tasks or self.view is None or self.record is None or self.record.sticky:
+            return []  # (what a replica leaves on its worker the helper does not have)
         found = self._speeds.straggler(self.view.hands(self.furthest), self.furthest, self._active(), self._now)
         return [] if found is None else [Assist(*found)]
 
@@ -376,11 +378,11 @@ class ClusterMachine:
     def _start_over(self, origin: str) -> list[Effect]:
         """A view from which everything before is void."""
         assert self.record is not None
+        self._speeds.restart()
+        self._snapshots.restart()
         if not self._members.servers or (origin == "" and not self._active()):
             self.phase = Phase.GATHERING  # nobody to begin with
             return []
-        self._speeds.restart()
-        self._snapshots.restart()
         capture = self._capture(0, list(self._members.servers)) if origin == "" and self.terms.snapshots else []
         # The hands of a void past say nothing about who has computed what.
         view = self._views.first(

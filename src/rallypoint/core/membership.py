@@ -100,4 +100,4 @@ class Membership:
     def all_done(self) -> bool:
         """Is there nobody left who is to fetch the last version, and anybody at all?"""
         present = self.present
-        return bool(present) and not self.done < present
+        return bool(present) and present <= self.done

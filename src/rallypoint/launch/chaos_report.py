@@ -130,13 +130,14 @@ def show(report: Report, console: Console) -> None:
     for what in sorted({measured.event.what for measured in report.events}):
         stalls = sorted(m.stall for m in report.events if m.event.what == what)
         console.print(f"  {what} ({len(stalls)}): p50 {stalls[len(stalls) // 2]:.2f} s, max {stalls[-1]:.2f} s")
-    if report.undone:
-        console.print(f"[yellow]{report.undone} blows did not fall: the run was over; give it more steps[/yellow]")
-    _show_ledger(report.ledger, console)
+    if report.comparable:
+        _show_ledger(report.ledger, console)
     mine, theirs = report.hashes
     verdict = "[bold green]same bytes: yes[/bold green]" if report.same else "[bold red]same bytes: NO[/bold red]"
     if not report.comparable:
         verdict = f"same bytes: {'yes' if report.same else 'no'} (this mode does not promise them when workers die)"
+    if report.undone:
+        verdict += f"; [yellow]but {report.undone} blows did not fall: the run was over, give it more steps[/yellow]"
     console.print(f"undisturbed sha256 {mine}\nthis run    sha256 {theirs}\n{verdict}")
 
 

@@ -34,6 +34,8 @@ _QUICK_S = 10.0  # a process that dies within so long of its start may do so aga
 _PAUSES_S = (0.0, 0.2, 1.0, 3.0)
 _QUICK_DEATHS = 12  # in a row, after which there is no sense in starting another
 
+INTERRUPTED = 130  # the exit status after Ctrl-C
+
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """What to start: `worker` is the argv of every worker process. Saved in the run's folder, so that it can go on.
@@ -86,7 +88,7 @@ def launch(plan: Launch, console: RunConsole, meddle: Callable[[LocalRun], None]
         console.console.print("[yellow]interrupted: everything has been ended[/yellow]")
         if plan.snapshots and console.snapshots:
             console.console.print(f"to go on: rallypoint resume {escape(plan.folder)}")
-        return 130
+        return INTERRUPTED
     finally:
         (folder / CLUSTER_FILE).unlink(missing_ok=True)
         for number, handler in previous.items():

@@ -316,6 +316,8 @@ class Reducer:
                 case clip.Verdict():
                     if effect.scale is None or not math.isfinite(effect.norm):
                         self._around.not_finite(effect)
+                        if effect.scale is not None and self._config.nonfinite == "stop":
+                            continue  # the job ends here, and a snapshot shall not catch what comes of this step
                     # On the inbox, not here: the shard whose Finish brought the verdict is still running its effects.
                     self.inbox.put(lambda verdict=effect: self._run_all(self.machine.decided(verdict)))  # type: ignore[misc]
 

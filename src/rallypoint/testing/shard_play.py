@@ -183,7 +183,7 @@ class ShardPlay:
                 self._published(version)
             case shard_effects.Reply():
                 self._reply(effect)
-            case shard_effects.Wait(replica=replica, clock=clock):
+            case shard_effects.Wait(clock=clock):
                 self._check(self.bound is not None, f"{effect}, and there is no bound")
                 seen = min(self._clock_in(self.machine.published, other) for other in range(self.cast.replicas))
                 self._check(clock > seen + (self.bound or 0), f"{effect}, and it need not: {self.machine.clocks}")

@@ -90,6 +90,9 @@ class Exchange:
     def turn(self, view: View) -> None:
         """A new view has come."""
         with self._turning:
+            before = self._machine.view
+            if before is not None and view.number <= before.number:
+                return  # a newer one was quicker
             self._end_links_but(view)
             with self._changed:
                 before = self._machine.view

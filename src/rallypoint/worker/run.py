@@ -14,7 +14,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core import slots as machine
 from rallypoint.core.order import derive_seed
 from rallypoint.data.loader import MicroBatches, seed_everything
-from rallypoint.errors import NonFiniteLoss, UsageError
+from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.observe.trace import Tracer
@@ -113,6 +113,8 @@ class Run:
                     yield from self._replica(round, replica)
         if self._exchange.gone:
             raise SystemExit(0)  # told to go, and nothing is left here to be done
+        if self._exchange.step < 0:
+            raise JobAborted("the job was over before this worker had any of its parameters")
         self._end()
 
     def _next_action(self) -> machine.Action | None:
