@@ -27,7 +27,8 @@ with rp.join() as job:
     run = job.train(model, data, replicas=4, batch=2, steps={STEPS}, shard_bytes=128, optimizer=rp.SGD(lr=0.5))
     for micro in run:
         with micro:
-            while micro.replica > 0 and micro.step >= int(gate.read_text()):
+            while micro.step >= int(gate.read_text()):
+                gate.with_name(f"{{job.id}} waits before {{gate.read_text()}}").touch()
                 time.sleep(0.005)
             micro.backward((model.weight * micro.batch[0]).sum())
     (run.folder / f"hash-{{job.id}}").write_text(weights_hash(model))
@@ -47,6 +48,11 @@ class CountingCluster(Cluster):
     def __init__(self, home: Path) -> None:
         super().__init__(home)
         self.script.write_text(SCRIPT)
+
+    def until_at(self, step: int) -> None:
+        """Until both workers wait in the middle of this step, or of a later one (replicas may be dealt anew)."""
+        self.open(step)
+        self.until(lambda: all((self.home / f"worker{i} waits before {step}").exists() for i in range(2)))
 
     @property
     def hashes(self) -> set[str]:
@@ -79,7 +85,7 @@ def test_a_worker_killed_mid_run_costs_no_contribution_and_none_is_applied_twice
     cluster: CountingCluster, under_sync: str, policy: str
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", *POLICIES[policy])
-    cluster.until_in_step(AT)
+    cluster.until_at(AT)
     cluster.processes()["worker1"].kill()
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
@@ -95,7 +101,7 @@ def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_bac
     cluster: CountingCluster, under_sync: str, policy: str
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--replication", "2", *POLICIES[policy])
-    cluster.until_in_step(AT)
+    cluster.until_at(AT)
     cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
     cluster.processes()["server0"].kill()
     cluster.open(STEPS)
@@ -110,7 +116,7 @@ def test_a_server_that_alone_held_its_shards_costs_steps_but_no_contribution(
     cluster: CountingCluster, under_sync: str
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", *POLICIES["async"])
-    cluster.until_in_step(AT)
+    cluster.until_at(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)
     cluster.open(STEPS)

@@ -492,10 +492,24 @@ def test_a_contribution_that_was_lost_after_its_turn_is_computed_again_because_t
 def test_who_was_done_asks_again_when_its_last_contribution_may_be_lost() -> None:
     bench = _in_turn(2, [0], steps=1)
     assert [send.wants for send in bench.compute()] == [EVERYTHING, EVERYTHING]
-    bench.handle(LinkLost("s1"))
-    bench.handle(LinkUp("s1"))
-    moved = _view(2, [0], count=2, homes=["s0", "s0"])
-    assert bench.handle(Viewed(moved)) == [Want(0, 0, "s0"), Want(1, 0, "s0")]
+    assert bench.handle(LinkLost("s1")) == _wants(0, 0)
+    assert bench.handle(LinkUp("s1")) == _wants(0, 1)
+    bench.land(0, 1, [0])
+    bench.land(0, 0, [1])
+    assert bench.machine.next_action() == Install(0)
+
+
+def test_what_another_replica_contributed_may_be_lost_with_a_primary_in_the_middle_of_a_turn() -> None:
+    bench = _in_turn(2, [0, 1], steps=1)
+    bench.compute()
+    bench.answer(1, 0)
+    bench.begin()
+    assert [send.wants for send in bench.fill(0) if isinstance(send, Send)] == [EVERYTHING]
+    bench.handle(Viewed(_view(2, [0, 1], count=2, homes=["s0", "s0"])))  # server 1 had not replicated all of it
+    bench.fill(1)
+    assert bench.handle(ReplicaComputed()) == [Want(0, 0, "s0"), Want(1, 0, "s0")]
+    bench.handle(Sent(0, 3))
+    bench.handle(Sent(1, 4))
     bench.land(0, 1, [0])
     bench.land(0, 0, [1])
     assert bench.machine.next_action() == Install(0)

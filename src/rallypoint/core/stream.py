@@ -152,7 +152,7 @@ class StreamMachine(SlotMachine):
                 self._links.discard(server)
                 self._initialise = self._initialise or self._first_weights_lost(server)
                 self._forget(self._at([server]))
-                return []
+                return self._choose_again()  # who waits for the end of the job may have to contribute once more
             case Viewed(view=view):
                 return self._viewed(view)
             case ToWait(replica=replica, clock=clock):
@@ -253,8 +253,7 @@ class StreamMachine(SlotMachine):
     def _forget(self, shards: Iterable[int]) -> None:
         """Nothing is known to have reached these shards' primary; what was under way to or from it is lost."""
         for shard in shards:
-            if not self._ready:
-                self._clocks.clear()  # what was sent last may never have been heard: the answers will tell
+            self._clocks.clear()  # what was sent of any replica may be lost with it: the answers will tell
             self._delivered[shard] = self._asked[shard] = False
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
