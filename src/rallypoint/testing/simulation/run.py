@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.core.terms import Terms
-from rallypoint.core.policy import Sync
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import World
@@ -63,6 +63,8 @@ def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
     job = SimulatedJob(job.shards, buffers, job.replicas, job.steps, job.clip, skip=rng.random() < 0.25)
     quorum = sync.quorum if isinstance(sync, Sync) and sync.quorum is not None else 1
     job = replace(job, sync=sync, replicas=max(job.replicas, quorum))
+    if isinstance(sync, LocalSteps):  # a shard or more for each fragment, and no decisions
+        job = replace(job, shards=max(job.shards, sync.fragments + buffers), clip=None, skip=False)
     workers, servers = rng.randint(1, 4), rng.randint(1, 4)
     workers_max = rng.choice([workers, workers + 2, max(1, workers - 1)])
     terms = Terms(
@@ -258,14 +260,15 @@ class Simulation:
 
     def _final_contents(self, shard: int) -> list[int]:
         """The last version wherever it is: on any server (the last view may not have come to all), in a snapshot."""
-        steps, contents = self.plan.job.steps, []
+        job, contents = self.plan.job, []
+        last = job.steps if job.cadence.fragments == 1 else job.cadence.updates(shard)
         for server in self.servers.values():
             machine = server.machine.machine(shard)
             at = -1 if machine is None else machine.slowest if machine.policy.streaming else machine.version
-            if server.node.alive and at == steps:
+            if server.node.alive and at == last:
                 contents.append(server.held[shard].master)
         id, version = self.store.newest()
-        return [*contents, self.store.read(id, shard)[1][0]] if version == steps else contents
+        return [*contents, self.store.read(id, shard)[1][0]] if version == job.steps else contents
 
     def _where(self) -> str:
         lines = []
@@ -284,9 +287,9 @@ class Simulation:
                     f"clocks {m.clocks} wants {m._wants}"
                     for i, m in held.items() if m is not None))  # fmt: skip
         if self.coordinator is not None:
-            lines.append(f"coordinator: {self.coordinator.machine.phase}, {self.coordinator.machine.view}, "
-                         f"taking {self.coordinator.machine._taking}, done {self.coordinator.machine._done}, "
-                         f"waits for {self.coordinator.machine.waiting_for()}")  # fmt: skip
+            c = self.coordinator.machine
+            lines.append(f"coordinator: {c.phase}, {c.view}, taking {c._snapshots.taking}, "
+                         f"done {c._members.done}, waits for {c.waiting_for()}")  # fmt: skip
         return "\n".join([*lines, *self.outcome.said])
 
 
