@@ -5,8 +5,8 @@
 16 MiB of gradient-like values in shards of 1 MiB, one thread. Speeds are GB of fp32 in a second of the core's time, the
 median of the rounds: other processes that want the same core do not count, those that want the same memory do. The
 limit is what the memory gives in the same run: raw's encode is a copy, its decode_add an addition, and the percentages
-are of those. The last two columns are of one shard again and again, which stays in the core's cache. Codecs with error feedback or momentum keep that state for each shard, as a worker does; `feedback` means
-that its cost is in the figure.
+are of those. The last two columns are of one shard again and again, which stays in the core's cache. Codecs with error
+feedback or momentum keep that state for each shard, as a worker does; `feedback` means that its cost is in the figure.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
 from rallypoint.recipes.text import load_text
 
 Validation = tuple[Tensor, Tensor]
-_TEXT = GPTConfig(layers=4, heads=4, width=96, block=64)
+_TEXT = GPTConfig(layers=2, heads=4, width=136, block=64)
 _TEXT_BYTES = 4 << 20
 _VALIDATION_WINDOWS = 128
 _CHUNK = 32  # samples of one evaluation's forward pass

@@ -16,7 +16,8 @@ import pytest
 from rallypoint.core import view_change
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.policy import Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
-from rallypoint.core.shard import Effect, Publish, ShardMachine
+from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard_effects import Effect, Publish
 from rallypoint.core.slots import Slot
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.terms import Terms

@@ -53,6 +53,9 @@ class TableCluster(Cluster):
         super().__init__(home)
         self.script.write_text(SCRIPT.replace(f"# {where}", WAIT))
 
+    def resume_on(self, *options: str) -> None:
+        self._start("resume", str(self.folder), *options)
+
     @property
     def tables(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = torch.load(self.folder / "tables.pt", weights_only=True)
@@ -131,14 +134,37 @@ def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster
             break
     asked.communicate(timeout=PATIENCE_S)
     assert asked.returncode == 0, cluster.output
+    taken = cluster.events("Snapshotted")[-1]
+    assert taken["version"] > 0
     before = cluster.processes()
     assert cluster.launcher is not None
     cluster.launcher.send_signal(signal.SIGKILL)
     assert cluster.ended() == -signal.SIGKILL
     assert not [name for name, process in before.items() if alive(process)]
-    cluster.resume("--workers", "1", "--servers", "3")
+    cluster.resume_on("--workers", "1", "--servers", "3")
     cluster.ended_as(undisturbed)
-    assert f"going on from {cluster.events('Snapshotted')[0]['snapshot']}" in cluster.output
+    assert f"going on from {taken['snapshot']}, version {taken['version']}" in cluster.output
+
+
+@pytest.mark.parametrize("victim", ["worker1", "server0"])
+@pytest.mark.parametrize("sync", ["rp.BoundedStaleness(2)", "rp.Async()"])
+def test_in_the_streaming_modes_a_kill_loses_no_contribution(cluster: TableCluster, sync: str, victim: str) -> None:
+    marked = WAIT.replace("time.sleep", "gate.with_name(f'waiting-{micro.replica}').touch(); time.sleep")
+    script = SCRIPT.replace("# BEFORE", marked).replace("clip=0.5", f"sync={sync}")
+    assert script.count(sync) == script.count("touch") == 1
+    cluster.script.write_text(script)
+    cluster.open(AT)
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
+    cluster.until(lambda: any(cluster.home.joinpath(f"waiting-{replica}").exists() for replica in (1, 2)))
+    cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
+    cluster.processes()[victim].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert f"{victim} was killed (SIGKILL): starting another" in cluster.output
+    assert "Traceback" not in cluster.output
+    said = cluster.events("Accounted")[-1]
+    assert said["applied"] + said["folded"] == 3 * STEPS
+    assert all(rows.isfinite().all() for rows in cluster.tables.values())
 
 
 def test_an_exported_table_is_one_tensor(undisturbed: TableCluster) -> None:

@@ -20,7 +20,9 @@ from rallypoint.core.policy import (
     Verdict,
     server_policy,
 )
-from rallypoint.core.shard import Apply, Contribute, Drop, Gather, Initialise, Publish, Reply, ShardMachine, Wait, Want
+from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard_effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, Wait
+from rallypoint.core.shard_events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
 from rallypoint.testing.contracts import PolicyContract
 from rallypoint.testing.shard_play import ACTIONS, Cast, PolicyBroken, play
 
@@ -102,8 +104,10 @@ def test_under_a_bound_a_contribution_that_is_too_far_ahead_is_kept_until_its_tu
     machine = _machine(BoundedStaleness(0), 2)
     machine.handle(Contribute(0, 0, 1.0, 1))
     assert BoundedStaleness(0).admit(machine, 1, 0) is Verdict.HOLD
-    machine.handle(Contribute(1, 0, 1.0, 2))
-    assert machine.handle(Contribute(0, 1, 1.0, 3))[-1] == Reply("a", 0, 2, 3) or machine.version == 3
+    assert machine.handle(Contribute(1, 0, 1.0, 2)) == [Hold(2)]
+    effects = machine.handle(Contribute(0, 1, 1.0, 3))
+    assert [effect.ticket for effect in effects if isinstance(effect, Take)] == [3, 2]
+    assert [effect.version for effect in effects if isinstance(effect, Apply)] == [2, 3]
     assert machine.clocks == [2, 1]
 
 
@@ -206,3 +210,27 @@ def test_a_policy_that_breaks_its_promise_is_found(
             cast = Cast(chance.randint(2, 5), chance.randint(3, 5), chance.random() < 0.5)
             schedule = [(chance.choice(ACTIONS), chance.randrange(100)) for _ in range(100)]
             play(policy, cast, schedule, bound=bound, needed=needed and needed(cast.replicas))
+
+
+# ---- defects that were found and must not come back ----
+
+
+def test_who_asked_before_the_snapshot_was_read_is_told_too_that_its_replica_has_to_wait() -> None:
+    machine = ShardMachine(BoundedStaleness(1), 2, rounds=9)
+    assert machine.handle(Want("a", 0)) == []
+    assert machine.handle(Loaded(5, (3, 1))) == [Wait("a", 0, 3)]
+    assert machine.handle(Contribute(1, 1, 1.0, 1))[-1] == Reply("a", 0, 3, 6)
+
+
+def test_a_bound_is_on_what_followers_see_and_not_on_what_the_backup_has_not_acknowledged() -> None:
+    machine = ShardMachine(BoundedStaleness(1), 2, rounds=9)
+    for event in (Assigned(primary=True, backup=True, fresh=True), Initialise(0), FillBackup(), Acked(0)):
+        machine.handle(event)
+    machine.handle(Contribute(0, 0, 1.0, 1))
+    machine.handle(Acked(1))
+    machine.handle(Contribute(1, 0, 1.0, 2))
+    machine.handle(Contribute(0, 1, 1.0, 3))
+    machine.handle(Want("a", 0))
+    assert machine.handle(Acked(2)) == []  # its own contribution is visible, that of the slowest is not
+    assert (machine.slowest, machine.visible) == (1, 0)
+    assert machine.handle(Acked(3)) == [Reply("a", 0, 2, 3)]

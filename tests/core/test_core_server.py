@@ -13,21 +13,8 @@ from hypothesis import strategies as st
 from rallypoint.core.clip import Measure, Tell, Verdict
 from rallypoint.core.policy import Sync
 from rallypoint.core.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Restore, ServerMachine
-from rallypoint.core.shard import (
-    Abandon,
-    Acked,
-    Apply,
-    Contribute,
-    Fill,
-    Finish,
-    Initialise,
-    Install,
-    InStep,
-    Loaded,
-    Publish,
-    Replicated,
-    Take,
-)
+from rallypoint.core.shard_effects import Abandon, Apply, Fill, Finish, Install, InStep, Publish, Take
+from rallypoint.core.shard_events import Acked, Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.view import Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)

@@ -11,32 +11,34 @@ from hypothesis import strategies as st
 
 from rallypoint.core.policy import Sync
 from rallypoint.core.policy import Verdict as Admission
-from rallypoint.core.shard import (
+from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard_effects import (
     Abandon,
-    Acked,
     Acknowledge,
     Add,
     Apply,
-    Assigned,
     Capture,
+    Drop,
+    Effect,
+    Fill,
+    Finish,
+    Hold,
+    Install,
+    InStep,
+    Publish,
+    Take,
+)
+from rallypoint.core.shard_events import (
+    Acked,
+    Assigned,
     CaptureAt,
     Contribute,
     Decide,
-    Drop,
-    Effect,
     Event,
-    Fill,
     FillBackup,
-    Finish,
-    Hold,
     Initialise,
-    Install,
-    InStep,
     Loaded,
-    Publish,
     Replicated,
-    ShardMachine,
-    Take,
 )
 
 

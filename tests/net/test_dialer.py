@@ -228,3 +228,21 @@ def until_trouble(caller: Caller, words: str) -> None:
     while words not in caller.dialer.trouble:
         assert time.monotonic() < deadline, f"no such trouble: {caller.dialer.trouble}"
         time.sleep(0.005)
+
+
+def test_a_fault_in_what_is_received_is_told_and_the_link_is_made_again(
+    host: Host, caller: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A thread that ends unseen would leave everybody waiting for what it should have received."""
+    caller.fault = RuntimeError("a bug in a codec")  # type: ignore[assignment]
+    caller.dialer.start()
+    for _ in range(2):
+        there, _ = host.next()
+        caller.expect("up")
+        caller.expect("serve")
+        there.send(Header(Kind.CREDIT))
+        error = caller.expect("down")
+        assert isinstance(error, ProtocolError)
+        assert str(error) == "what server0 sent could not be taken: RuntimeError('a bug in a codec')"
+    caller.dialer.close()
+    assert {entry.message for entry in caplog.records} == {"the link to server0 has failed"}

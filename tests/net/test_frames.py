@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.core.shard_events import EVERYTHING
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.core.shard import EVERYTHING
 from rallypoint.net.frames import HEADER_BYTES, NEWEST, NOT_FINITE, PROTOCOL, SKIP, Header, Kind, pack, unpack, wants
 
 U32 = st.integers(0, 2**32 - 1)

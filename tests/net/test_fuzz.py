@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from rallypoint.coordinator.service import CoordinatorService
-from rallypoint.core.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net import messages
-from rallypoint.net.frames import HEADER_BYTES, SKIP, Header, Kind, pack, unpack
+from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, SKIP, Header, Kind, pack, unpack
 from rallypoint.net.handshake import introduce
 from rallypoint.net.messages import encode
 from rallypoint.net.tcp import TcpConnection, TcpTransport
@@ -187,7 +187,7 @@ class Fuzzer:
         bad: list[Callable[[], bytes]] = [
             self._noise, self._truncated, self._oversized, self._impossible,
             lambda: self._frame(self._kind(without={Kind.PUSH, Kind.INITIAL, Kind.FOLLOW, Kind.UNFOLLOW, Kind.FETCH})),
-            lambda: self._bad_contribution(who, stranger=id != "worker0"),
+            lambda: self._bad_contribution(who, stranger=id != "worker0"), lambda: self._wish(who),
         ]  # fmt: skip
         self._throw(connection, self.rng.choice(bad)(), last=True)
 
@@ -230,8 +230,9 @@ class Fuzzer:
         """An update of a shard that the sender does own, for a server that is not its backup."""
         shard = self.layout.shards[self.rng.choice(self.view.shards_of(peer))]
         header = Header(
-            Kind.REPLICATE, self.view.number, shard=shard.index, step=self.rng.randrange(STEPS), length=shard.nbytes
-        )
+            Kind.REPLICATE, self.view.number, shard=shard.index, step=self.rng.randrange(STEPS), length=shard.nbytes,
+            weight=1.0,
+        )  # fmt: skip
         return pack(header) + self.rng.randbytes(shard.nbytes)
 
     def _unknown_measures(self) -> bytes:
@@ -258,11 +259,11 @@ class Fuzzer:
         data = bytearray(self._frame(self._kind(without={Kind.PUSH, Kind.VERSION})))  # these may name a codec
         match self.rng.randrange(5):
             case 0:
-                data[4] = self.rng.choice([0, 1, 3, 255])  # protocol
+                data[4] = self.rng.choice([0, 1, PROTOCOL - 1, PROTOCOL + 1, 255])  # protocol
             case 1:
                 data[5] = self.rng.choice([0, 7, 15, 99, 255])  # kind
             case 2:
-                data[6] |= 1 << self.rng.randrange(2, 8)  # flags
+                data[6] |= 1 << self.rng.randrange(3, 8)  # flags
             case 3:
                 data[7] = self.rng.randrange(1, 256)  # codec
             case _:
@@ -281,7 +282,8 @@ class Fuzzer:
     def _bad_contribution(self, who: str, *, stranger: bool) -> bytes:
         shard, length, flags = self.rng.choice(self.view.shards_of(who)), 0, 0
         step, replica, weight = STEPS + 10, 0, 1.0  # a step that nobody has begun
-        match self.rng.randrange(7 if stranger else 6):
+        wants = 0
+        match self.rng.randrange(8 if stranger else 7):
             case 0:
                 shard = self.rng.choice([len(self.layout.shards), 2**32 - 1])
             case 1:
@@ -291,17 +293,25 @@ class Fuzzer:
             case 3:
                 replica, step = self.rng.randrange(REPLICAS, 2**32), 0
             case 4:
-                step = self.rng.randrange(STEPS + 1, 2**64)
+                step = self.rng.randrange(STEPS + 1, 2**32)
             case 5:
                 flags = SKIP
+            case 6:
+                wants = self.rng.choice([1, 2, REPLICAS + 2, self.rng.randrange(1, 2**32)])
             case _:
                 step, weight = self.rng.randrange(FIRST_STEPS, STEPS), 1e6
         nbytes = self.layout.shards[shard].nbytes + length if shard < len(self.layout.shards) else 64
         header = Header(
             Kind.PUSH, self.view.number, shard=shard, replica=replica, step=step, weight=weight, length=nbytes,
-            flags=flags,
+            flags=flags, wants=wants,
         )  # fmt: skip
         return pack(header) + self.rng.randbytes(nbytes)
+
+    def _wish(self, who: str) -> bytes:
+        """In an aligned job nobody asks, be the replica one of the job's or not."""
+        kind, shard = self.rng.choice([Kind.WANT, Kind.WAIT]), self.rng.choice(self.view.shards_of(who))
+        wish = self.rng.choice([0, 1, 2, REPLICAS + 1, self.rng.randrange(2**32)])
+        return pack(Header(kind, self.view.number, shard=shard, base=self.rng.randrange(STEPS), wants=wish))
 
     def _bad_replica(self, who: str) -> bytes:
         """An update for a backup, too long, too short, or of a shard that there is not."""

@@ -291,3 +291,59 @@ def test_closing_joins_in_every_state(coordinator: Coordinator, me: Member, ther
     me.link.close()
     assert not me.link._thread.is_alive()
     assert me.lost.empty()
+
+
+def test_a_coordinator_that_dies_while_it_lets_a_newcomer_in_is_waited_for(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the connection and the welcome: the next one takes the newcomer."""
+    connect, cut = coordinator.transport.connect, 0
+
+    def dies(address: str, timeout: float) -> Connection:
+        nonlocal cut
+        connection = connect(address, timeout)
+        cut += 1
+        if cut < 3:
+            connection.close()
+        return connection
+
+    monkeypatch.setattr(coordinator.transport, "connect", dies)
+    me = Member(coordinator)
+    coordinator.member()
+    assert cut == 3
+    me.link.close()
+
+
+def test_a_newcomer_does_not_wait_for_ever_for_one_that_lets_nobody_in(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "JOIN_TIMEOUT_S", 0.1)
+    connect = coordinator.transport.connect
+
+    def dies(address: str, timeout: float) -> Connection:
+        connection = connect(address, timeout)
+        connection.close()
+        return connection
+
+    monkeypatch.setattr(coordinator.transport, "connect", dies)
+    with pytest.raises(LinkError):
+        Member(coordinator)
+
+
+@pytest.mark.parametrize("fault", [KeyError("a bug"), LinkError("not this link"), ValueError("a setting")])
+def test_a_message_that_cannot_be_acted_on_is_a_loss_and_not_a_silence(
+    coordinator: Coordinator, me: Member, fault: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With its thread gone and its signs of life going on, everybody would wait for this member for ever."""
+
+    def fails(message: Message) -> None:
+        raise fault
+
+    me.link._on_message = fails
+    channel, _ = admit(coordinator, me, birth=1)
+    channel.send_message(Say("something"))
+    assert isinstance(error := me.lost.get(timeout=PATIENCE_S), ProtocolError)
+    assert str(error) == f"its Say message could not be acted on: {fault!r}"
+    assert [entry.message for entry in caplog.records] == ["a Say message could not be acted on"]
+    me.link._thread.join(PATIENCE_S)
+    assert not me.link._thread.is_alive()

@@ -14,13 +14,15 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.service import CoordinatorService
-from rallypoint.core.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.policy import BoundedStaleness, Mode, Sync
+from rallypoint.core.shard_events import EVERYTHING
+from rallypoint.core.terms import Terms
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind, pack
+from rallypoint.net.frames import Header, Kind, pack, wants
 from rallypoint.net.handshake import introduce
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import (
@@ -132,8 +134,9 @@ class Job:
         self.coordinator.close()
 
 
-def record(words: int = 4 * WORDS) -> JobRecord:
-    config = resolve({"replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "shard_bytes": 4 * WORDS})
+def record(words: int = 4 * WORDS, sync: Mode | None = None) -> JobRecord:
+    settings = {"replicas": 2, "batch": 1, "steps": 9, "clip": 1.0, "shard_bytes": 4 * WORDS, "sync": sync or Sync()}
+    config = resolve(settings)
     layout = build_layout([TensorSpec("w", (words, 1), "float32", 0)], shard_bytes=4 * WORDS)
     return record_of(config, layout)
 
@@ -162,7 +165,7 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
         message = msgspec.structs.replace(message, since=job.view.since)
     job.stranger_says(message)
     assert job.runs()
-    assert "stranger" not in job.coordinator._machine._workers
+    assert "stranger" not in job.coordinator._machine._members.workers
     assert job.coordinator._tally is not None
     assert job.coordinator._tally.missing() == (0, [0, 1])
 
@@ -213,7 +216,7 @@ def test_measures_of_unknown_shards_do_not_end_the_job(job: Job) -> None:
 def test_measures_of_a_step_that_never_comes_do_not_decide(job: Job) -> None:
     data = memoryview(msgspec.msgpack.encode([(shard, 1.0, ()) for shard in range(4)]))
     peer = job.enter(job.servers[0]._gate.address, "server", "server1")
-    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=2**40), data)
+    peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=2**32 - 1), data)
     assert "measures of a step or of a shard that this job does not have" in refusal(peer)
     job.settle()
     clip = job.servers[0]._reducer.machine._clip
@@ -249,11 +252,11 @@ def test_following_twice_is_following(job: Job) -> None:
 def test_a_server_is_in_step_only_for_its_own_shards(job: Job) -> None:
     theirs = job.view.shards_of("server1")
     assert theirs
-    before = set(job.coordinator._machine._in_step)
+    before = set(job.coordinator._machine._views.in_step)
     job.servers[0].say(InStep({shard: job.view.met[shard] for shard in theirs}))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     job.settle()
-    assert job.coordinator._machine._in_step == before
+    assert job.coordinator._machine._views.in_step == before
     assert job.runs()
 
 
@@ -262,7 +265,7 @@ def test_a_server_does_not_write_into_shards_of_others(job: Job, kind: Kind) -> 
     own = job.view.shards_of("server0")[0]
     payload = memoryview(bytes(4 * WORDS) if kind is Kind.REPLICATE else state(own))
     peer = job.enter(job.servers[0]._gate.address, "server", "server1")
-    peer.send(Header(kind, job.view.number, shard=own, length=len(payload)), payload)
+    peer.send(Header(kind, job.view.number, shard=own, length=len(payload), weight=1.0), payload)
     assert peer.flush(PATIENCE_S)
     peer.send(Header(Kind.FETCH))  # the last word: what came before it is in the inbox once it is refused
     assert "a FETCH frame from another server" in refusal(peer)
@@ -300,6 +303,101 @@ def test_what_was_said_before_a_roll_back_is_void(job: Job) -> None:
     assert job.version(0, shard) == -1
     worker.send(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload)), payload)
     until(lambda: job.version(0, shard) == 0)
+
+
+# ---- wishes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def streaming_job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
+    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+    job = Job(record(sync=BoundedStaleness(1)))
+    yield job
+    job.close()
+
+
+def with_wish(job: Job, kind: Kind, shard: int, wish: int) -> tuple[Header, memoryview]:
+    payload = memoryview(bytes(4 * WORDS if kind is Kind.PUSH else 0))
+    return Header(kind, job.view.number, shard=shard, weight=1.0, length=len(payload), wants=wish), payload
+
+
+@pytest.mark.parametrize("kind", [Kind.WANT, Kind.PUSH])
+@pytest.mark.parametrize("wish", [wants(0), wants(EVERYTHING)])
+def test_a_wish_in_an_aligned_job_closes_that_connection_only(job: Job, kind: Kind, wish: int) -> None:
+    shard = job.view.shards_of("server0")[0]
+    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    worker.send(*with_wish(job, kind, shard, wish))
+    assert f"a wish for {wish}" in refusal(worker)
+    job.settle()
+    assert job.runs()
+    assert job.version(0, shard) == -1
+
+
+@pytest.mark.parametrize(("kind", "wish"), [
+    (Kind.WANT, wants(2)), (Kind.WANT, 2**32 - 1), (Kind.WANT, wants(None)), (Kind.PUSH, wants(2)),
+])  # fmt: skip
+def test_a_wish_for_a_replica_that_there_is_not_closes_that_connection_only(
+    streaming_job: Job, kind: Kind, wish: int
+) -> None:
+    job, shard = streaming_job, streaming_job.view.shards_of("server0")[0]
+    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    worker.send(*with_wish(job, kind, shard, wish))
+    assert f"a wish for {wish}" in refusal(worker)
+    job.settle()
+    assert job.runs()
+    again = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    payload = memoryview(bytes(4 * WORDS))
+    again.send(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload)), payload)
+    again.send(*with_wish(job, Kind.WANT, shard, wants(1)))
+    answer = version(again)
+    assert (answer.shard, answer.step, answer.base, answer.wanted) == (shard, 0, 0, 1)
+
+
+def test_a_wish_for_a_shard_that_there_is_not_closes_that_connection_only(streaming_job: Job) -> None:
+    worker = streaming_job.enter(streaming_job.servers[0]._gate.address, "worker", "worker0")
+    worker.send(*with_wish(streaming_job, Kind.WANT, 99, wants(0)))
+    assert "shard 99 of a job that has 4" in refusal(worker)
+    streaming_job.settle()
+    assert streaming_job.runs()
+
+
+def test_a_wish_on_a_connection_that_was_replaced_does_not_count(streaming_job: Job) -> None:
+    job, shard = streaming_job, streaming_job.view.shards_of("server0")[0]
+    old = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    old.send(*with_wish(job, Kind.WANT, shard, wants(0)))
+    until(lambda: wanted(job, shard) == ["worker0"])
+    new = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    new.send(*with_wish(job, Kind.WANT, shard, wants(1)))
+    old.close()
+    payload = memoryview(bytes(4 * WORDS))
+    new.send(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload)), payload)
+    assert version(new).wanted == 1
+    job.settle()
+    assert wanted(job, shard) == []
+
+
+def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:
+    job, shard = streaming_job, streaming_job.view.shards_of("server0")[0]
+    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    worker.send(*with_wish(job, Kind.WANT, shard, wants(0)))
+    until(lambda: wanted(job, shard) == ["worker0"])
+    worker.close()
+    until(lambda: wanted(job, shard) == [])
+
+
+def wanted(job: Job, shard: int) -> list[str]:
+    """Who wants something of a shard of server 0."""
+    machine = job.servers[0]._reducer.machine.machine(shard)
+    assert machine is not None
+    return sorted(machine._wants)
+
+
+def version(channel: Channel) -> Header:
+    """The next version that comes."""
+    while (header := channel.receive_header()).kind is not Kind.VERSION:
+        channel.receive_bytes(header)
+    channel.receive_bytes(header)
+    return header
 
 
 def test_a_message_from_an_observer_closes_its_connection(job: Job) -> None:

@@ -67,6 +67,7 @@ def train(job: rp.Job, settings: dict[str, Any], users: int = USERS, items: int 
 
     @run.every(run.config.steps)
     def look(step: int) -> None:
+        seen.step = 0  # what an evaluation pulls is its own affair
         state.update(whole(model))
 
     for micro in run:

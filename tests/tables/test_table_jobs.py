@@ -49,3 +49,40 @@ def _equal(results: list[dict[str, Any]], expected: dict[str, Any], *, exactly: 
     losses = {place: loss for result in results for place, loss in result["losses"].items()}
     for place, loss in expected["losses"].items():
         assert losses[place] == (loss if exactly else pytest.approx(loss, rel=1e-4)), place
+
+
+def test_the_bytes_of_a_step_follow_the_batch_and_not_the_table() -> None:
+    settings = {"optimizer": LAZY_ADAM, "shard_bytes": 1 << 20, "steps": 8}
+    written = []
+    for rows in (3_000, 30_000):
+        with ProcessCluster(workers=1, servers=2) as cluster:
+            (result,) = cluster.run(train, settings, rows, rows)
+        written.append(result["bytes"])
+    small, large = written
+    assert sum(large.values()) < 1.1 * sum(small.values()), (small, large)
+    assert sum(large.values()) < 0.1 * (30_000 * 6 * 4) * 7, "or each step would have moved a good part of a table"
+
+
+@pytest.mark.parametrize(
+    "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
+)
+def test_one_replica_in_a_streaming_mode_is_trained_as_by_plain_pytorch(sync: Any) -> None:
+    settings = {"optimizer": LAZY_ADAM, "replicas": 1}
+    with ProcessCluster(workers=1, servers=2) as cluster:
+        results = cluster.run(train, {**settings, "sync": sync})
+    _equal(results, reference(settings), exactly=True)
+
+
+@pytest.mark.parametrize(
+    "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
+)
+def test_tables_learn_in_the_streaming_modes(sync: Any) -> None:
+    settings = {"optimizer": rp.AdamW(lr=0.1, weight_decay=0.0), "sync": sync, "steps": 120}
+    with ProcessCluster(workers=2, servers=2) as cluster:
+        results = cluster.run(train, settings)
+    losses = {place: loss for result in results for place, loss in result["losses"].items()}
+    assert losses.keys() == {(step, replica) for step in range(120) for replica in range(3)}
+    first, last = (
+        np.mean([loss for (step, _), loss in losses.items() if step in steps]) for steps in (range(5), range(110, 120))
+    )
+    assert last < 0.7 * first

@@ -37,7 +37,17 @@ class Journal:
         self._recorded = False
 
     def save(self, state: ClusterState) -> None:
-        """Write the state down; it is durable when this returns. The record, which never changes, is written once."""
+        """Write the state down; it is durable when this returns. The record, which never changes, is written once.
+
+        DataError when it cannot be written: a full disk.
+        """
+        try:
+            self._write(state)
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"the journal {self._path} cannot be written ({error})") from None
+        self._recorded = state.record is not None
+
+    def _write(self, state: ClusterState) -> None:
         self._db.execute("begin immediate")
         try:
             if state.record is None:
@@ -49,11 +59,11 @@ class Journal:
                 self._db.execute("insert or replace into views values (?, ?, ?)", row)
             body = msgspec.msgpack.encode(msgspec.structs.replace(state, record=None))
             self._db.execute("insert or replace into state values (1, ?)", (body,))
+            self._db.execute("commit")
         except BaseException:
-            self._db.execute("rollback")
+            with contextlib.suppress(sqlite3.Error):  # a full disk has rolled it back already
+                self._db.execute("rollback")
             raise
-        self._db.execute("commit")
-        self._recorded = state.record is not None
 
     def load(self) -> ClusterState | None:
         """What the coordinator before us wrote; None when there was none."""

@@ -23,7 +23,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.policy import Sync
 from rallypoint.core.terms import Terms
 from rallypoint.core.view import Member, View
-from rallypoint.errors import AccessDenied, ConfigError, LinkError, ProtocolError
+from rallypoint.errors import AccessDenied, ConfigError, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
@@ -72,6 +72,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
     "observer": (SnapshotWanted, Resize),
 }
 _TICKS = 8  # in the time after which a silent member is given up
+_LATE_TICK = 2  # so many times later than it should be, a tick comes after a pause of ours
 
 
 class Reception(msgspec.Struct, frozen=True):
@@ -109,7 +110,7 @@ class CoordinatorService:
         self._metrics: dict[str, float] = {}
         self._since = ""
         self._announced: Members | None = None
-        self._last_news = self._last_said = time.monotonic()
+        self._last_news = self._last_said = self._ticked = self._awake = time.monotonic()
         self._last_word: Finished | Aborted | None = None
         self._end_at = 0.0
         self._over = threading.Event()
@@ -156,8 +157,9 @@ class CoordinatorService:
 
     def close(self) -> None:
         """End every connection and thread; members are given a moment to receive the last word."""
+        deadline = time.monotonic() + _FAREWELL_S  # for all of them together: many may have been paused
         for channel in (*self._members.values(), *self._observers):
-            channel.flush(_FAREWELL_S)
+            channel.flush(max(0.0, deadline - time.monotonic()))
         self._gate.close()
         self._stop_owner()
 
@@ -206,7 +208,6 @@ class CoordinatorService:
     # ---- the owner's thread ----
 
     def _run(self) -> None:
-        tick = self._terms.heartbeat / _TICKS
         due = time.monotonic()
         while True:
             call: Callable[[], None] | None = self._tick
@@ -215,19 +216,27 @@ class CoordinatorService:
             if call is None:
                 return
             if call == self._tick:
-                due = time.monotonic() + tick
+                due = time.monotonic() + self._terms.heartbeat / _TICKS
             try:
                 call()
             except Exception as error:  # whatever it was, nobody would be told of anything any more
-                self._end(f"the coordinator failed: {type(error).__name__}: {error}")
+                known = isinstance(error, RallypointError)
+                self._end(f"the coordinator failed: {error if known else f'{type(error).__name__}: {error}'}")
 
     def _tick(self) -> None:
         if self._last_word is not None:
             if time.monotonic() >= self._end_at:
                 self._over.set()
             return
-        self._handle(cluster_events.Tick(time.monotonic()))
+        self._handle(cluster_events.Tick(self._time_awake()))
         self._say_what_we_wait_for()
+
+    def _time_awake(self) -> float:
+        """The time without our own pauses (stopped, or a disk that hung): who was not heard then was not silent."""
+        now = time.monotonic()
+        self._awake += min(now - self._ticked, _LATE_TICK * self._terms.heartbeat / _TICKS)
+        self._ticked = now
+        return self._awake
 
     def _joined(self, channel: Channel, hello: Hello) -> None:
         if self._last_word is not None:
@@ -256,7 +265,10 @@ class CoordinatorService:
 
     def _received(self, channel: Channel, hello: Hello, message: Message) -> None:
         if hello.role == "observer":
-            self._handle(cluster_events.Resized(message.workers) if isinstance(message, Resize) else cluster_events.SnapshotWanted())
+            if isinstance(message, Resize):
+                self._handle(cluster_events.Resized(message.workers))
+            else:
+                self._handle(cluster_events.SnapshotWanted())
             return
         if self._members.get(hello.id) is not channel:
             return  # it was refused: what it says does not count
@@ -382,7 +394,9 @@ class CoordinatorService:
                     done=lambda nbytes, seconds: self._inbox.put(
                         lambda: self._committed(Snapshotted(snapshot, version, nbytes, seconds))
                     ),
-                    failed=lambda why: self._inbox.put(lambda: self._handle(cluster_events.SnapshotLost(snapshot, why))),
+                    failed=lambda why: self._inbox.put(
+                        lambda: self._handle(cluster_events.SnapshotLost(snapshot, why))
+                    ),
                 )  # fmt: skip
             case cluster_effects.FindSnapshot() if keeper is not None:
                 keeper.find(
@@ -410,7 +424,8 @@ class CoordinatorService:
         self._tally.rewind(self._machine.furthest)
         self._since = str(view.since)
         self._planned = Planned(
-            steps=config.steps, replicas=config.replicas, item=config.item, words=layout.words,
+            steps=config.steps, replicas=config.replicas, item=config.item,
+            words=layout.words + sum(table.numel for table in layout.tables),
             shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
             servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
         )  # fmt: skip
@@ -421,10 +436,12 @@ class CoordinatorService:
             return
         self._failure = failure
         self._last_word = _message(cluster_effects.Finish(lead) if failure is None else cluster_effects.Abort(failure))
-        for channel in self._members.values():
-            channel.send_message(self._last_word)
-        self._announce(self._last_word)
-        self._over.set()
+        try:
+            for channel in self._members.values():
+                channel.send_message(self._last_word)
+            self._announce(self._last_word)
+        finally:
+            self._over.set()
 
     # ---- words ----
 

@@ -83,19 +83,23 @@ class SnapshotKeeper:
     ) -> None:  # fmt: skip
         try:
             self._store.commit(manifest)
-        except (RallypointError, OSError) as error:
-            failed(str(error))
+        except Exception as error:  # a remote filesystem raises anything; unanswered, the job would wait for ever
+            failed(_sentence(error))
             return
         done(sum(manifest.files.values()), time.monotonic() - began)
         try:
             self._store.retain(self._retention, keep=(manifest.id, origin), thorough=False)
-        except (RallypointError, OSError) as error:
-            self._say(f"old snapshots could not be deleted: {error}")
+        except Exception as error:
+            self._say(f"old snapshots could not be deleted: {_sentence(error)}")
 
     def _find(self, found: Callable[[str, int], None], failed: Callable[[str], None]) -> None:
         try:
             manifest = self._store.latest_usable(self._say)
-        except (RallypointError, OSError) as error:
-            failed(f"the snapshots cannot be read: {error}")
+        except Exception as error:
+            failed(f"the snapshots cannot be read: {_sentence(error)}")
             return
         found(*(("", -1) if manifest is None else (manifest.id, manifest.version)))
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, (RallypointError, OSError)) else f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
 """The coordinator's machine: who joins and leaves, what they bring, which view follows, when snapshots are due.
 
 It ties together who is here (`membership`), which view follows another (`view_sequence`, `view_change`), who is slow
-(`speeds`) and when snapshots are taken (`snapshot_duty`). Events come in (`cluster_events`), effects go out
-(`cluster_effects`). Time comes in with Tick only. What must survive the coordinator is in `state()`; the shell writes it
-down whenever `revision` has risen, before it does anything else that an event has brought (I7).
+(`speeds`) and when snapshots are taken (`snapshot_duty`). Events come in (`cluster_events`) and effects go out
+(`cluster_effects`); time comes in with Tick only. What must survive the coordinator is in `state()`; the shell writes
+it down whenever `revision` has risen, before it does anything else that an event has brought (I7).
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class ClusterMachine:
     _begun: bool = False  # the first weights are safe, or a step has been computed: they cannot be brought again
     _members: Membership = field(default_factory=Membership)
     _speeds: Speeds = field(default_factory=Speeds)
-    _clocks: dict[int, int] = field(default_factory=dict)  # of each replica, in a streaming job
     _now: float = 0.0
     _origin: str = ""
     _views: ViewSequence = field(init=False)
@@ -295,7 +294,7 @@ class ClusterMachine:
             self.revision += 1
         self._speeds.computed(event.worker, event.step, event.replica, event.seconds, self._now)
         self.furthest = max(self.furthest, event.step)
-        self._clocks[event.replica] = max(self._clocks.get(event.replica, 0), event.step + 1)
+        self._snapshots.computed(event.step, event.replica)
         return []
 
     def _active(self) -> list[str]:
@@ -381,7 +380,6 @@ class ClusterMachine:
             self.phase = Phase.GATHERING  # nobody to begin with
             return []
         self._speeds.restart()
-        self._clocks.clear()
         self._snapshots.restart()
         capture = self._capture(0, list(self._members.servers)) if origin == "" and self.terms.snapshots else []
         # The hands of a void past say nothing about who has computed what.
@@ -468,8 +466,7 @@ class ClusterMachine:
         self._snapshots.wanted = not self._members.awaited.isdisjoint(self._members.servers)
         if self._snapshots.wanted:
             return []
-        ending = self.view.ending
-        version = self._snapshots.next_version(self.record, self.furthest, self._clocks, ending=ending)
+        version = self._snapshots.next_version(self.record, self.furthest, ending=self.view.ending)
         return self._capture(version, [member.id for member in self.view.servers])
 
     def _capture(self, version: int, servers: Sequence[str]) -> list[Effect]:

@@ -1,4 +1,4 @@
-"""What the coordinator's machine answers: what members are to be told, what becomes of snapshots, the job's last word."""
+"""Effects of the coordinator's machine: what members are to be told, what is to become of snapshots, the last word."""
 
 from __future__ import annotations
 

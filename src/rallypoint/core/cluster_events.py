@@ -1,4 +1,4 @@
-"""What the coordinator's machine is told: who comes, goes and reports, what became of snapshots, and what time it is."""
+"""Events of the coordinator's machine: who comes, goes and reports, what became of snapshots, what time it is."""
 
 from __future__ import annotations
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from rallypoint.core import shard as shards
+from rallypoint.core import shard_effects, shard_events
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.clip import ClipMachine, Measure, Tell, Verdict
 from rallypoint.core.policy import Policy
-from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard import ShardMachine, Tally
 from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share of the links and of the memory
@@ -81,7 +81,7 @@ class On:
     """An effect on one shard."""
 
     shard: int
-    effect: shards.Effect
+    effect: shard_effects.Effect
 
 
 Effect = Own | Disown | Restore | On | Tell | Verdict
@@ -129,11 +129,11 @@ class ServerMachine:
 
     # ---- events ----
 
-    def handle(self, index: int, event: shards.Event) -> list[Effect]:
+    def handle(self, index: int, event: shard_events.Event) -> list[Effect]:
         """An event for one shard that is held here."""
         machine = self._machines[index]
         effects: list[Effect] = [On(index, effect) for effect in machine.handle(event)]
-        if isinstance(event, (shards.Acked, shards.Initialise, shards.Loaded)):
+        if isinstance(event, (shard_events.Acked, shard_events.Initialise, shard_events.Loaded)):
             self._filling.discard(index)
             effects += self._fill_some()
         return effects
@@ -142,28 +142,28 @@ class ServerMachine:
         """A snapshot is wanted of the job's version `version`; one that is missed is said in the job's versions too."""
         effects: list[Effect] = []
         for index in (i for i in self.held if self.is_primary(i)):
-            for effect in self.handle(index, shards.CaptureAt(self.plan.cadence.updates_before(index, version))):
+            for effect in self.handle(index, shard_events.CaptureAt(self.plan.cadence.updates_before(index, version))):
                 match effect:
-                    case On(effect=shards.Capture(missed=True)):
+                    case On(effect=shard_effects.Capture(missed=True)):
                         passed = self.plan.cadence.begun(index, self._machines[index].version)
-                        effects.append(On(index, shards.Capture(max(passed, version + 1), missed=True)))
+                        effects.append(On(index, shard_effects.Capture(max(passed, version + 1), missed=True)))
                     case _:
                         effects.append(effect)
         return effects
 
-    def want(self, event: shards.Want) -> list[Effect]:
+    def want(self, event: shard_events.Want) -> list[Effect]:
         """A follower wants a replica's next parameters of every shard that is primary here."""
         return self._all_primaries(event)
 
     def unfollowed(self, follower: str) -> list[Effect]:
         """A follower is gone."""
-        return self._all_primaries(shards.Unfollowed(follower))
+        return self._all_primaries(shard_events.Unfollowed(follower))
 
-    def _all_primaries(self, event: shards.Event) -> list[Effect]:
+    def _all_primaries(self, event: shard_events.Event) -> list[Effect]:
         return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
 
     @property
-    def tally(self) -> shards.Tally | None:
+    def tally(self) -> Tally | None:
         """What has become of the contributions to the first shard, if it is primary here."""
         return self._machines[0].tally if self.is_primary(0) else None
 
@@ -180,7 +180,7 @@ class ServerMachine:
         effects: list[Effect] = []
         for index, machine in sorted(self._machines.items()):
             if machine.decides:
-                effects += self.handle(index, shards.Decide(verdict.step, verdict.scale))
+                effects += self.handle(index, shard_events.Decide(verdict.step, verdict.scale))
         return effects
 
     def peer_linked(self, server: str) -> list[Effect]:
@@ -245,10 +245,10 @@ class ServerMachine:
         if backup is not None:
             self._backups[index] = backup
         machine = self._machines[index]
-        done = machine.handle(shards.Assigned(primary, backup is not None, fresh))
+        done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
         verdict = self._clip.verdict(machine.version) if self._clip is not None else None
         if verdict is not None and machine.decides:
-            done += machine.handle(shards.Decide(verdict.step, verdict.scale))  # taken before the shard was ours
+            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # taken before the shard was ours
         return effects + [On(index, effect) for effect in done]
 
     def _disown(self, index: int) -> Disown:
@@ -279,7 +279,7 @@ class ServerMachine:
                 break
             if not machine.unfilled or self._backups[index][0] not in self._linked:
                 continue
-            if filled := machine.handle(shards.FillBackup()):
+            if filled := machine.handle(shard_events.FillBackup()):
                 self._filling.add(index)
                 effects += [On(index, effect) for effect in filled]
         return effects

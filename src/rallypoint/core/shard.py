@@ -17,264 +17,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rallypoint.core import shard_events as events
 from rallypoint.core.policy import Policy, Verdict
+from rallypoint.core.shard_effects import (
+    Abandon,
+    Acknowledge,
+    Add,
+    Apply,
+    Capture,
+    Drop,
+    Effect,
+    Fill,
+    Finish,
+    Gather,
+    Hold,
+    Install,
+    InStep,
+    Publish,
+    Reply,
+    Take,
+    Wait,
+)
 
-Ticket = int
-
-
-# ---- events ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Initialise:
-    """The first worker brings version 0."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Contribute:
-    """A contribution arrived: named by (shard, step, replica), weighted, perhaps known to be not finite; computed from
-    version `base`."""
-
-    step: int
-    replica: int
-    weight: float
-    ticket: Ticket
-    finite: bool = True
-    base: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A follower wants the parameters for `replica`'s next step, or (EVERYTHING) those at the end of the job.
-
-    What it wanted before it wants no more.
-    """
-
-    follower: str
-    replica: int
-
-
-@dataclass(frozen=True, slots=True)
-class Unfollowed:
-    """A follower is gone."""
-
-    follower: str
-
-
-@dataclass(frozen=True, slots=True)
-class Fold:
-    """Nothing more has queued up: apply what is in the sum."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decide:
-    """All servers know this step's norms and flags: apply with the gradient scaled by `scale`, or skip (None)."""
-
-    step: int
-    scale: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The whole state at `version` is in place: from a snapshot (a primary), or from the primary (a backup)."""
-
-    version: int
-    clocks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Replicated:
-    """The primary's update of version `step` came: the finished gradient, scaled; or nothing is to change (`skip`).
-
-    Under a streaming policy it was `replica`'s contribution, at `rate` times the learning rate.
-    """
-
-    step: int
-    skip: bool
-    ticket: Ticket
-    replica: int = 0
-    rate: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Acked:
-    """The backup holds `version`."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Assigned:
-    """A new view: who we are to this shard. `fresh` says that the backup, if there is one, holds nothing yet."""
-
-    primary: bool
-    backup: bool
-    fresh: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FillBackup:
-    """The backup's turn to get the whole state has come."""
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureAt:
-    """A snapshot is wanted of version `version`."""
-
-    version: int
-
-
-Event = (
-    Initialise | Contribute | Want | Unfollowed | Fold | Decide | Loaded | Replicated | Acked | Assigned | FillBackup
-    | CaptureAt
-)  # fmt: skip
-
-
-# ---- effects ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Install:
-    """The ticket's payload becomes the parameters at version 0."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """The ticket's payload, times `weight`, becomes the sum (a backup's: the finished gradient).
-
-    With `base` it is first compensated for the updates since that version.
-    """
-
-    ticket: Ticket
-    weight: float
-    base: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """The ticket's payload, times `weight`, is added to the sum; `base`: see Take."""
-
-    ticket: Ticket
-    weight: float
-    base: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """The ticket waits for its turn."""
-
-    ticket: Ticket
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """The ticket's payload is not needed; `fault` says why if the sender is at fault, else it is a harmless repeat."""
-
-    ticket: Ticket
-    fault: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """Forget the sum in progress, if there is one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The sum of `step` is complete: divide by `total_weight`. Measure it if a decision is awaited."""
-
-    step: int
-    total_weight: float
-    measure: bool
-    not_finite: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Apply the finished mean gradient, scaled, which makes `version`; with None leave the parameters as they are.
-
-    `step` is the place in the learning-rate schedule, `rate` multiplies what stands there. Wire copies from version
-    `oldest` on are kept. With `replicate` the scaled gradient goes to the backup too, as `replica`'s.
-    """
-
-    version: int
-    step: int
-    scale: float | None
-    oldest: int
-    rate: float = 1.0
-    replica: int = 0
-    replicate: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Send `version` to a follower, as the parameters for `replica`'s step `clock`; `last`: nothing will follow."""
-
-    follower: str
-    replica: int
-    clock: int
-    version: int
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """Tell a follower that it has to wait for `replica`'s step `clock`: perhaps it has one that is further behind."""
-
-    follower: str
-    replica: int
-    clock: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """The sum may be applied, but would take more of what has queued up: Fold when nothing has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    """Version `version` may be seen by everybody who follows."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Send the whole state, at `version`, to the backup."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Acknowledge:
-    """Tell the primary that `version` is held here."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class InStep:
-    """The backup holds all that has been published, and will before anything else is: it may be promoted."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """Keep the state as it is now, at `version`, for the snapshot; or, with `missed`, it is too late: `version` now."""
-
-    version: int
-    missed: bool = False
-
-
-Effect = (
-    Install | Take | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Wait | Gather | Fill
-    | Acknowledge | InStep | Capture
-)  # fmt: skip
-
-EVERYTHING = -1  # wanted: no replica's next step, but the end of the job
 VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
 
 
@@ -325,9 +89,9 @@ class ShardMachine:
     _strict: bool = False  # nothing is published that the backup does not hold
     _acked: int = -1
     _capture_at: int = -1
-    _decision: Decide | None = None  # one that came before the sum was finished (buffers are not measured)
-    _sum: list[Contribute] = field(default_factory=list)  # what is in the sum in progress, in its order
-    _held: dict[int, Contribute] = field(default_factory=dict)
+    _decision: events.Decide | None = None  # one that came before the sum was finished (buffers are not measured)
+    _sum: list[events.Contribute] = field(default_factory=list)  # what is in the sum in progress, in its order
+    _held: dict[int, events.Contribute] = field(default_factory=dict)
     _wants: dict[str, _Wanted] = field(default_factory=dict)
     _since: list[int] = field(default_factory=list)  # the version that each replica's last contribution is in
 
@@ -361,44 +125,44 @@ class ShardMachine:
         """The replicas whose next contribution has not arrived."""
         return [replica for replica in range(self.expected) if not self.knows(replica)]
 
-    def handle(self, event: Event) -> list[Effect]:
+    def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; the effects are to be run in order."""
         match event:
-            case Contribute():
+            case events.Contribute():
                 return self._contribute(event)
-            case Want():
+            case events.Want():
                 return self._want(event)
-            case Replicated():
+            case events.Replicated():
                 return self._replicated(event)
-            case Acked(version=version):
+            case events.Acked(version=version):
                 return self._acknowledged(version)
-            case Initialise(ticket=ticket):
+            case events.Initialise(ticket=ticket):
                 return self._initialise(ticket)
-            case Decide():
+            case events.Decide():
                 return self._decide(event)
-            case Fold():
+            case events.Fold():
                 return self._finish() if self._sum else []
-            case Unfollowed(follower=follower):
+            case events.Unfollowed(follower=follower):
                 self._wants.pop(follower, None)
                 return []
-            case Loaded():
+            case events.Loaded():
                 return self._loaded(event)
-            case Assigned():
+            case events.Assigned():
                 return self._assigned(event)
-            case FillBackup():
+            case events.FillBackup():
                 return self._fill()
-            case CaptureAt(version=version):
+            case events.CaptureAt(version=version):
                 return self._capture(version)
 
     # ---- the primary: contributions ----
 
-    def _initialise(self, ticket: Ticket) -> list[Effect]:
+    def _initialise(self, ticket: events.Ticket) -> list[Effect]:
         if self.version >= 0 or not self.primary:
             return [Drop(ticket)]
         self.version = 0
         return [Install(ticket), *self._captured(), *self._publish()]
 
-    def _contribute(self, event: Contribute) -> list[Effect]:
+    def _contribute(self, event: events.Contribute) -> list[Effect]:
         if not self.primary or self.version < 0:
             return [Drop(event.ticket)]  # it was sent under an older view; its worker will send it again
         match self.policy.admit(self, event.step, event.replica):
@@ -419,7 +183,7 @@ class ShardMachine:
                 before = self._finish() if alone and self._sum else []
                 return [*before, self._add(event), *self._take_held(), *self._finish_when_complete()]
 
-    def _add(self, event: Contribute) -> Effect:
+    def _add(self, event: events.Contribute) -> Effect:
         self._sum.append(event)
         base = event.base if self.compensates and event.base < self.version else None
         return (Take if self.added == 1 else Add)(event.ticket, event.weight, base)
@@ -456,7 +220,7 @@ class ShardMachine:
         self.awaiting = True
         return [finish]
 
-    def _decide(self, event: Decide) -> list[Effect]:
+    def _decide(self, event: events.Decide) -> list[Effect]:
         if event.step != self.version or not self.primary:
             return []
         if self.awaiting:
@@ -521,18 +285,23 @@ class ShardMachine:
         self.published = visible
         return self._serve() if self.policy.streaming else [Publish(visible)]
 
-    def _want(self, event: Want) -> list[Effect]:
+    def _want(self, event: events.Want) -> list[Effect]:
         if not self.primary:
             return []  # it was sent under an older view; its worker will ask again
-        wanted = self._wants[event.follower] = _Wanted(event.replica, self._next_clock(event.replica))
-        effects = self._serve()
-        if event.follower in self._wants and not self.policy.serve(self, wanted.clock) and event.replica >= 0:
-            effects.append(Wait(event.follower, event.replica, wanted.clock))
-        return effects
+        self._wants[event.follower] = _Wanted(event.replica, self._next_clock(event.replica))
+        return [*self._serve(), *self._told_to_wait(event.follower)]
+
+    def _told_to_wait(self, follower: str) -> list[Effect]:
+        """What keeps it may be a replica of its own: it has to hear that others come first."""
+        wanted = self._wants.get(follower)
+        if wanted is None or wanted.replica == events.EVERYTHING or self.published < 0:
+            return []
+        may = self.policy.serve(self, wanted.clock)
+        return [] if may else [Wait(follower, wanted.replica, wanted.clock)]
 
     def _next_clock(self, replica: int) -> int:
         """What the replica's clock will show once all that has arrived of it is applied."""
-        if replica == EVERYTHING:
+        if replica == events.EVERYTHING:
             return self.rounds
         return self.clocks[replica] + self.knows(replica) if replica < self.expected else 0
 
@@ -543,12 +312,12 @@ class ShardMachine:
         for follower in [f for f, wanted in self._wants.items() if self._may_have(wanted)]:
             replica = self._wants.pop(follower).replica
             clock = self.clocks[replica] if 0 <= replica < self.expected else self.rounds
-            effects.append(Reply(follower, replica, clock, self.published, last=replica == EVERYTHING))
+            effects.append(Reply(follower, replica, clock, self.published, last=replica == events.EVERYTHING))
         return effects
 
     def _may_have(self, wanted: _Wanted) -> bool:
         replica = wanted.replica
-        if replica == EVERYTHING:
+        if replica == events.EVERYTHING:
             return self.slowest >= self.rounds and self.published == self.version
         if replica >= self.expected:
             return True  # it contributes nothing here: any version will do
@@ -574,7 +343,7 @@ class ShardMachine:
 
     # ---- the backup ----
 
-    def _replicated(self, event: Replicated) -> list[Effect]:
+    def _replicated(self, event: events.Replicated) -> list[Effect]:
         if self.primary or self.version < event.step:
             return [Drop(event.ticket)]  # from a primary that has been replaced, or from before our state came
         if self.version > event.step:
@@ -588,20 +357,23 @@ class ShardMachine:
 
     # ---- either ----
 
-    def _loaded(self, event: Loaded) -> list[Effect]:
+    def _loaded(self, event: events.Loaded) -> list[Effect]:
         self.version = event.version
         self._restart_clocks(event.clocks)
         if not self.primary:
             return [Acknowledge(event.version)]
         self.published = -1
-        return [*self._captured(), *self._publish()]
+        for wanted in self._wants.values():  # some came before the clocks were known
+            wanted.clock = self._next_clock(wanted.replica)
+        effects = [*self._captured(), *self._publish()]
+        return effects + [effect for follower in self._wants for effect in self._told_to_wait(follower)]
 
     def _restart_clocks(self, clocks: tuple[int, ...]) -> None:
         if self.policy.streaming:
             self.clocks = list(clocks) or [0] * self.expected
             self._since = [max(0, self.version)] * self.expected
 
-    def _assigned(self, event: Assigned) -> list[Effect]:
+    def _assigned(self, event: events.Assigned) -> list[Effect]:
         promoted, demoted = event.primary and not self.primary, self.primary and not event.primary
         self.primary = event.primary
         effects: list[Effect] = self._forget_step() if promoted or demoted else []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from rallypoint.core.cluster_events import SnapshotLost
 from rallypoint.core.job import JobRecord
@@ -42,9 +42,14 @@ class SnapshotDuty:
     last: tuple[int, float] = (0, 0.0)
     final: bool = False
     _attempts: int = 0
+    _clocks: dict[int, int] = field(default_factory=dict)  # of each replica: the step that it has come to
 
     def __post_init__(self) -> None:
         self.final = not self.terms.snapshots
+
+    def computed(self, step: int, replica: int) -> None:
+        """A replica of `step` has been computed."""
+        self._clocks[replica] = max(self._clocks.get(replica, 0), step + 1)
 
     def is_due(self, record: JobRecord, furthest: int, now: float, *, ending: bool) -> bool:
         """Is it time for another one, where `furthest` is the furthest step seen and `ending` that somebody is done?"""
@@ -56,17 +61,17 @@ class SnapshotDuty:
         by_time = 0 < self.terms.snapshot_seconds <= now - when and since > 0
         return by_steps or by_time or self.wanted or (ending and not self.final)
 
-    def next_version(self, record: JobRecord, furthest: int, clocks: Mapping[int, int], *, ending: bool) -> int:
+    def next_version(self, record: JobRecord, furthest: int, *, ending: bool) -> int:
         """Which version the next one is to be of.
 
-        In a streaming job it is only a name: the step that every replica has come to, as far as its `clocks` are known
-        here. Its shards are as they are when the word arrives, each with the clocks of what is in it.
+        In a streaming job it is only a name: the step that every replica has come to, as far as is known here. Its
+        shards are as they are when the word arrives, each with the clocks of what is in it.
         """
         if not record.streaming:
             return min(furthest + CAPTURE_AHEAD, record.rounds)
         if ending:
             return record.rounds
-        slowest = min(clocks.get(replica, 0) for replica in range(int(record.config["replicas"])))
+        slowest = min(self._clocks.get(replica, 0) for replica in range(int(record.config["replicas"])))
         return min(max(self.last[0], slowest), record.rounds - 1)
 
     def begin(self, version: int, shards: Iterable[int], now: float) -> str:
@@ -109,6 +114,7 @@ class SnapshotDuty:
         """The past is void, and with it whatever was being taken of it."""
         self.taking = None
         self.final = not self.terms.snapshots
+        self._clocks.clear()
 
     def given_up(self, now: float) -> SnapshotLost | None:
         """What is to be said when no part of the one under way has come for long; then another is due.

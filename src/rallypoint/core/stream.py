@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rallypoint.core.shard import EVERYTHING
+from rallypoint.core.shard_events import EVERYTHING
 from rallypoint.core.slots import (
     Action,
     Arriving,

@@ -29,6 +29,7 @@ CLUSTER_FILE = "cluster.json"
 SNAPSHOTS = "snapshots"
 _GRACE_S = 5.0
 _POLL_S = 0.02
+_SILENCE_S = 5.0  # after so long a wait says what it waits for
 _QUICK_S = 10.0  # a process that dies within so long of its start may do so again
 _PAUSES_S = (0.0, 0.2, 1.0, 3.0)
 _QUICK_DEATHS = 12  # in a row, after which there is no sense in starting another
@@ -212,9 +213,13 @@ class LocalRun:
         for child in self.cluster.of_role("worker"):
             if child.name not in self._members:
                 child.signal(signal.SIGKILL)
-        if self.console.finished:
-            while self.cluster.of_role("worker"):
-                time.sleep(_POLL_S)
+        said = time.monotonic()
+        while self.console.finished and (left := self.cluster.of_role("worker")):
+            time.sleep(_POLL_S)
+            if time.monotonic() - said > _SILENCE_S:
+                said = time.monotonic()
+                names = ", ".join(child.name for child in left)
+                self.console.console.print(f"the job is over; waiting for {names}, whose script goes on")
         self.cluster.end(grace=_GRACE_S)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from rallypoint.launch import environment
 
 _GRACE_S = 5.0  # for children to leave by themselves once the job is over
 _POLL_S = 0.05
-_ANNOUNCE_TIMEOUT_S = 30.0
+_ANNOUNCE_TIMEOUT_S = 120.0  # to import everything from a cold disk
+_OUTPUT_S = 2.0  # for the last lines of a child that has ended
 
 
 class ChildFailed(RallypointError):
@@ -86,6 +88,9 @@ class LocalCluster:
         self._start("coordinator", "coordinator", argv, {environment.ANNOUNCE: str(write)}, keep=(write,))
         os.close(write)
         with open(read, "rb") as announcement:
+            heard, _, _ = select.select([announcement], [], [], _ANNOUNCE_TIMEOUT_S)
+            if not heard:
+                raise ChildFailed(f"the coordinator has not begun to listen within {_ANNOUNCE_TIMEOUT_S:.0f} s")
             self.coordinator = announcement.readline().decode().strip()
         if not self.coordinator:
             raise ChildFailed("the coordinator did not start; its own message is above")
@@ -110,8 +115,7 @@ class LocalCluster:
 
     def forget(self, child: Child) -> None:
         """A child that has ended, and been replaced."""
-        child.process.wait()
-        child.reader.join()
+        _reap(child)
         self.children.remove(child)
 
     def end(self, grace: float = 0.0) -> None:
@@ -129,8 +133,7 @@ class LocalCluster:
             while self.running() and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
         for child in self.children:
-            child.process.wait()
-            child.reader.join()
+            _reap(child)
         with contextlib.suppress(OSError):
             os.close(self._lifeline_write)
             os.close(self._lifeline_read)
@@ -166,6 +169,13 @@ class LocalCluster:
         with process.stdout as lines:
             for line in lines:
                 self._relay(name, line.decode(errors="replace").rstrip("\n"))
+
+
+def _reap(child: Child) -> None:
+    """A child has ended. What it had started itself goes too: it would live on, and hold the child's output open."""
+    child.process.wait()
+    child.signal(signal.SIGKILL)
+    child.reader.join(_OUTPUT_S)  # longer only if something in a session of its own holds the output
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

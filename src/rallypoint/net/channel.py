@@ -24,12 +24,13 @@ class Channel:
     """Frames over one connection.
 
     `send` never blocks: it queues, urgent frames (credits, measures, control) ahead of bulk ones. The sending thread
-    ends with the connection; the loss itself is reported to whoever receives.
+    ends with the connection; the loss itself is reported to whoever receives. `number` says, of one that was accepted,
+    in which order it was.
     """
 
-    def __init__(self, connection: Connection, name: str, tracer: Tracer | None = None) -> None:
+    def __init__(self, connection: Connection, name: str, tracer: Tracer | None = None, number: int = 0) -> None:
         self.connection = connection
-        self.name = name
+        self.name, self.number = name, number
         self._tracer = tracer or Tracer(name)
         self._head = memoryview(bytearray(HEADER_BYTES))
         self._urgent: deque[_Outgoing] = deque()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Callable
 
 from rallypoint.core.view import Member, ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, RallypointError
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import introduce
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.observe.trace import Tracer
+
+log = logging.getLogger("rallypoint")
 
 CONNECT_TIMEOUT_S = 2.0
 _PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between tries; the last one from then on
@@ -84,6 +87,9 @@ class Dialer:
                 self._serve(channel)
         except RallypointError as lost:
             error = lost
+        except Exception as fault:  # this thread's end would be nobody's news, and many wait for what it receives
+            log.error("the link to %s has failed", self.peer.id, exc_info=fault)
+            error = ProtocolError(f"what {self.peer.id} sent could not be taken: {fault!r}")
         channel.close()  # and with it its sending thread: whoever owned the payloads may have them back
         self.trouble = str(error)
         if not self._closed.is_set():

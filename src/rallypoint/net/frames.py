@@ -4,7 +4,8 @@
     4  protocol   u8
     5  kind       u8
     6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate), the version
-                        is not kept any more (Rows); bit 2: if it is not, the newest will do (PullRows)
+                        is not kept any more (Rows); bit 2: if it is not, the newest will do (PullRows; of the version
+                        LATEST, which never is, that is what is meant)
     7  codec      u8    how the payload is written (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
@@ -36,6 +37,7 @@ HEADER_BYTES = _HEADER.size
 NOT_FINITE = 1
 SKIP = 2
 NEWEST = 4
+LATEST = (1 << 32) - 1
 _FLAGS = NOT_FINITE | SKIP | NEWEST
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -33,6 +34,7 @@ class Gate:
         self.address = self._listener.address
         self._token, self._admit, self._serve, self._tracer = token, admit, serve, tracer
         self._open: dict[Connection, threading.Thread] = {}
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._accept_all, name="accept", daemon=True)
@@ -56,17 +58,19 @@ class Gate:
                 connection = self._listener.accept()
             except LinkError:
                 return
-            thread = threading.Thread(target=self._run, args=(connection,), name=f"from {connection.peer}", daemon=True)
+            thread = threading.Thread(
+                target=self._run, args=(connection, next(self._numbers)), name=f"from {connection.peer}", daemon=True
+            )
             with self._lock:
                 if self._closed:
                     connection.close()
                     return
+                thread.start()  # in here: whoever closes must find no thread that has not been started
                 self._open[connection] = thread
-            thread.start()
 
-    def _run(self, connection: Connection) -> None:
+    def _run(self, connection: Connection, number: int) -> None:
         try:
-            self._greet_and_serve(connection)
+            self._greet_and_serve(connection, number)
         except LinkError as error:
             log.debug("%s", error)
         except (ProtocolError, AccessDenied) as error:
@@ -76,7 +80,7 @@ class Gate:
             with self._lock:
                 self._open.pop(connection, None)
 
-    def _greet_and_serve(self, connection: Connection) -> None:
+    def _greet_and_serve(self, connection: Connection, number: int) -> None:
         hello = greet(connection, self._token)
         try:
             answer = self._admit(hello)
@@ -84,7 +88,7 @@ class Gate:
             refuse(connection, str(error))
             raise AccessDenied(f"refused {hello.role} {hello.id}: {error}") from None
         welcome(connection, answer)
-        channel = Channel(connection, hello.id, self._tracer)
+        channel = Channel(connection, hello.id, self._tracer, number)
         try:
             self._serve(channel, hello)
         except ProtocolError as error:

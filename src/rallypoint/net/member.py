@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 import time
@@ -14,6 +15,8 @@ from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import introduce
 from rallypoint.net.messages import Admitted, Beat, Message, Refused, Welcome, decode
 from rallypoint.net.transport import Connection, Transport
+
+log = logging.getLogger("rallypoint")
 
 JOIN_TIMEOUT_S = 30.0
 RETURN_TIMEOUT_S = 60.0  # how long a member goes on without a coordinator before it gives up
@@ -43,7 +46,7 @@ class CoordinatorLink:
         self._unsent: deque[Message] = deque()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._channel = self._join(JOIN_TIMEOUT_S)
+        self._channel = self._join_patiently(JOIN_TIMEOUT_S)
         self._thread = threading.Thread(target=self._receive_all, name="from the coordinator", daemon=True)
         self._beat_thread = threading.Thread(target=self._beat, name="signs of life", daemon=True)
 
@@ -83,6 +86,17 @@ class CoordinatorLink:
             connection.close()
             raise
         return Channel(connection, "the coordinator")
+
+    def _join_patiently(self, patience: float) -> Channel:
+        """For the first time: a coordinator that dies while it lets us in is waited for like one that is not there."""
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                return self._join(deadline - time.monotonic())
+            except LinkError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(_RETRY_S)
 
     def _rejoin(self) -> None:
         """Until a coordinator takes us (back). LinkError when none has come in time, AccessDenied when it refuses."""
@@ -156,11 +170,21 @@ class CoordinatorLink:
             message = decode(self._channel.receive_bytes(header))
             match message:
                 case Admitted(birth=birth):
-                    self._take_admission(birth)
+                    self._hand_over(message, lambda birth=birth: self._take_admission(birth))  # type: ignore[misc]
                 case Refused(reason=reason) if self.birth:
                     raise LinkError(reason)  # given up by mistake: come back as somebody new
                 case _:
-                    self._on_message(message)
+                    self._hand_over(message, lambda message=message: self._on_message(message))  # type: ignore[misc]
+
+    def _hand_over(self, message: Message, handle: Callable[[], None]) -> None:
+        """ProtocolError when it cannot be acted on: our signs of life would hide that nobody listens here any more."""
+        try:
+            handle()
+        except ProtocolError:
+            raise
+        except Exception as error:
+            log.error("a %s message could not be acted on", type(message).__name__, exc_info=error)
+            raise ProtocolError(f"its {type(message).__name__} message could not be acted on: {error!r}") from error
 
 
 def connect_patiently(

@@ -83,11 +83,15 @@ class TcpListener:
         return self._address
 
     def accept(self) -> TcpConnection:
-        try:
-            sock, peer = self._accept()
-        except OSError as error:
-            raise LinkError(f"no longer listening at {self._address}: {error}") from None
-        return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
+        while True:
+            try:
+                sock, peer = self._accept()
+            except OSError as error:
+                raise LinkError(f"no longer listening at {self._address}: {error}") from None
+            try:
+                return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
+            except OSError:
+                sock.close()  # it was gone again before it could be tuned: no reason to listen no longer
 
     def _accept(self) -> tuple[socket.socket, tuple[str, int]]:
         while True:
@@ -131,8 +135,12 @@ class TcpTransport:
             sock = socket.create_connection((host, port), timeout=timeout)
         except (OSError, UnicodeError) as error:
             raise LinkError(f"nobody answers at {address}: {error}") from None
-        sock.settimeout(None)
-        return TcpConnection(sock, address)
+        try:
+            sock.settimeout(None)
+            return TcpConnection(sock, address)
+        except OSError as error:
+            sock.close()
+            raise LinkError(f"{address} was gone as soon as it had answered: {error}") from None
 
     def private(self, address: str) -> bool:
         host, _ = split_address(address)

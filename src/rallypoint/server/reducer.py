@@ -18,7 +18,7 @@ import msgspec
 
 from rallypoint.codec.scratch import Scratch
 from rallypoint.config import JobConfig, cadence_of
-from rallypoint.core import clip, server, shard
+from rallypoint.core import clip, server, shard_effects, shard_events
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, Sync
@@ -119,6 +119,8 @@ class Reducer:
                 return
             try:
                 call()
+                for index in list(self._pulls):  # only now: in the midst of effects a machine is ahead of its tensors
+                    self._answer_pulls(index)
             except Exception as error:  # whatever it was, the shards can no longer be trusted: the job must end
                 self._around.failed(error)
                 return
@@ -161,8 +163,6 @@ class Reducer:
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
         self._run_all(self.machine.adopt(view))
-        for index in list(self._pulls):
-            self._answer_pulls(index)
 
     def admitted(self, new: bool) -> None:
         """The coordinator has taken us (back): what it may have forgotten is said again."""
@@ -199,8 +199,12 @@ class Reducer:
             self._followers.remove(channel)
 
     def linked(self, channel: Channel, worker: str) -> None:
-        """A worker has connected (again): what its channel before this one still brings of wants does not count."""
-        self._askers[worker] = channel
+        """A worker has connected (again): what its channel before this one still brings of wants does not count.
+
+        Both may have waited for the same view, and be told of it in any order.
+        """
+        if (other := self._askers.get(worker)) is None or other.number < channel.number:
+            self._askers[worker] = channel
 
     def gone(self, channel: Channel, worker: str) -> None:
         """The channel is closed."""
@@ -215,7 +219,7 @@ class Reducer:
     def want(self, channel: Channel, worker: str, index: int, replica: int) -> None:
         """A worker wants the parameters for a replica's next step."""
         if self._askers.get(worker) is channel and self.machine.is_primary(index):
-            self._handle(index, shard.Want(worker, replica))
+            self._handle(index, shard_events.Want(worker, replica))
 
     def fetch(self, channel: Channel, index: int, version: int) -> None:
         """Send one version again, if it is still kept; otherwise a newer one has been sent anyway."""
@@ -226,12 +230,11 @@ class Reducer:
     def pull(self, channel: Channel, header: Header, ids: Ids) -> None:
         """A worker wants rows of a table's part, at a version that may be still to come."""
         self._pulls.setdefault(header.shard, []).append(_Pull(channel, header, ids))
-        self._answer_pulls(header.shard)
 
     def initialise(self, channel: Channel, header: Header, buffer: Buffer) -> None:
         """A first worker's version 0 of a shard."""
         if self._wanted(channel, header, buffer):
-            self._handle(header.shard, shard.Initialise(self._ticket(channel, header, buffer)))
+            self._handle(header.shard, shard_events.Initialise(self._ticket(channel, header, buffer)))
 
     def contribute(self, channel: Channel, worker: str, header: Header, buffer: Buffer) -> None:
         """A contribution to a shard's step, and what its worker wants next."""
@@ -239,7 +242,7 @@ class Reducer:
             return
         if self._in_ledger(header.shard, header.step):
             self._arrivals[channel.name] = time.monotonic()
-        event = shard.Contribute(
+        event = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,
         )  # fmt: skip
@@ -257,7 +260,7 @@ class Reducer:
         self._held_bytes += header.length
         self._answer_to = channel
         self._told_added[header.shard] = header.base
-        update = shard.Replicated(header.step, bool(header.flags & SKIP), ticket, header.replica, header.weight)
+        update = shard_events.Replicated(header.step, bool(header.flags & SKIP), ticket, header.replica, header.weight)
         self._handle(header.shard, update)
         self._answer_to = None
 
@@ -266,7 +269,7 @@ class Reducer:
         if self.machine.takes_from(record.shard, sender):
             self._owned[record.shard].load(record)
             self._answer_to = channel
-            self._handle(record.shard, shard.Loaded(record.version, record.clocks))
+            self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
             self._answer_to = None
 
     def acked(self, peer: str, channel: Channel, index: int, version: int, number: ViewNumber) -> None:
@@ -274,7 +277,7 @@ class Reducer:
         view = self.machine.view
         current = self._peers.get(peer) is channel and view is not None and view.backup.get(index) == peer
         if current and self.machine.is_primary(index) and number >= self._filled_under.get(index, self._number):
-            self._handle(index, shard.Acked(version))
+            self._handle(index, shard_events.Acked(version))
 
     def told(self, step: int, measures: Iterable[clip.Measure]) -> None:
         """Another server's measures."""
@@ -294,10 +297,8 @@ class Reducer:
 
     # ---- effects ----
 
-    def _handle(self, index: int, event: shard.Event) -> None:
+    def _handle(self, index: int, event: shard_events.Event) -> None:
         self._run_all(self.machine.handle(index, event))
-        if index in self._pulls:
-            self._answer_pulls(index)
 
     def _run_all(self, effects: Sequence[server.Effect]) -> None:
         for effect in effects:
@@ -323,65 +324,65 @@ class Reducer:
             return OwnedShard(place, self._config, self._pool, self._scratch)
         return OwnedRows(place, self._tables[place.part.table].name, self._config, self._pools)
 
-    def _run_on(self, index: int, owned: OwnedShard | OwnedRows, effect: shard.Effect) -> None:
+    def _run_on(self, index: int, owned: OwnedShard | OwnedRows, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard.Take(ticket=ticket, weight=weight, base=base):
+            case shard_effects.Take(ticket=ticket, weight=weight, base=base):
                 owned.take(self._settle(ticket), weight, base)
                 self._count(index, first=True)
-            case shard.Add(ticket=ticket, weight=weight, base=base):
+            case shard_effects.Add(ticket=ticket, weight=weight, base=base):
                 with self._tracer.span("reduce", shard=index):
                     owned.add(self._settle(ticket), weight, base)
                 self._count(index, first=False)
-            case shard.Hold(ticket=ticket):
+            case shard_effects.Hold(ticket=ticket):
                 self._hold(ticket)
-            case shard.Drop(ticket=ticket, fault=fault):
+            case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._drop(ticket, fault)
-            case shard.Finish():
+            case shard_effects.Finish():
                 self._finish(owned, effect)
-            case shard.Apply():
+            case shard_effects.Apply():
                 self._apply(index, owned, effect)
-            case shard.Publish(version=version):
+            case shard_effects.Publish(version=version):
                 self._publish(index, version)
-            case shard.Reply():
+            case shard_effects.Reply():
                 self._reply(index, effect)
-            case shard.Gather():
+            case shard_effects.Gather():
                 self._gathering[index] = None
-            case shard.Install(ticket=ticket):
+            case shard_effects.Install(ticket=ticket):
                 owned.install(self._settle(ticket))
-            case shard.Abandon():
+            case shard_effects.Abandon():
                 owned.abandon()
             case _:
                 self._run_rare(index, owned, effect)
 
-    def _run_rare(self, index: int, owned: OwnedShard | OwnedRows, effect: shard.Effect) -> None:
+    def _run_rare(self, index: int, owned: OwnedShard | OwnedRows, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard.Fill(version=version):
+            case shard_effects.Fill(version=version):
                 data = encode_record(owned.state(version, self._clocks(index), wires=True), "none")
                 self._filled_under[index] = self._number
                 header = Header(Kind.STATE, self._number, shard=index, step=version, length=len(data))
                 self._backup_of(index).send(header, memoryview(data))
-            case shard.Wait(follower=follower, replica=replica, clock=clock):
+            case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 header = Header(Kind.WAIT, self._number, shard=index, base=clock, wants=wants(replica))
                 self._askers[follower].send(header, urgent=True)
-            case shard.Acknowledge(version=version):
+            case shard_effects.Acknowledge(version=version):
                 if self._answer_to is not None:
                     self._answer_to.send(Header(Kind.ACK, self._number, shard=index, step=version), urgent=True)
-            case shard.InStep():
+            case shard_effects.InStep():
                 self._around.say(InStep({index: self.machine.in_step[index]}))
-            case shard.Capture(version=version, missed=True):
+            case shard_effects.Capture(version=version, missed=True):
                 self._around.say(NotStored(self._snapshot, "a step was quicker than the word", version))
-            case shard.Capture(version=version):
+            case shard_effects.Capture(version=version):
                 self._to_copy[index] = version
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
-    def _finish(self, owned: OwnedShard | OwnedRows, effect: shard.Finish) -> None:
+    def _finish(self, owned: OwnedShard | OwnedRows, effect: shard_effects.Finish) -> None:
         owned.mean(effect.total_weight)
         if effect.measure and owned.measured:
             measure = clip.Measure(owned.shard.index, owned.norm(), effect.not_finite)
             self._run_all(self.machine.measured(effect.step, measure))
 
-    def _apply(self, index: int, owned: OwnedShard | OwnedRows, effect: shard.Apply) -> None:
+    def _apply(self, index: int, owned: OwnedShard | OwnedRows, effect: shard_effects.Apply) -> None:
         if index in self._to_copy:
             self._copy(index)
         self._gathering.pop(index, None)
@@ -400,7 +401,7 @@ class Reducer:
         )  # fmt: skip
         self._backup_of(index).send(header, None if skip else buffer.bytes[:nbytes], sent=buffer.release)
 
-    def _timed(self, index: int, effect: shard.Apply) -> shard.Apply:
+    def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
         """With its place in the schedule as the job counts rounds."""
         if self._cadence.fragments == 1:
             return effect
@@ -423,7 +424,7 @@ class Reducer:
         for channel in self._followers:
             self._send_version(channel, index, version)
 
-    def _reply(self, index: int, reply: shard.Reply) -> None:
+    def _reply(self, index: int, reply: shard_effects.Reply) -> None:
         if (channel := self._askers.get(reply.follower)) is None:
             return
         owned = self._owned[index]
@@ -465,7 +466,7 @@ class Reducer:
     def _fold_one(self) -> None:
         index = next(iter(self._gathering))
         del self._gathering[index]
-        self._handle(index, shard.Fold())
+        self._handle(index, shard_events.Fold())
 
     def _clocks(self, index: int) -> Sequence[int]:
         machine = self.machine.machine(index)
@@ -516,7 +517,7 @@ class Reducer:
         store = SnapshotStore(self._snapshots_url)
         for record in store.read(store.load(origin), indices):
             self._owned[record.shard].load(record)
-            self._handle(record.shard, shard.Loaded(record.version, record.clocks))
+            self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
 
     # ---- snapshots ----
 

@@ -304,8 +304,8 @@ class ServerService:
             case Kind.PUSH | Kind.INITIAL:
                 self._receive_payload(channel, header, worker)
             case Kind.WANT:
-                self._wait_for(header.view)
                 self._check_want(header)
+                self._wait_for(header.view)
                 if not self._stale(header):
                     self._reducer.inbox.put(lambda: self._reducer.want(channel, worker, header.shard, header.wants - 2))
             case Kind.PULL_ROWS:
@@ -316,8 +316,8 @@ class ServerService:
             case Kind.UNFOLLOW:
                 self._reducer.inbox.put(lambda: self._reducer.unfollow(channel))
             case Kind.FETCH:
-                self._wait_for(header.view)
                 self._check_shard(header)
+                self._wait_for(header.view)
                 self._reducer.inbox.put(lambda: self._reducer.fetch(channel, header.shard, header.step))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")

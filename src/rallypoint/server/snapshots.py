@@ -73,8 +73,9 @@ class SnapshotWriter:
                 part = self._store.write_part(snapshot, self._part, _so_many(records, shards), self._compression)
             except _Abandoned:
                 continue
-            except (RallypointError, OSError) as error:
-                self._tell(NotStored(snapshot, str(error)))
+            except Exception as error:  # a remote filesystem raises anything; unanswered, everybody would wait for it
+                known = isinstance(error, (RallypointError, OSError))
+                self._tell(NotStored(snapshot, str(error) if known else f"{type(error).__name__}: {error}"))
                 continue
             entries = {s: (e.file, e.offset, e.length, e.checksum) for s, e in part.shards.items()}
             self._tell(Stored(snapshot, part.files, entries))

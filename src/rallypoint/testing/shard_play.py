@@ -11,9 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rallypoint.core import shard
+from rallypoint.core import shard_effects, shard_events
 from rallypoint.core.policy import Policy
-from rallypoint.core.shard import EVERYTHING, ShardMachine
+from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard_events import EVERYTHING
 
 ACTIONS = ("push", "push", "push", "push again", "push late", "push early", "ask", "go", "ack", "ack", "fold")
 _END = "end"  # a follower that contributes nothing and wants the end of the job
@@ -63,7 +64,7 @@ class ShardPlay:
         self._sum: list[Name] = []
         self._clocks = list(self.machine.clocks)
         self._held: dict[int, _Held] = {}
-        self._sent: list[shard.Contribute] = []
+        self._sent: list[shard_events.Contribute] = []
         self._waits: set[int] = set()  # replicas whose worker waits for an answer
         self._under_way: list[int] = []  # versions that the backup has not acknowledged
         self._acked = -1
@@ -72,15 +73,15 @@ class ShardPlay:
         self._begin()
 
     def _begin(self) -> None:
-        self._handle(shard.Assigned(primary=True, backup=self.cast.backup, fresh=self.cast.backup))
-        self._handle(shard.Initialise(0))
+        self._handle(shard_events.Assigned(primary=True, backup=self.cast.backup, fresh=self.cast.backup))
+        self._handle(shard_events.Initialise(0))
         if self.cast.backup:
-            self._handle(shard.FillBackup())
+            self._handle(shard_events.FillBackup())
             self._ack()
         if self.policy.streaming:
             for replica in range(self.cast.replicas):
                 self._ask(replica)
-            self._handle(shard.Want(_END, EVERYTHING))
+            self._handle(shard_events.Want(_END, EVERYTHING))
 
     # ---- what may happen ----
 
@@ -93,14 +94,14 @@ class ShardPlay:
             case "push again" if self._sent:
                 self._contribute(self._sent[which % len(self._sent)])
             case "push late" if replica in self._held and self._held[replica].clock > 0:
-                self._contribute(shard.Contribute(self._held[replica].clock - 1, replica, 1.0, 0))
+                self._contribute(shard_events.Contribute(self._held[replica].clock - 1, replica, 1.0, 0))
             case "push early":
                 clock = self.machine.clock(replica) + 1 + self.machine.knows(replica)
-                self._contribute(shard.Contribute(clock, replica, 1.0, 0))
+                self._contribute(shard_events.Contribute(clock, replica, 1.0, 0))
             case "ask" if replica in self._waits:
                 self._ask(replica)
             case "go" if replica in self._waits:
-                self._handle(shard.Unfollowed(_name(replica)))
+                self._handle(shard_events.Unfollowed(_name(replica)))
                 self._ask(replica)
             case "ack":
                 self._ack()
@@ -125,7 +126,7 @@ class ShardPlay:
         if (held := self._held.pop(replica, None)) is None:
             return
         finite = not self.cast.skips or (held.clock * 5 + replica) % 7 != 3
-        event = shard.Contribute(held.clock, replica, 1.0 + replica, 0, finite, held.version)
+        event = shard_events.Contribute(held.clock, replica, 1.0 + replica, 0, finite, held.version)
         self._sent.append(event)
         if self.policy.streaming:
             self._waits.add(replica)
@@ -135,65 +136,65 @@ class ShardPlay:
 
     def _ask(self, replica: int) -> None:
         self._waits.add(replica)
-        self._handle(shard.Want(_name(replica), replica))
+        self._handle(shard_events.Want(_name(replica), replica))
 
-    def _contribute(self, event: shard.Contribute) -> None:
+    def _contribute(self, event: shard_events.Contribute) -> None:
         ticket = len(self._tickets) + 1
         self._tickets[ticket] = (event.step, event.replica)
         self._handle(
-            shard.Contribute(event.step, event.replica, event.weight, ticket, event.finite, event.base)
+            shard_events.Contribute(event.step, event.replica, event.weight, ticket, event.finite, event.base)
         )
 
     def _ack(self) -> None:
         if self._under_way:
             self._acked = self._under_way.pop(0)
-            self._handle(shard.Acked(self._acked))
+            self._handle(shard_events.Acked(self._acked))
 
     def _fold(self) -> None:
         if self._gathering:
             self._gathering = False
-            self._handle(shard.Fold())
+            self._handle(shard_events.Fold())
 
     # ---- what comes of it ----
 
-    def _handle(self, event: shard.Event) -> None:
+    def _handle(self, event: shard_events.Event) -> None:
         for effect in self.machine.handle(event):
             self._run(effect)
         clocks = list(self.machine.clocks)
         self._check(all(b <= a for b, a in zip(self._clocks, clocks, strict=True)), f"{self._clocks} became {clocks}")
         self._clocks = clocks
 
-    def _run(self, effect: shard.Effect) -> None:
+    def _run(self, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard.Install():
+            case shard_effects.Install():
                 pass
-            case shard.Take(ticket=ticket) | shard.Add(ticket=ticket):
-                self._check(isinstance(effect, shard.Take) == (not self._sum), f"{effect} into {self._sum}")
+            case shard_effects.Take(ticket=ticket) | shard_effects.Add(ticket=ticket):
+                self._check(isinstance(effect, shard_effects.Take) == (not self._sum), f"{effect} into {self._sum}")
                 self._leave(ticket)
                 self._sum.append(self._tickets[ticket])
-            case shard.Drop(ticket=ticket, fault=fault):
+            case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._leave(ticket)
                 self._check(not fault, fault)
-            case shard.Apply():
+            case shard_effects.Apply():
                 self._apply(effect)
-            case shard.Fill(version=version):
+            case shard_effects.Fill(version=version):
                 self._under_way.append(version)
-            case shard.Publish(version=version):
+            case shard_effects.Publish(version=version):
                 self._published(version)
-            case shard.Reply():
+            case shard_effects.Reply():
                 self._reply(effect)
-            case shard.Wait(replica=replica, clock=clock):
+            case shard_effects.Wait(replica=replica, clock=clock):
                 self._check(self.bound is not None, f"{effect}, and there is no bound")
                 seen = min(self._clock_in(self.machine.published, other) for other in range(self.cast.replicas))
                 self._check(clock > seen + (self.bound or 0), f"{effect}, and it need not: {self.machine.clocks}")
-            case shard.Gather():
+            case shard_effects.Gather():
                 self._gathering = True
 
     def _leave(self, ticket: int) -> None:
         self._out[ticket] += 1
         self._check(self._out[ticket] == 1, f"the payload of {self._tickets.get(ticket)} has left twice")
 
-    def _apply(self, apply: shard.Apply) -> None:
+    def _apply(self, apply: shard_effects.Apply) -> None:
         before = self.contents[max(self.contents)]
         self._check(apply.version == max(self.contents) + 1, f"{apply} after version {max(self.contents)}")
         self._check(bool(self._sum), f"{apply} of nothing")
@@ -217,7 +218,7 @@ class ShardPlay:
         self._check_visible(version)
         self._held = {r: _Held(version, version) for r in range(self.cast.replicas) if version < self.cast.rounds}
 
-    def _reply(self, reply: shard.Reply) -> None:
+    def _reply(self, reply: shard_effects.Reply) -> None:
         self._check_visible(reply.version)
         if reply.follower == _END:
             everything = all(clock == self.cast.rounds for clock in self.machine.clocks)

@@ -20,7 +20,7 @@ from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import WorkerMachine
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
-from rallypoint.net.frames import NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
+from rallypoint.net.frames import LATEST, NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.pool import bytes_of
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -269,7 +269,7 @@ class Exchange:
         """
         self._pulls += 1
         newest = self._streaming or not self._computing
-        pull = Pull(self._pulls, 0 if self._streaming else max(0, self._machine.step), newest, wanted)
+        pull = Pull(self._pulls, LATEST if self._streaming else max(0, self._machine.step), newest, wanted)
         self._pull = pull
         try:
             with self._changed:
@@ -279,7 +279,7 @@ class Exchange:
                         self._ask_rows(pull, shard)
                     self._wait(
                         lambda: pull.over or (self._computing and self._machine.rewound) or bool(self._unasked(pull)),
-                        lambda: f"rows of step {pull.version}: {self._by_server(pull.missing)}",
+                        lambda: f"rows of tables, step {self._machine.step}: {self._by_server(pull.missing)}",
                     )
         finally:
             self._pull = None

@@ -45,6 +45,7 @@ from rallypoint.worker.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
+_TOO_LATE = "the job was over before this worker took part in it"
 
 
 class Job:
@@ -116,7 +117,9 @@ class Job:
         exchange = Exchange(record.layout, config, around, pinned=pinned)
         with self._changed:
             self._exchange = exchange
-            view, failure = self._view, self._failure
+            view, failure, finished = self._view, self._failure, self._finished
+        if finished:  # while the exchange was being made: nobody would say it again
+            raise JobAborted(_TOO_LATE)
         assert view is not None
         exchange.turn(view)
         if failure is not None:
@@ -190,7 +193,7 @@ class Job:
             if self._failure is not None:
                 raise self._failure
             if self._view is None:
-                raise JobAborted("the job was over before this worker took part in it")
+                raise JobAborted(_TOO_LATE)
 
     def _say(self, text: str) -> None:
         self._link.send(Say(text))

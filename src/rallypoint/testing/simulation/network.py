@@ -75,7 +75,7 @@ class Wire:
     """A connection: two directions, each in order. `ends` are the two processes, the connecting one first."""
 
     def __init__(self, world: World, a: Node, b: Node) -> None:
-        self.world, self.ends = world, (a, b)
+        self.world, self.ends, self.number = world, (a, b), world.number()
         self.open = True
         self._free = [0.0, 0.0]  # when each direction can deliver next
         self._cut = float("inf")
@@ -149,6 +149,10 @@ class World:
                 return
             self.now = when
             call()
+
+    def number(self) -> int:
+        """A number above all before it."""
+        return next(self._numbers)
 
     def latency(self) -> float:
         """How long a message takes."""

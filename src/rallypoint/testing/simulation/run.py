@@ -287,9 +287,9 @@ class Simulation:
                     f"clocks {m.clocks} wants {m._wants}"
                     for i, m in held.items() if m is not None))  # fmt: skip
         if self.coordinator is not None:
-            c = self.coordinator.machine
-            lines.append(f"coordinator: {c.phase}, {c.view}, taking {c._snapshots.taking}, "
-                         f"done {c._members.done}, waits for {c.waiting_for()}")  # fmt: skip
+            machine = self.coordinator.machine
+            lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
+                         f"done {machine._members.done}, waits for {machine.waiting_for()}")  # fmt: skip
         return "\n".join([*lines, *self.outcome.said])
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint.core import server as machine
-from rallypoint.core import shard as shards
+from rallypoint.core import shard_effects, shard_events
 from rallypoint.core.clip import Measure, Tell, Verdict
 from rallypoint.core.policy import BoundedStaleness, Sync
 from rallypoint.core.server import Plan, ServerMachine
@@ -111,17 +111,13 @@ class SimulatedServer:
     # ---- connections ----
 
     def accept(self, wire: Wire, hello: Any) -> str:
-        role, who, number = hello
+        role, who, _ = hello
         wire.on_message[1] = lambda message: self._receive(wire, role, who, message)
         wire.on_close[1] = lambda: self._gone(wire, who)
-        if role == "worker":
-            self._when_known(number, lambda: self._linked(wire, who))
+        other = self._askers.get(who)
+        if role == "worker" and (other is None or other.number < wire.number):
+            self._askers[who] = wire  # what its wire before this one still brings of wants does not count
         return ""
-
-    def _linked(self, wire: Wire, worker: str) -> None:
-        """A worker has connected (again): what its wire before this one still brings of wants does not count."""
-        if wire.open:
-            self._askers[worker] = wire
 
     def _gone(self, wire: Wire, who: str) -> None:
         self._unfollow(wire)
@@ -142,13 +138,13 @@ class SimulatedServer:
             case ("push", _, shard, step, replica, content, base, wants) if self.machine.is_primary(shard):
                 finite = self.job.is_finite(step, replica)
                 ticket = self._ticket(shard, content)
-                self._handle(shard, shards.Contribute(step, replica, 1.0, ticket, finite, base))
+                self._handle(shard, shard_events.Contribute(step, replica, 1.0, ticket, finite, base))
                 if wants is not None:
                     self._want(wire, who, shard, wants)
             case ("want", _, shard, replica) if self.machine.is_primary(shard):
                 self._want(wire, who, shard, replica)
             case ("initial", _, shard, content) if self.machine.is_primary(shard):
-                self._handle(shard, shards.Initialise(self._ticket(shard, content)))
+                self._handle(shard, shard_events.Initialise(self._ticket(shard, content)))
             case ("follow", _, on):
                 self._unfollow(wire)
                 if on:
@@ -164,18 +160,18 @@ class SimulatedServer:
             case ("measures", _, step, measures):
                 self._run(self.machine.told(step, measures))
             case ("replicate", _, shard, step, skip, content, replica, rate) if self.machine.takes_from(shard, who):
-                update = shards.Replicated(step, skip, self._ticket(shard, content), replica, rate)
+                update = shard_events.Replicated(step, skip, self._ticket(shard, content), replica, rate)
                 self._answer_on(wire, shard, update)
             case ("state", _, shard, version, master, wires, clocks) if self.machine.takes_from(shard, who):
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
-                self._answer_on(wire, shard, shards.Loaded(version, clocks))
+                self._answer_on(wire, shard, shard_events.Loaded(version, clocks))
 
     def _want(self, wire: Wire, follower: str, index: int, replica: int) -> None:
         if self._askers.get(follower) is wire and self.machine.is_primary(index):
-            self._handle(index, shards.Want(follower, replica))
+            self._handle(index, shard_events.Want(follower, replica))
 
-    def _reply(self, index: int, reply: shards.Reply) -> None:
+    def _reply(self, index: int, reply: shard_effects.Reply) -> None:
         machine = self.machine.machine(index)
         assert machine is not None
         content = self.held[index].wire[reply.version]
@@ -188,7 +184,7 @@ class SimulatedServer:
         version = ("version", self._number, index, reply.version, content, reply.replica, reply.clock)
         self._askers[reply.follower].send(1, version)
 
-    def _check_read(self, index: int, reply: shards.Reply, content: Content) -> None:
+    def _check_read(self, index: int, reply: shard_effects.Reply, content: Content) -> None:
         """Everybody reads what they have written; and under a bound whatever is older than that (Ho et al., 2013)."""
         sync = self.job.sync
         bound = reply.clock - sync.staleness if isinstance(sync, BoundedStaleness) else 0
@@ -196,9 +192,9 @@ class SimulatedServer:
             missing = self.job.written(replica, reply.clock if replica == reply.replica else bound) - content
             assert not missing, f"{self.node.name}: shard {index}: {reply} runs ahead of {sorted(missing)}"
 
-    def _answer_on(self, wire: Wire, index: int, event: shards.Event) -> None:
+    def _answer_on(self, wire: Wire, index: int, event: shard_events.Event) -> None:
         for effect in self.machine.handle(index, event):
-            if isinstance(effect, machine.On) and isinstance(effect.effect, shards.Acknowledge):
+            if isinstance(effect, machine.On) and isinstance(effect.effect, shard_effects.Acknowledge):
                 wire.send(1, ("ack", index, effect.effect.version, self._number))
             else:
                 self._run([effect])
@@ -244,11 +240,11 @@ class SimulatedServer:
             case ("ack", shard, version, number) if self.machine.view is not None:
                 current = self.machine.is_primary(shard) and self.machine.view.backup.get(shard) == member.id
                 if current and number >= self._filled_under.get(shard, self._number):
-                    self._handle(shard, shards.Acked(version))
+                    self._handle(shard, shard_events.Acked(version))
 
     # ---- effects ----
 
-    def _handle(self, index: int, event: shards.Event) -> None:
+    def _handle(self, index: int, event: shard_events.Event) -> None:
         self._run(self.machine.handle(index, event))
 
     @property
@@ -290,45 +286,45 @@ class SimulatedServer:
             version, (content, clocks) = self.store.read(effect.origin, index)
             self.held[index].master = content
             self.held[index].keep(version, version)
-            self._handle(index, shards.Loaded(version, clocks))
+            self._handle(index, shard_events.Loaded(version, clocks))
 
-    def _run_on(self, index: int, held: Held, effect: shards.Effect) -> None:
+    def _run_on(self, index: int, held: Held, effect: shard_effects.Effect) -> None:
         match effect:
-            case shards.Install(ticket=ticket):
+            case shard_effects.Install(ticket=ticket):
                 held.master = self._payload(ticket)
                 held.keep(0, 0)
-            case shards.Take(ticket=ticket):
+            case shard_effects.Take(ticket=ticket):
                 held.sum = self._payload(ticket)
-            case shards.Add(ticket=ticket):
+            case shard_effects.Add(ticket=ticket):
                 held.sum = self.job.add(held.sum, self._payload(ticket))
-            case shards.Drop(ticket=ticket, fault=fault):
+            case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._payload(ticket)
                 assert not fault, f"{self.node.name}: shard {index}: {fault}"
-            case shards.Finish(step=step, total_weight=total, measure=measure):
+            case shard_effects.Finish(step=step, total_weight=total, measure=measure):
                 held.sum = self.job.mean(held.sum, total)
                 if measure:
                     self._measure(index, step, held.sum, effect)
-            case shards.Apply():
+            case shard_effects.Apply():
                 self._apply(index, held, effect)
-            case shards.Publish(version=version):
+            case shard_effects.Publish(version=version):
                 self._check_published(index, version)
                 for wire in list(self._followers):
                     self._send_version(wire, index, version)
-            case shards.Fill(version=version):
+            case shard_effects.Fill(version=version):
                 self._filled_under[index] = self._number
                 self._to_backup(index, "state", version, held.master, tuple(held.wire.items()), self._clocks(index))
-            case shards.InStep():
+            case shard_effects.InStep():
                 self.membership.send(("in step", {index: self.machine.in_step[index]}))
-            case shards.Capture(version=version, missed=True):
+            case shard_effects.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
-            case shards.Capture(version=version):
+            case shard_effects.Capture(version=version):
                 self._store(index, version, (held.master, self._clocks(index)))
-            case shards.Reply():
+            case shard_effects.Reply():
                 self._reply(index, effect)
-            case shards.Wait(follower=follower, replica=replica, clock=clock):
+            case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 self._askers[follower].send(1, ("wait", self._number, replica, clock))
-            case shards.Gather():
-                self.node.later(0.002, lambda: self._handle(index, shards.Fold()) if index in self.held else None)
+            case shard_effects.Gather():
+                self.node.later(0.002, lambda: self._handle(index, shard_events.Fold()) if index in self.held else None)
             case _:
                 pass
 
@@ -336,12 +332,12 @@ class SimulatedServer:
         machine = self.machine.machine(index)
         return tuple(machine.clocks) if machine is not None else ()
 
-    def _measure(self, index: int, step: int, finished: Content, finish: shards.Finish) -> None:
+    def _measure(self, index: int, step: int, finished: Content, finish: shard_effects.Finish) -> None:
         if index not in self.job.buffer_shards:
             measure = Measure(index, self.job.norm(index, finished), finish.not_finite)
             self._run(self.machine.measured(step, measure))
 
-    def _apply(self, index: int, held: Held, apply: shards.Apply) -> None:
+    def _apply(self, index: int, held: Held, apply: shard_effects.Apply) -> None:
         self.applied.append((index, apply.step))
         if apply.scale is not None:
             held.sum = self.job.scaled(held.sum, apply.scale)

@@ -1,0 +1,477 @@
+"""A coordinator in this process and members that say what a test says: words, waits, ends, pauses, a full disk."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rallypoint.config import resolve
+from rallypoint.coordinator import service
+from rallypoint.coordinator.service import CoordinatorService, Reception
+from rallypoint.core.cluster import ClusterMachine
+from rallypoint.core.cluster_effects import Abort, Finish
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.terms import Terms
+from rallypoint.core.view import View
+from rallypoint.errors import AccessDenied, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.handshake import introduce
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import (
+    Aborted,
+    Admitted,
+    Applied,
+    Done,
+    Finished,
+    GiveUp,
+    InStep,
+    Leaving,
+    Members,
+    Message,
+    Metrics,
+    Planned,
+    Prepare,
+    Propose,
+    Refused,
+    Report,
+    Resize,
+    Say,
+    Skipped,
+    StepDone,
+    Turn,
+    Waiting,
+    decode,
+    expect,
+)
+
+PATIENCE_S = 20.0
+LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's silence
+REPLICAS, STEPS = 2, 3
+
+
+def record() -> JobRecord:
+    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": STEPS, "shard_bytes": 64})
+    return JobRecord(msgspec.to_builtins(config), build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64), STEPS)
+
+
+@dataclass
+class Member:
+    """A link to the coordinator, and what has come over it."""
+
+    link: CoordinatorLink
+    heard: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
+    lost: queue.SimpleQueue[RallypointError] = field(default_factory=queue.SimpleQueue)
+
+    def next(self, kind: type[Message], passing: Callable[[Any], bool] = lambda message: True) -> Any:
+        """The next message of this kind; others are passed over."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                message = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"no {kind.__name__} message has come")
+            if isinstance(message, kind) and passing(message):
+                return message
+
+
+class House:
+    """A coordinator over the in-process transport, and whoever a test brings in."""
+
+    def __init__(self) -> None:
+        self.transport = InprocTransport()
+        self.members: list[Member] = []
+        self.channels: list[Channel] = []
+        self.services: list[CoordinatorService] = []
+
+    def open(self, *, reception: Reception | None = None, **terms: Any) -> CoordinatorService:
+        self.coordinator = CoordinatorService(
+            terms=Terms(**{"heartbeat": LONG, **terms}), bind="coordinator:1", transport=self.transport,
+            reception=reception,
+        )  # fmt: skip
+        self.coordinator.start()
+        self.services.append(self.coordinator)
+        return self.coordinator
+
+    def enter(self, role: str, id: str) -> Member:
+        member = Member(None)  # type: ignore[arg-type]
+        member.link = CoordinatorLink(
+            transport=self.transport, address=self.coordinator.address, token="", role=role, id=id,
+            on_message=member.heard.put, on_lost=member.lost.put, listening_at=f"{id}:0",
+        )  # fmt: skip
+        member.link.start()
+        self.members.append(member)
+        if role == "observer":  # nothing tells it that it is heard of: what is announced before is not for it
+            until(lambda: {channel.name for channel in self.coordinator._observers} >= {id})
+        return member
+
+    def call(self, role: str, id: str, birth: int = 0) -> Channel:
+        """A bare connection: it has said hello, and nothing speaks for it."""
+        connection = self.transport.connect(self.coordinator.address, PATIENCE_S)
+        introduce(connection, "", role=role, id=id, host="here", birth=birth)
+        connection.set_timeout(PATIENCE_S)
+        self.channels.append(Channel(connection, id))
+        return self.channels[-1]
+
+    def begin(self) -> tuple[Member, Member, View]:
+        """A job of one server and one worker that runs: both, and the view."""
+        server, worker = self.enter("server", "server0"), self.enter("worker", "worker0")
+        worker.link.send(Propose(record()))
+        return server, worker, worker.next(Turn).view
+
+    def finish(self, worker: Member, view: View) -> None:
+        worker.link.send(Done(view.since))
+
+    def settle(self) -> None:
+        """Until the owner's thread has handled what had come."""
+        handled = threading.Event()
+        self.coordinator._inbox.put(handled.set)
+        assert handled.wait(PATIENCE_S)
+
+    def close(self) -> None:
+        for channel in self.channels:
+            channel.close()
+        for member in self.members:
+            member.link.close()
+        for coordinator in self.services:
+            coordinator.close()
+
+
+@pytest.fixture
+def house(caplog: pytest.LogCaptureFixture) -> Iterator[House]:
+    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+    house = House()
+    yield house
+    house.close()
+
+
+def refusal(channel: Channel) -> str:
+    """The sentence with which the coordinator closes this connection, whatever it says before."""
+    while (header := channel.receive_header()).kind is not Kind.REFUSE:
+        channel.receive_bytes(header)
+    return expect(channel.receive_bytes(header), Refused).reason
+
+
+def until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline, "it has not happened"
+        time.sleep(0.005)
+
+
+# ---- who comes in, and what they may say -----------------------------------------------------------------------
+
+
+def test_a_role_that_does_not_exist_is_refused_by_name(house: House) -> None:
+    house.open()
+    with pytest.raises(AccessDenied, match="there is no role gambler"):
+        house.call("gambler", "g")
+
+
+def test_a_member_that_sends_tensors_is_shown_out_and_gone_for_the_job(house: House) -> None:
+    house.open(workers_start=2)
+    eyes = house.enter("observer", "eyes")
+    _, worker = house.enter("server", "server0"), house.enter("worker", "worker0")
+    other = house.call("worker", "worker1")
+    other.send_message(Propose(record()))
+    worker.link.send(Propose(record()))
+    worker.next(Turn)
+    other.send(Header(Kind.PUSH))
+    assert "a PUSH frame from worker worker1" in refusal(other)
+    said = eyes.next(Say)
+    assert said.text == "worker1 is gone: it broke the protocol: a PUSH frame from worker worker1"
+    assert [member.id for member in worker.next(Turn).view.workers] == ["worker0"]
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [("server", Propose(record())), ("worker", InStep({})), ("worker", Resize(2)), ("observer", Done())],
+    ids=["server proposes", "worker is in step", "worker resizes", "observer is done"],
+)
+def test_a_message_out_of_its_role_closes_that_connection_alone(house: House, role: str, message: Message) -> None:
+    house.open(workers_start=2)
+    _, worker = house.enter("server", "server0"), house.enter("worker", "worker0")
+    stranger = house.call(role, "stranger")
+    stranger.send_message(message)
+    assert f"a {type(message).__name__} message from {role} stranger" in refusal(stranger)
+    house.settle()
+    assert worker.lost.empty()
+    assert not house.coordinator._over.is_set()
+
+
+def test_a_process_that_comes_again_before_it_was_missed_takes_the_place_of_its_old_connection(house: House) -> None:
+    """Its link broke unnoticed, as when a switch dies: no end has come to us."""
+    house.open(workers_start=2)
+    first = house.call("worker", "worker0")
+    admitted = decode(first.receive_bytes(first.receive_header()))
+    assert isinstance(admitted, Admitted)
+    again = house.call("worker", "worker0", birth=admitted.birth)
+    assert isinstance(decode(again.receive_bytes(again.receive_header())), Admitted)
+    until(lambda: first.connection._incoming._ended)  # type: ignore[attr-defined]
+    house.settle()
+    assert set(house.coordinator._members) == {"worker0"}, "the old connection's end is not its end"
+
+
+def test_settings_that_the_config_refuses_close_the_connection_that_brought_them(house: House) -> None:
+    house.open()
+    bad = record()
+    worker = house.call("worker", "worker0")
+    worker.send_message(Propose(msgspec.structs.replace(bad, config={**bad.config, "replicas": -1})))
+    assert "replicas" in refusal(worker)
+    house.settle()
+    assert house.coordinator._machine.record is None
+
+
+# ---- words for those who watch -----------------------------------------------------------------------------------
+
+
+def test_an_observer_that_comes_late_is_told_the_plan_and_then_every_step(house: House) -> None:
+    house.open()
+    server, worker, view = house.begin()
+    server.next(Prepare)
+    eyes = house.enter("observer", "eyes")
+    plan = eyes.next(Planned)
+    assert (plan.steps, plan.replicas, plan.shards, plan.workers) == (STEPS, REPLICAS, 2, ("worker0",))
+    for replica, loss in ((0, 1.0), (1, 4.0)):
+        worker.link.send(Report(0, replica, loss, 1.0 + 2 * replica, 5, since=view.since))
+    assert eyes.next(StepDone) == StepDone(0, (1.0 + 3 * 4.0) / 4, 10)
+    worker.link.send(Report(0, 1, 9.0, 1.0, 5, since=view.since))  # again: not counted, but told
+    for replica in (0, 1):
+        worker.link.send(Report(1, replica, 2.0, 1.0, 5, since=view.since))
+    assert eyes.next(StepDone) == StepDone(1, 2.0, 10, again=1)
+
+
+def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: House, tmp_path: Path) -> None:
+    house.open(reception=Reception(folder=str(tmp_path)))
+    eyes = house.enter("observer", "eyes")
+    server, worker, _ = house.begin()
+    worker.link.send(Metrics(1, {"val_loss": 0.5}))
+    assert eyes.next(Metrics).values == {"val_loss": 0.5}
+    assert house.coordinator._metrics == {"val_loss": 0.5}, "kept for the next snapshot's manifest"
+    server.link.send(Skipped(1, (0,)))
+    assert eyes.next(Skipped) == Skipped(1, (0,))
+    server.link.send(Applied(1, 2, 12.5, {"worker0": 0.25}))
+    until(lambda: "Applied" in (tmp_path / "events.jsonl").read_text())
+    events = [msgspec.json.decode(line) for line in (tmp_path / "events.jsonl").read_bytes().splitlines()]
+    kinds = [event["type"] for event in events]
+    assert [kind for kind in kinds if kind in ("Planned", "Metrics", "Skipped", "Applied")] == [
+        "Planned", "Metrics", "Skipped", "Applied",
+    ]  # fmt: skip
+    assert events[kinds.index("Applied")]["replicas"] == 2
+    assert [event["t"] for event in events] == sorted(event["t"] for event in events)
+
+
+def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house: House) -> None:
+    house.open(workers_max=2, workers_start=1)
+    eyes = house.enter("observer", "eyes")
+    _, _, view = house.begin()
+    second = house.enter("worker", "worker1")
+    second.link.send(Propose(record()))
+    assert {member.id for member in second.next(Turn).view.workers} == {"worker0", "worker1"}
+    eyes.link.send(Resize(1))
+    eyes.next(Members, lambda members: members.standby == ("worker1",))
+    second.link.send(Leaving())
+    house.settle()
+    second.link.close()
+    assert eyes.next(Say).text.startswith("worker1 has left: ")
+    assert eyes.next(Members).workers == ("worker0",)
+    assert view.since == house.coordinator._machine.view.since  # type: ignore[union-attr]
+
+
+# ---- nothing waits without a name (I8) ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Sentences come at every tick."""
+    monkeypatch.setattr(service, "SILENCE_S", 0.0)
+    monkeypatch.setattr(service, "_TICKS", LONG * 50)  # a tick every 20 ms
+    return 0.0
+
+
+def test_it_says_whom_it_waits_for_from_the_first_member_to_the_last_replica(house: House, impatient: float) -> None:
+    house.open(servers=1, workers_start=1)
+    eyes = house.enter("observer", "eyes")
+
+    def says(part: str) -> str:
+        return str(eyes.next(Waiting, lambda waiting: part in waiting.text).text)
+
+    assert says("1 more server and 1 more worker").startswith("waiting for 1 more server and 1 more worker, ")
+    server = house.enter("server", "server0")
+    says("waiting for 1 more worker, ")
+    worker = house.enter("worker", "worker0")
+    says("waiting for the model of worker0, ")
+    worker.link.send(Propose(record()))
+    view = worker.next(Turn).view
+    host = view.workers[0].host
+    says(f"waiting for step 0: replica 0, 1 on worker0 on {host} has not reported, ")
+    worker.link.send(Report(0, 1, 1.0, 1.0, 1, since=view.since))
+    says(f"waiting for step 0: replica 0 on worker0 on {host} has not reported, ")
+    server.link.send(Applied(0, 2, 1.0, {"worker0": 0.5}))
+    sentence = says("usually 0.50 s behind the first, at worst 0.50 s (p50 and p99 of 1 steps)")
+    assert sentence.endswith(" s so far")
+    worker.link.close()
+    says("waiting for 1 more worker (at least 1 are wanted), ")
+
+
+def test_the_first_weights_are_waited_for_by_name(house: House, impatient: float, tmp_path: Path) -> None:
+    house.open(snapshots=True, reception=Reception(snapshots=str(tmp_path)))
+    eyes = house.enter("observer", "eyes")
+    house.begin()
+    eyes.next(Waiting, lambda waiting: "waiting for the first weights to be stored" in waiting.text)
+
+
+# ---- the end -----------------------------------------------------------------------------------------------------
+
+
+def test_the_last_word_reaches_everybody_and_whoever_comes_after_it(house: House) -> None:
+    coordinator = house.open()
+    eyes = house.enter("observer", "eyes")
+    server, worker, view = house.begin()
+    house.finish(worker, view)
+    for member in (worker, server, eyes):
+        assert member.next(Finished) == Finished("worker0")
+    assert coordinator.wait() is None
+    late = house.call("worker", "worker9")
+    assert decode(late.receive_bytes(late.receive_header())) == Finished("worker0")
+
+
+def test_a_job_that_is_ended_from_outside_tells_everybody_why(house: House) -> None:
+    coordinator = house.open()
+    eyes = house.enter("observer", "eyes")
+    server, worker, _ = house.begin()
+    coordinator.abort("somebody pulled the plug")
+    coordinator.abort("a second reason changes nothing")
+    for member in (worker, server, eyes):
+        assert member.next(Aborted) == Aborted("somebody pulled the plug")
+    assert coordinator.wait() == "somebody pulled the plug"
+
+
+def test_a_member_that_gives_up_ends_the_job_with_its_words(house: House) -> None:
+    coordinator = house.open()
+    server, worker, _ = house.begin()
+    worker.link.send(GiveUp("no more"))
+    assert server.next(Aborted) == Aborted("worker0: no more")
+    assert coordinator.wait() == "worker0: no more"
+
+
+@pytest.mark.parametrize("word", [Finish("worker0"), Abort("worker0 gave up")], ids=["finished", "aborted"])
+def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
+    house: House, tmp_path: Path, word: Finish | Abort
+) -> None:
+    folder = Reception(folder=str(tmp_path))
+    first = house.open(reception=folder)
+    house.begin()
+    first._machine.last_word = word
+    first._machine.revision += 1
+    first._write_state()  # and before it has told anybody, it dies
+    house.close()
+    house.__init__()  # type: ignore[misc]
+    second = house.open(reception=folder, heartbeat=0.5)
+    member = house.call("worker", "worker0", birth=1)
+    said = decode(member.receive_bytes(member.receive_header()))
+    assert said == (Finished("worker0") if isinstance(word, Finish) else Aborted("worker0 gave up"))
+    second.wait()  # after a heartbeat: whoever has not come by then does not come any more
+
+
+def test_a_fault_of_its_own_ends_the_job_with_a_sentence(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    coordinator = house.open()
+    server, worker, _ = house.begin()
+
+    def fails(self: ClusterMachine, event: Any) -> list[Any]:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(ClusterMachine, "handle", fails)
+    worker.link.send(Leaving())
+    assert server.next(Aborted) == Aborted("the coordinator failed: KeyError: 'a bug'")
+    assert coordinator.wait() == "the coordinator failed: KeyError: 'a bug'"
+
+
+# ---- a full disk -------------------------------------------------------------------------------------------------
+
+
+def test_a_job_outlives_the_disk_that_its_log_is_on(
+    house: House, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    coordinator = house.open(reception=Reception(folder=str(tmp_path)))
+    eyes = house.enter("observer", "eyes")
+    _, worker, view = house.begin()
+    worker.link.send(Say("still here"))
+    assert eyes.next(Say, lambda said: said.text == "still here")
+    house.finish(worker, view)
+    assert eyes.next(Finished) == Finished("worker0")
+    assert coordinator.wait() is None
+    assert [entry.message for entry in caplog.records if "events.jsonl" in entry.message] == [
+        f"{tmp_path}/events.jsonl ends here, the job goes on: No space left on device"
+    ]
+
+
+def test_a_journal_that_cannot_be_written_ends_the_job_with_a_sentence(house: House, tmp_path: Path) -> None:
+    """Nobody may be told what the next coordinator would not know."""
+    coordinator = house.open(reception=Reception(folder=str(tmp_path)))
+    server, worker, view = house.begin()
+    pages = coordinator._journal._db.execute("pragma page_count").fetchone()[0]
+    coordinator._journal._db.execute(f"pragma max_page_count = {pages}")
+    before = coordinator._machine.view
+    for number in range(1, 400):  # every newcomer is a view: at some time the next one has no room
+        house.call("worker", f"worker{number}").send_message(Propose(record()))
+        house.settle()
+        if coordinator._over.is_set():
+            break
+    reason = coordinator.wait()
+    assert reason == (
+        f"the coordinator failed: the journal {tmp_path}/journal.sqlite cannot be written (database or disk is full)"
+    )
+    assert worker.next(Aborted) == Aborted(reason)
+    assert server.next(Aborted) == Aborted(reason)
+    assert before is not None
+    assert view.number <= before.number
+
+
+# ---- pauses ------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """The real one, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead
+
+
+def test_a_coordinator_that_was_paused_gives_nobody_up(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped and continued, or kept waiting by a disk: it was deaf, they were not silent."""
+    clock = Clock()
+    monkeypatch.setattr(service, "time", clock)
+    coordinator = house.open(heartbeat=4.0)
+    server, worker, view = house.begin()
+    clock.ahead = 100.0
+    ticked = coordinator._machine._now
+    until(lambda: coordinator._machine._now > ticked)
+    house.settle()
+    assert coordinator._machine.view == view
+    assert set(coordinator._members) == {"server0", "worker0"}
+    assert server.lost.empty()
+    assert worker.lost.empty()
+    assert coordinator._machine._now - ticked < 4.0
+
+
+def test_a_member_that_is_silent_for_a_heartbeat_is_given_up_all_the_same(house: House) -> None:
+    house.open(heartbeat=0.4, workers_start=2)
+    silent = house.call("worker", "worker0")  # it has said hello, and gives no sign of life
+    assert "given up: no sign of life for 0." in refusal(silent)

@@ -1,0 +1,65 @@
+"""Steps out of reports: each once, whatever is said twice, late or out of nowhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.coordinator.progress import Lateness, StepTally
+from rallypoint.net.messages import Report, StepDone
+
+
+def report(step: int, replica: int, loss: float = 1.0, weight: float = 1.0) -> Report:
+    return Report(step, replica, loss, weight, items=4)
+
+
+def test_a_step_is_done_when_every_replica_has_reported_and_its_loss_is_their_weighted_mean() -> None:
+    tally = StepTally(2)
+    assert tally.add(report(0, 1, loss=4.0, weight=3.0)) is None
+    assert tally.missing() == (0, [0])
+    assert tally.add(report(0, 0, loss=2.0, weight=1.0)) == StepDone(0, (2.0 + 12.0) / 4, 8)
+    assert tally.missing() == (1, [0, 1])
+
+
+def test_a_repeat_is_counted_as_work_done_twice_and_changes_nothing() -> None:
+    tally = StepTally(2)
+    tally.add(report(0, 0, loss=1.0))
+    assert tally.add(report(0, 0, loss=99.0)) is None
+    assert tally.add(report(0, 1, loss=3.0)) == StepDone(0, 2.0, 8, again=1)
+    assert tally.add(report(0, 1, loss=3.0)) is None, "of a step that is done"
+    assert tally.again == 2
+
+
+@pytest.mark.parametrize("replica", [-1, 2, 1 << 40])
+def test_a_replica_that_the_job_does_not_have_is_no_report(replica: int) -> None:
+    tally = StepTally(2)
+    tally.add(report(0, 0))
+    assert tally.add(report(0, replica)) is None
+    assert tally.missing() == (0, [1])
+    assert tally.again == 0
+
+
+def test_a_step_whose_reports_were_lost_with_a_coordinator_is_passed_over() -> None:
+    tally = StepTally(2)
+    tally.add(report(0, 0))  # the other one's report was said to a coordinator that died
+    tally.add(report(1, 0))
+    assert tally.add(report(1, 1)) == StepDone(1, 1.0, 8)
+    assert tally.missing() == (2, [0, 1])
+    assert tally.add(report(0, 1)) is None
+
+
+def test_after_a_roll_back_steps_are_reported_again() -> None:
+    tally = StepTally(1)
+    for step in range(4):
+        tally.add(report(step, 0))
+    tally.rewind(1)
+    assert tally.missing() == (2, [0])
+    assert tally.add(report(2, 0, loss=5.0)) == StepDone(2, 5.0, 4)
+
+
+def test_lateness_is_told_by_its_median_and_its_worst_of_the_last_steps() -> None:
+    late = Lateness()
+    assert late.of("w0") == ""
+    for step in range(1000):
+        late.add({"w0": 9.0 if step == 0 else 0.1, "w1": 2.0 if step % 50 == 0 else 0.0})
+    assert late.of("w0") == "usually 0.10 s behind the first, at worst 0.10 s (p50 and p99 of 256 steps)"
+    assert late.of("w1") == "usually 0.00 s behind the first, at worst 2.00 s (p50 and p99 of 256 steps)"

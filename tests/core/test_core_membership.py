@@ -1,0 +1,85 @@
+"""Who takes part in a job, and what is known of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.core.membership import Membership
+from rallypoint.core.view import Member, View, ViewNumber
+
+
+def _joined(*names: str) -> Membership:
+    members = Membership()
+    for name in names:
+        members.join(Member(name, "here"), "server" if name.startswith("s") else "worker")
+    return members
+
+
+def test_every_process_that_joins_has_a_birth_number_of_its_own_even_under_a_known_name() -> None:
+    members = _joined("s0", "w0", "w0")
+    assert members.servers["s0"].birth == 1
+    assert members.workers["w0"].birth == members.births == 3
+    assert members.is_taken("w0", "worker")
+    assert not members.is_taken("w0", "server")
+
+
+def test_nothing_is_known_any_more_of_a_member_that_is_gone() -> None:
+    members = _joined("s0", "w0")
+    for known in (members.proposed, members.leaving, members.done, members.awaited):
+        known.add("w0")
+    members.heard("w0", 1.0)
+    members.remove("w0")
+    assert "w0" not in members
+    assert "s0" in members
+    assert members == Membership(births=2, servers=members.servers)
+
+
+def test_only_the_very_process_that_an_earlier_coordinator_knew_is_back() -> None:
+    view = View(ViewNumber(1, 1), ViewNumber(1, 1), (Member("w0", "here", birth=4),), (Member("s0", "here", birth=2),),
+                (), {0: "s0"})  # fmt: skip
+    members = Membership()
+    members.expect(view)
+    assert members.awaited == {"w0", "s0"}
+    assert members.proposed == {"w0"}
+    assert members.is_back(Member("w0", "here", birth=4), "worker")
+    assert not members.is_back(Member("w0", "here", birth=5), "worker")
+    assert not members.is_back(Member("w0", "here", birth=4), "server")
+    members.awaited.discard("w0")
+    assert not members.is_back(Member("w0", "here", birth=4), "worker")
+
+
+def test_who_is_silent_is_named_with_the_seconds_and_one_never_heard_is_not_silent() -> None:
+    members = _joined("w0", "w1", "w2", "s0")
+    members.all_heard(1.0)
+    members.remove("w2")
+    members.join(Member("w2", "here"), "worker")
+    members.heard("w1", 4.0)
+    assert members.silent(5.0, patience=3.0) == [("w0", 4.0), ("s0", 4.0)]
+
+
+@pytest.mark.parametrize(("at_least", "at_most", "active"), [
+    (1, 2, ["w3", "w0"]),
+    (1, 9, ["w3", "w0", "w1"]),
+    (3, 2, ["w3", "w0"]),
+    (4, 9, []),
+])  # fmt: skip
+def test_those_here_longest_compute_if_they_have_brought_the_model_and_are_not_leaving(
+    at_least: int, at_most: int, active: list[str]
+) -> None:
+    members = _joined("w3", "w4", "w0", "w2", "w1")
+    members.proposed = {"w0", "w1", "w2", "w3"}
+    members.leaving = {"w2"}
+    assert members.active(at_least, at_most) == active
+
+
+def test_all_are_done_when_everybody_who_has_brought_the_model_is_and_anybody_has() -> None:
+    members = _joined("w0", "w1", "w2")
+    assert not members.all_done
+    members.proposed = {"w0", "w1"}
+    members.done = {"w0"}
+    assert not members.all_done
+    members.done.add("w1")
+    assert members.all_done
+    members.remove("w1")
+    assert members.all_done
+    assert members.present == {"w0"}

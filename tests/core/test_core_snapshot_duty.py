@@ -1,0 +1,138 @@
+"""When snapshots are due, what is missing of the one being taken, and when it is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.config import JobConfig, record_of
+from rallypoint.core.cluster_events import SnapshotLost
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.policy import Async, LocalSteps, Sync
+from rallypoint.core.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE, SnapshotDuty
+from rallypoint.core.terms import Terms
+
+STEPS = 20
+SHARDS = (0, 1, 2)
+
+
+def _record(sync: Sync | LocalSteps | Async | None = None) -> JobRecord:
+    layout = build_layout([TensorSpec("weight", (8, 8), "float32", 0)], 64)
+    return record_of(JobConfig(replicas=2, steps=STEPS, sync=sync or Sync()), layout)
+
+
+def _duty(*, steps: int = 0, seconds: float = 0.0, epoch: int = 1) -> SnapshotDuty:
+    return SnapshotDuty(Terms(snapshots=True, snapshot_steps=steps, snapshot_seconds=seconds, heartbeat=2.0), epoch)
+
+
+def test_where_snapshots_are_not_kept_none_is_due_and_the_last_version_need_not_be_stored() -> None:
+    duty = SnapshotDuty(Terms(snapshot_steps=1))
+    duty.wanted = True
+    assert not duty.is_due(_record(), furthest=9, now=100.0, ending=True)
+    assert duty.final
+    assert not _duty().final
+
+
+@pytest.mark.parametrize(("sync", "furthest"), [(Sync(), 7), (LocalSteps(steps=4), 1)])
+def test_one_is_due_after_so_many_steps_of_training_however_many_make_a_version(
+    sync: Sync | LocalSteps, furthest: int
+) -> None:
+    duty = _duty(steps=8)
+    assert not duty.is_due(_record(sync), furthest - 1, now=1.0, ending=False)
+    assert duty.is_due(_record(sync), furthest, now=1.0, ending=False)
+
+
+def test_one_is_due_after_so_many_seconds_if_a_step_was_made() -> None:
+    duty = _duty(seconds=5.0)
+    duty.last = (3, 10.0)
+    assert not duty.is_due(_record(), 3, now=14.9, ending=False)
+    assert duty.is_due(_record(), 3, now=15.0, ending=False)
+    assert not duty.is_due(_record(), 2, now=15.0, ending=False)
+
+
+def test_one_is_due_when_wanted_or_at_the_end_but_never_two_at_a_time() -> None:
+    duty = _duty()
+    assert duty.is_due(_record(), STEPS - 1, now=1.0, ending=True)
+    duty.final = True
+    assert not duty.is_due(_record(), STEPS - 1, now=1.0, ending=True)
+    duty.wanted = True
+    assert duty.is_due(_record(), 4, now=1.0, ending=False)
+    duty.begin(7, SHARDS, now=1.0)
+    assert not duty.is_due(_record(), 4, now=1.0, ending=False)
+
+
+def test_the_version_is_a_little_ahead_of_the_furthest_step_and_never_past_the_last() -> None:
+    assert _duty().next_version(_record(), 4, ending=False) == 4 + CAPTURE_AHEAD
+    assert _duty().next_version(_record(), STEPS - 1, ending=True) == STEPS
+
+
+def test_in_a_streaming_job_it_is_called_by_the_slowest_clock_never_lower_than_the_last_one() -> None:
+    duty, record = _duty(), _record(Async())
+    duty.computed(7, replica=0)
+    assert duty.next_version(record, 7, ending=False) == 0
+    duty.computed(4, replica=1)
+    duty.computed(3, replica=1)  # a backup task came late
+    assert duty.next_version(record, 7, ending=False) == 5
+    duty.last = (6, 1.0)
+    assert duty.next_version(record, 7, ending=False) == 6
+    assert duty.next_version(record, STEPS - 1, ending=True) == STEPS
+    duty.computed(STEPS - 1, replica=0)
+    duty.computed(STEPS - 1, replica=1)
+    assert duty.next_version(record, STEPS - 1, ending=False) == STEPS - 1
+
+
+def test_it_is_complete_when_every_shard_is_stored_however_often_a_part_comes() -> None:
+    duty = _duty()
+    id = duty.begin(7, SHARDS, now=1.0)
+    assert duty.under_way(id) is not None
+    assert duty.under_way("another") is None
+    assert not duty.stored((0, 1), now=2.0)
+    assert not duty.stored((0, 1), now=3.0)
+    assert duty.stored((2,), now=4.0)
+    assert duty.complete(now=5.0) == 7
+    assert (duty.last, duty.taking, duty.wanted) == ((7, 5.0), None, False)
+
+
+def test_no_two_have_one_id_not_even_of_two_coordinators() -> None:
+    first, second = _duty(), _duty(epoch=2)
+    ids = [duty.begin(7, SHARDS, now=1.0) for duty in (first, first, second)]
+    assert len(set(ids)) == 3
+    assert ids == sorted(ids)  # the later of one version is the newer
+
+
+def test_one_without_news_is_given_up_after_some_heartbeats_and_wanted_again() -> None:
+    duty = _duty()
+    id = duty.begin(7, SHARDS, now=1.0)
+    duty.stored((1,), now=2.0)
+    patience = SNAPSHOT_PATIENCE * duty.terms.heartbeat
+    assert duty.given_up(now=2.0 + patience - 0.1) is None
+    assert not duty.wanted
+    assert duty.given_up(now=2.0 + patience) == SnapshotLost(id, "2 of its shards have not been stored for 20 s")
+    assert duty.wanted
+
+
+def test_one_that_is_lost_is_taken_again_only_if_it_came_too_late() -> None:
+    duty = _duty()
+    duty.begin(7, SHARDS, now=1.0)
+    assert duty.lost(passed=-1) == 7
+    assert (duty.taking, duty.wanted) == (None, False)
+    duty.begin(8, SHARDS, now=1.0)
+    assert duty.lost(passed=9) == 8
+    assert (duty.taking, duty.wanted) == (None, True)
+
+
+def test_one_that_cannot_be_completed_any_more_is_wanted_again_and_none_where_none_was_taken() -> None:
+    duty = _duty()
+    duty.abandon()
+    assert not duty.wanted
+    duty.begin(7, SHARDS, now=1.0)
+    duty.abandon()
+    assert (duty.taking, duty.wanted) == (None, True)
+
+
+def test_after_a_roll_back_the_last_version_is_to_be_stored_again() -> None:
+    duty = _duty()
+    duty.begin(STEPS, SHARDS, now=1.0)
+    duty.final = True
+    duty.restart()
+    assert (duty.taking, duty.final) == (None, False)

@@ -1,0 +1,732 @@
+"""A streaming job's worker, event by event; `test_simulation.py` plays it against the servers and the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.shard_events import EVERYTHING
+from rallypoint.core.slots import (
+    Arriving,
+    Assisted,
+    Compute,
+    Discard,
+    Effect,
+    Filled,
+    Initialise,
+    Install,
+    Installed,
+    Land,
+    Landed,
+    LinkLost,
+    LinkUp,
+    ReplicaAbandoned,
+    ReplicaComputed,
+    Send,
+    Sent,
+    Slot,
+    ToWait,
+    Viewed,
+    Want,
+)
+from rallypoint.core.stream import StreamMachine
+from rallypoint.core.view import Deal, Member, View, ViewNumber
+
+PURE = settings(derandomize=True, deadline=None, max_examples=80)
+V1 = ViewNumber(1, 1)
+
+
+def _view(
+    shards: int, hand: Sequence[int] = (0,), *, count: int = 1, since: int = 1, homes: Sequence[str] | None = None,
+    births: Mapping[str, int] | None = None, first: str = "other", origin: str = "", ending: bool = False,
+    later: Sequence[Deal] = (),
+) -> View:  # fmt: skip
+    """A view of servers s0 and s1, which hold the even and the odd shards; `hand` is dealt to us."""
+    primary = {s: homes[s] if homes is not None else f"s{s % 2}" for s in range(shards)}
+    born = {"s0": 1, "s1": 2, **(births or {})}
+    return View(
+        number=ViewNumber(1, count), since=ViewNumber(1, since), workers=(Member("me", "h", birth=9),),
+        servers=tuple(Member(s, "h", f"{s}:1", birth) for s, birth in born.items()),
+        deals=(Deal(0, {"me": tuple(hand), "other": (9,)}), *later), primary=primary, origin=origin, first=first,
+        ending=ending,
+    )  # fmt: skip
+
+
+class _Bench:
+    """A machine, and its shell's part."""
+
+    def __init__(
+        self, shards: int = 2, hand: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10,
+        view: View | None = None,
+    ) -> None:  # fmt: skip
+        self.machine = StreamMachine("me", shards, frozenset(buffers), steps)
+        self.shards = shards
+        self.first: list[Effect] = []  # what is said when everything stands for the first time
+        view = view or _view(shards, hand)
+        self.handle(Viewed(view))
+        for server in view.servers:
+            self.first += self.handle(LinkUp(server.id))
+
+    def handle(self, event: object) -> list[Effect]:
+        return self.machine.handle(event)  # type: ignore[arg-type]
+
+    def arrive(self, shard: int, replica: int, clock: int, version: int = 0) -> list[Effect]:
+        assert self.machine.view is not None
+        return self.handle(Arriving(shard, version, self.machine.view.number, replica, clock))
+
+    def land(self, replica: int, clock: int, shards: Sequence[int] | None = None, version: int = 0) -> list[Effect]:
+        """These shards' answers for a replica come; what the last one brings about."""
+        effects: list[Effect] = []
+        for shard in range(self.shards) if shards is None else shards:
+            assert self.arrive(shard, replica, clock, version)[0] == Land(shard)
+            effects = self.handle(Landed(shard))
+        return effects
+
+    def installed(self) -> list[Effect]:
+        """What has landed is copied into the model."""
+        self.machine.install()
+        return self.handle(Installed())
+
+    def answer(self, replica: int, clock: int, version: int = 0) -> None:
+        """All shards answer, and that is installed."""
+        self.land(replica, clock, version=version)
+        assert self.machine.next_action() == Install(clock)
+        self.installed()
+
+    def begin(self) -> int:
+        action = self.machine.next_action()
+        assert isinstance(action, Compute)
+        self.machine.begin(action.replica)
+        return action.replica
+
+    def fill(self, shard: int) -> list[Effect]:
+        assert self.machine.may_fill(shard)
+        self.machine.fill(shard)
+        return self.handle(Filled(shard))
+
+    def compute(self, *, sent: bool = True) -> list[Send]:
+        """The turn's replica; what was sent."""
+        replica = self.begin()
+        sends = []
+        for shard in range(self.shards):
+            if self.machine.contributes(shard, replica) and self.machine.may_fill(shard):
+                sends += [effect for effect in self.fill(shard) if isinstance(effect, Send)]
+        for send in sends if sent else ():
+            self.handle(Sent(send.shard, send.serial))
+        self.after = self.handle(ReplicaComputed())
+        return sends
+
+    def slot(self, shard: int) -> Slot:
+        return self.machine._slots[shard]
+
+
+def _wants(replica: int, *shards: int) -> list[Effect]:
+    return [Want(shard, replica, f"s{shard % 2}") for shard in shards]
+
+
+def _in_turn(shards: int = 2, hand: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
+    """The first replica's parameters are installed: its turn begins at step 0."""
+    bench = _Bench(shards, hand, buffers, steps)
+    bench.answer(hand[0], 0)
+    assert bench.machine.next_action() == Compute(0, hand[0])
+    return bench
+
+
+# ---- turns ----
+
+
+def test_at_first_the_lowest_replica_s_parameters_are_wanted_of_every_server_that_is_linked() -> None:
+    bench = _Bench(3, [2, 1])
+    assert bench.first == [*_wants(1, 0, 2), *_wants(1, 1)]
+    assert bench.machine.next_action() is None
+    assert bench.machine.missing == [0, 1, 2]
+    assert bench.machine.target == 0
+    assert bench.machine.upcoming is None  # its clock is not known yet
+
+
+def test_a_turn_is_want_install_compute_and_want_again() -> None:
+    bench = _Bench(2)
+    bench.land(0, 0, version=4)
+    assert bench.machine.next_action() == Install(0)
+    assert bench.installed() == []
+    assert (bench.machine.step, bench.machine.next_action()) == (0, Compute(0, 0))
+    assert bench.compute() == [
+        Send(0, 0, 0, "s0", 1, V1, base=4, wants=0), Send(1, 0, 0, "s1", 2, V1, base=4, wants=0)
+    ]  # fmt: skip
+    assert bench.after == []  # the contributions have asked
+    assert bench.machine.next_action() is None
+    assert bench.machine.upcoming == (1, 0)
+    bench.answer(0, 1, version=7)
+    assert bench.machine.step == 1
+    assert [send.base for send in bench.compute()] == [7, 7]
+
+
+@PURE
+@given(st.permutations(list(range(4))))
+def test_answers_are_installed_once_all_have_landed_in_any_order(order: list[int]) -> None:
+    bench = _Bench(4)
+    for count, shard in enumerate(order):
+        assert sorted(bench.machine.missing) == sorted(order[count:])
+        assert bench.machine.next_action() is None
+        bench.land(0, 0, [shard])
+    assert bench.machine.next_action() == Install(0)
+
+
+def test_what_a_contribution_was_computed_from_is_each_shard_s_own_version() -> None:
+    bench = _Bench(2)
+    bench.land(0, 3, [0], version=11)
+    bench.land(0, 3, [1], version=12)
+    bench.installed()
+    assert [(send.shard, send.step, send.base) for send in bench.compute()] == [(0, 3, 11), (1, 3, 12)]
+
+
+def test_of_several_replicas_the_one_that_is_furthest_behind_has_the_next_turn() -> None:
+    bench = _in_turn(1, [1, 4, 6])
+    turns = []
+    for _ in range(7):
+        (send,) = bench.compute()
+        turns.append((send.step, send.replica))
+        assert send.wants is not None
+        bench.answer(send.wants, turns.count((send.step, send.replica)) and _next_step(turns, send.wants))
+    assert turns == [(0, 1), (0, 4), (0, 6), (1, 1), (1, 4), (1, 6), (2, 1)]
+
+
+def _next_step(turns: Sequence[tuple[int, int]], replica: int) -> int:
+    return sum(1 for _, r in turns if r == replica)
+
+
+def test_whose_turn_is_next_is_decided_once_for_all_shards_of_a_turn() -> None:
+    bench = _in_turn(2, [0, 1])
+    bench.begin()
+    (first,) = bench.fill(0)
+    bench.handle(Viewed(_view(2, [0], count=2)))  # replica 1 goes to somebody else meanwhile
+    (second,) = bench.fill(1)
+    assert isinstance(first, Send)
+    assert isinstance(second, Send)
+    assert (first.wants, second.wants) == (1, 1)
+    bench.handle(Sent(0, first.serial))
+    bench.handle(Sent(1, second.serial))
+    assert bench.handle(ReplicaComputed()) == _wants(0, 0, 1)  # and once it is over, what is wanted now
+
+
+def test_a_buffer_shard_gets_replica_0_alone_and_is_asked_for_the_others_too() -> None:
+    bench = _in_turn(2, [0, 2], buffers=[1])
+    assert [(send.shard, send.replica, send.wants) for send in bench.compute()] == [(0, 0, 2), (1, 0, 2)]
+    bench.land(2, 0, [0])
+    bench.land(2, 10, [1])  # its clock there says nothing
+    assert bench.machine.next_action() == Install(0)
+    bench.installed()
+    bench.begin()
+    assert bench.machine.may_fill(1) is None
+    (send,) = bench.fill(0)
+    assert isinstance(send, Send)
+    bench.handle(Sent(0, send.serial))
+    assert bench.handle(ReplicaComputed()) == _wants(0, 1)
+
+
+def test_a_straggler_s_replica_is_nobody_s_business_here() -> None:
+    bench = _in_turn(1)
+    assert bench.handle(Assisted(0, 3)) == []
+    assert bench.machine.hand == [0]
+
+
+# ---- slots ----
+
+
+def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
+    bench = _in_turn(2, [0, 1])
+    (first, _) = bench.compute(sent=False)
+    assert bench.machine.unsent == [0, 1]
+    bench.handle(Sent(0, first.serial))
+    assert bench.machine.unsent == [1]
+    assert bench.arrive(0, 1, 0) == [Land(0)]
+    # An answer that overtakes the news that the gradient has left finds no room, and is asked for again.
+    assert bench.arrive(1, 1, 0) == [Discard(1), *_wants(1, 1)]
+
+
+def test_late_news_of_sending_does_not_free_what_is_in_the_slot_now() -> None:
+    bench = _in_turn(1)
+    (first,) = bench.compute(sent=False)
+    bench.handle(LinkLost("s0"))
+    bench.handle(LinkUp("s0"))
+    bench.land(0, 0)
+    bench.handle(Sent(0, first.serial))
+    assert bench.slot(0) is Slot.LANDED
+    bench.installed()
+    bench.compute(sent=False)
+    bench.handle(Sent(0, first.serial))
+    assert bench.machine.unsent == [0]
+
+
+def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_turn_is_over() -> None:
+    bench = _in_turn(2)
+    bench.begin()
+    (first,) = bench.fill(0)
+    assert bench.arrive(0, 0, 1) == [Discard(0)]
+    assert isinstance(first, Send)
+    bench.handle(Sent(0, first.serial))
+    (second,) = bench.fill(1)
+    assert isinstance(second, Send)
+    bench.handle(Sent(1, second.serial))
+    assert bench.handle(ReplicaComputed()) == _wants(0, 0)
+
+
+def test_an_answer_may_land_while_other_shards_of_the_turn_are_still_computed() -> None:
+    bench = _in_turn(2)
+    bench.begin()
+    (first,) = bench.fill(0)
+    assert isinstance(first, Send)
+    bench.handle(Sent(0, first.serial))
+    assert bench.arrive(0, 0, 1, version=5) == [Land(0)]
+    assert bench.machine.may_fill(0) is None  # this turn's has been sent
+    bench.handle(Landed(0))
+    bench.fill(1)
+    bench.handle(ReplicaComputed())
+    assert bench.machine.missing == [1]
+
+
+@pytest.mark.parametrize("replica", [3, EVERYTHING])
+def test_a_late_answer_to_what_is_not_wanted_any_more_is_read_and_forgotten(replica: int) -> None:
+    bench = _Bench(2)
+    assert bench.arrive(0, replica, 4) == [Discard(0)]
+    assert bench.arrive(0, 0, 4) == [Land(0)]
+    assert bench.arrive(0, 0, 4) == [Discard(0)]
+    bench.handle(Landed(0))
+    assert bench.arrive(0, 0, 4) == [Discard(0)]
+    assert bench.machine.missing == [1]
+
+
+def test_while_answers_are_copied_into_the_model_nothing_lands() -> None:
+    bench = _Bench(2)
+    bench.land(0, 0)
+    bench.machine.install()
+    assert bench.machine.next_action() is None
+    assert bench.arrive(0, 0, 0) == [Discard(0)]
+    bench.handle(Installed())
+    assert bench.machine.next_action() == Compute(0, 0)
+
+
+# ---- takeover ----
+
+
+def test_a_replica_that_comes_from_another_worker_begins_at_the_lowest_clock_that_any_shard_has_of_it() -> None:
+    bench = _Bench(3)
+    bench.land(0, 7, [0])
+    bench.land(0, 5, [1])
+    bench.land(0, 6, [2])
+    assert bench.machine.upcoming == (5, 0)
+    assert bench.machine.next_action() == Install(5)
+    bench.installed()
+    assert [(send.shard, send.step) for send in bench.compute()] == [(0, 5), (1, 5), (2, 5)]  # two drop the repeat
+
+
+def test_a_replica_that_turns_out_to_be_finished_makes_room_for_the_next() -> None:
+    bench = _Bench(2, [0, 1], steps=4)
+    assert bench.land(0, 4) == _wants(1, 0, 1)
+    assert bench.machine.missing == [0, 1]
+    bench.answer(1, 2)
+    assert bench.machine.next_action() == Compute(2, 1)
+
+
+def test_a_replica_that_is_finished_on_some_shards_only_is_computed_for_the_others() -> None:
+    bench = _Bench(2, steps=4)
+    bench.land(0, 4, [0])
+    bench.land(0, 3, [1])
+    assert bench.machine.next_action() == Install(3)
+
+
+def test_a_new_deal_counts_at_once_and_the_turn_in_hand_is_ended_first() -> None:
+    bench = _in_turn(2, [0])
+    bench.begin()
+    assert bench.handle(Viewed(_view(2, [5], count=2))) == []
+    assert not bench.machine.rewound
+    assert [send.wants for send in (*bench.fill(0), *bench.fill(1)) if isinstance(send, Send)] == [5, 5]
+    bench.handle(ReplicaComputed())
+    assert bench.machine.target == 1
+
+
+def test_a_new_deal_before_the_turn_has_begun_to_be_computed_does_not_take_it_away() -> None:
+    bench = _in_turn(2, [0])
+    bench.handle(Viewed(_view(2, [5], count=2)))
+    assert bench.machine.next_action() == Compute(0, 0)
+
+
+def test_a_new_deal_while_answers_are_awaited_asks_for_what_is_wanted_now() -> None:
+    bench = _Bench(2, [0])
+    bench.land(0, 3, [1])
+    assert bench.arrive(0, 0, 3) == [Land(0)]
+    assert bench.handle(Viewed(_view(2, [5], count=2))) == _wants(5, 0, 1)
+    bench.handle(Landed(0))  # what was on its way into the slot belongs to nobody
+    assert bench.machine.missing == [0, 1]
+    bench.answer(5, 1)
+    assert bench.machine.next_action() == Compute(1, 5)
+
+
+def test_the_newest_deal_counts_whatever_step_it_is_for() -> None:
+    bench = _Bench(1, view=_view(1, [0], later=[Deal(40, {"me": (2, 5)})]))
+    assert bench.machine.hand == [2, 5]
+    assert bench.first == _wants(2, 0)
+
+
+def test_a_worker_to_whom_nothing_is_dealt_wants_nothing() -> None:
+    bench = _Bench(2, [])
+    assert bench.first == []
+    assert not bench.machine.takes_part
+    assert bench.machine.target == -1
+    assert bench.machine.next_action() is None
+    assert bench.handle(Viewed(_view(2, [3], count=2))) == _wants(3, 0, 1)
+
+
+def test_a_worker_from_whom_everything_is_taken_ends_its_turn_and_wants_nothing() -> None:
+    bench = _in_turn(2, [0])
+    bench.handle(Viewed(_view(2, [], count=2)))
+    assert [send.wants for send in bench.compute()] == [None, None]
+    assert bench.after == []
+    assert bench.machine.next_action() is None
+
+
+# ---- waiting for those that are behind ----
+
+
+def test_a_replica_that_has_to_wait_makes_room_for_one_that_is_further_behind() -> None:
+    bench = _Bench(2, [0, 1])
+    assert bench.handle(ToWait(0, 6)) == _wants(1, 0, 1)
+    bench.answer(1, 2)
+    assert bench.machine.next_action() == Compute(2, 1)
+
+
+def test_the_one_that_is_furthest_behind_waits() -> None:
+    bench = _Bench(2, [0, 1])
+    assert bench.handle(ToWait(0, 6)) == _wants(1, 0, 1)
+    assert bench.handle(ToWait(1, 8)) == _wants(0, 0, 1)
+    assert bench.handle(ToWait(0, 6)) == []
+    bench.answer(0, 6)
+    assert bench.machine.next_action() == Compute(6, 0)
+
+
+def test_that_a_replica_has_to_wait_changes_nothing_in_the_turn_in_hand() -> None:
+    bench = _in_turn(2, [0, 1])
+    bench.begin()
+    (send,) = bench.fill(0)
+    assert isinstance(send, Send)
+    assert send.wants == 1
+    assert bench.handle(ToWait(1, 7)) == []
+    bench.handle(Sent(0, send.serial))
+    bench.fill(1)
+    assert bench.handle(ReplicaComputed()) == _wants(0, 0, 1)  # only now: another is further behind
+    assert bench.machine.upcoming == (1, 0)
+
+
+def test_a_replica_that_is_told_to_wait_at_the_end_is_not_taken_for_finished() -> None:
+    bench = _Bench(2, [0], steps=4)
+    assert bench.handle(ToWait(0, 4)) == []  # that it is, only the answers of all shards can tell
+    bench.land(0, 3, [0])
+    bench.land(0, 4, [1])
+    assert bench.machine.next_action() == Install(3)
+
+
+# ---- links that are lost ----
+
+
+def test_what_may_not_have_arrived_is_computed_again_and_nothing_else() -> None:
+    bench = _in_turn(4)
+    bench.begin()
+    for shard in (0, 1, 2):
+        (send,) = bench.fill(shard)
+        assert isinstance(send, Send)
+        bench.handle(Sent(shard, send.serial))
+    assert bench.arrive(0, 0, 1) == [Land(0)]
+    bench.handle(Landed(0))
+    bench.handle(LinkLost("s0"))  # shards 0 and 2; but of 0 there is an answer
+    bench.fill(3)
+    assert bench.handle(ReplicaComputed()) == []
+    assert bench.machine.next_action() is None
+    assert bench.handle(LinkUp("s0")) == []
+    assert bench.machine.next_action() == Compute(0, 0)
+    assert [(send.shard, send.step, send.wants) for send in bench.compute()] == [(2, 0, 0)]
+    assert bench.after == []
+    assert bench.machine.upcoming == (1, 0)
+
+
+def test_a_gradient_that_is_whole_while_its_server_is_away_is_computed_again() -> None:
+    bench = _in_turn(2)
+    bench.begin()
+    bench.machine.fill(0)
+    bench.handle(LinkLost("s0"))
+    assert bench.handle(Filled(0)) == []
+    assert bench.slot(0) is Slot.FREE
+    bench.fill(1)
+    bench.handle(ReplicaComputed())
+    bench.handle(LinkUp("s0"))
+    assert [send.shard for send in bench.compute()] == [0]
+
+
+def test_what_was_wanted_of_a_server_that_was_away_is_wanted_again() -> None:
+    bench = _Bench(3)
+    bench.land(0, 0, [0])
+    assert bench.arrive(2, 0, 0) == [Land(2)]
+    bench.handle(LinkLost("s0"))
+    bench.handle(Landed(2))  # it broke halfway
+    assert bench.handle(LinkUp("s0")) == _wants(0, 2)
+    bench.land(0, 0, [1])
+    assert bench.machine.missing == [2]
+    bench.land(0, 0, [2])
+    assert bench.machine.next_action() == Install(0)
+
+
+def test_a_contribution_that_was_lost_after_its_turn_is_computed_again_because_the_answers_say_so() -> None:
+    bench = _in_turn(2, [0])
+    bench.compute()
+    bench.handle(LinkLost("s1"))
+    assert bench.handle(LinkUp("s1")) == _wants(0, 1)
+    bench.land(0, 1, [0])
+    bench.land(0, 0, [1])
+    assert bench.machine.next_action() == Install(0)
+    bench.installed()
+    assert [(send.shard, send.step) for send in bench.compute()] == [(0, 0), (1, 0)]
+
+
+def test_who_was_done_asks_again_when_its_last_contribution_may_be_lost() -> None:
+    bench = _in_turn(2, [0], steps=1)
+    assert [send.wants for send in bench.compute()] == [EVERYTHING, EVERYTHING]
+    bench.handle(LinkLost("s1"))
+    bench.handle(LinkUp("s1"))
+    moved = _view(2, [0], count=2, homes=["s0", "s0"])
+    assert bench.handle(Viewed(moved)) == [Want(0, 0, "s0"), Want(1, 0, "s0")]
+    bench.land(0, 1, [0])
+    bench.land(0, 0, [1])
+    assert bench.machine.next_action() == Install(0)
+
+
+def test_a_server_that_was_born_again_has_to_be_linked_again() -> None:
+    bench = _in_turn(2)
+    bench.compute()
+    assert bench.handle(Viewed(_view(2, count=2, births={"s1": 5}))) == []
+    assert bench.handle(LinkUp("s1")) == _wants(0, 1)
+
+
+def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> None:
+    bench = _in_turn(2)
+    bench.begin()
+    bench.fill(0)
+    bench.fill(1)
+    bench.handle(Viewed(_view(2, count=2, homes=["s0", "s0"])))
+    bench.handle(ReplicaComputed())
+    sends = bench.compute()
+    assert [(send.shard, send.server, send.step, send.view) for send in sends] == [(1, "s0", 0, ViewNumber(1, 2))]
+
+
+def test_an_older_view_is_ignored() -> None:
+    bench = _in_turn(2)
+    assert bench.handle(Viewed(_view(2, [7], count=1))) == []
+    assert bench.machine.hand == [0]
+
+
+# ---- the end ----
+
+
+def test_whose_replicas_are_finished_wants_everything_and_computes_nothing_any_more() -> None:
+    bench = _in_turn(2, [0], steps=1)
+    assert [send.wants for send in bench.compute()] == [EVERYTHING, EVERYTHING]
+    assert bench.machine.target == 1
+    assert bench.arrive(0, 0, 1) == [Discard(0)]
+    bench.answer(EVERYTHING, 1)
+    assert bench.machine.step == 1
+    assert bench.machine.next_action() is None
+    assert bench.machine.target == -1
+    assert bench.handle(Viewed(_view(2, [0], count=2, ending=True))) == []
+
+
+def test_a_replica_that_is_dealt_to_one_who_waits_for_the_end_comes_first() -> None:
+    bench = _in_turn(2, [0], steps=2)
+    bench.compute()
+    bench.answer(0, 1)
+    bench.compute()
+    bench.land(EVERYTHING, 2, [0])
+    assert bench.handle(Viewed(_view(2, [0, 4], count=2))) == _wants(4, 0, 1)
+    bench.answer(4, 1)
+    assert [send.wants for send in bench.compute()] == [EVERYTHING, EVERYTHING]
+
+
+def test_a_standby_worker_wants_everything_when_the_job_is_ending() -> None:
+    bench = _Bench(2, [])
+    assert bench.handle(Viewed(_view(2, [], count=2, ending=True))) == _wants(EVERYTHING, 0, 1)
+    bench.land(EVERYTHING, 10)
+    assert bench.machine.next_action() == Install(10)
+    bench.installed()
+    assert (bench.machine.step, bench.machine.next_action()) == (10, None)
+
+
+# ---- the first weights, and rewinds (I10) ----
+
+
+def test_the_first_weights_are_brought_by_whom_the_view_names_and_again_if_they_may_be_lost() -> None:
+    bench = _Bench(2, view=_view(2, first="me"))
+    assert bench.machine.next_action() == Initialise()
+    bench.machine.initialised()
+    assert bench.machine.next_action() is None
+    bench.land(0, 0, [1])
+    bench.handle(LinkLost("s1"))
+    bench.handle(LinkUp("s1"))
+    assert bench.machine.next_action() is None  # there is an answer: they have come
+    bench.handle(LinkLost("s0"))
+    assert bench.machine.next_action() is None
+    bench.handle(LinkUp("s0"))
+    assert bench.machine.next_action() == Initialise()
+
+
+def test_after_a_roll_back_everything_is_wanted_anew_and_the_turn_in_hand_is_void() -> None:
+    bench = _in_turn(2)
+    bench.compute()
+    bench.answer(0, 1)
+    bench.begin()
+    bench.machine.fill(0)
+    assert bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0"))) == []
+    assert bench.machine.rewound
+    assert bench.machine.step == -1
+    assert bench.machine.may_fill(1) is None
+    assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [_wants(0, 0), _wants(0, 1)]
+    assert bench.arrive(0, 0, 0)[0] == Discard(0)  # the main thread has not let go of the slot
+    assert bench.land(0, 0, [1]) == []
+    assert bench.handle(Filled(0)) == []  # not sent: it belongs to a void past
+    assert bench.machine.next_action() is None
+    bench.handle(ReplicaAbandoned())
+    assert not bench.machine.rewound
+    bench.land(0, 0, [0])
+    assert bench.machine.next_action() == Install(0)
+
+
+def test_a_roll_back_while_answers_are_copied_voids_them() -> None:
+    bench = _Bench(2)
+    bench.land(0, 6)
+    bench.machine.install()
+    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    assert bench.handle(Installed()) == []
+    assert bench.machine.step == -1
+    assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [_wants(0, 0), _wants(0, 1)]
+    bench.answer(0, 2)
+    assert bench.machine.next_action() == Compute(2, 0)
+
+
+def test_an_answer_from_before_the_roll_back_is_read_and_forgotten() -> None:
+    bench = _Bench(2)
+    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    for server in ("s0", "s1"):
+        bench.handle(LinkUp(server))
+    assert bench.handle(Arriving(0, 7, ViewNumber(1, 4), 0, 3)) == [Discard(0)]
+    assert bench.handle(Arriving(0, 7, ViewNumber(1, 5), 0, 3)) == [Land(0)]
+
+
+def test_before_any_view_nothing_is_taken() -> None:
+    machine = StreamMachine("me", 2, frozenset(), 10)
+    assert machine.handle(Arriving(0, 0, V1)) == [Discard(0)]
+    assert machine.hand == []
+    assert machine.next_action() is None
+    assert machine.upcoming is None
+
+
+# ---- whatever comes ----
+
+
+@PURE
+@given(st.data())
+def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_that_is_not_linked(
+    data: st.DataObject,
+) -> None:
+    bench = _in_turn(3, [0, 1], buffers=[2])
+    machine, filling, count = bench.machine, set[int](), 1
+    linked = {"s0", "s1"}
+    for _ in range(data.draw(st.integers(1, 60))):
+        shard = data.draw(st.integers(0, 2))
+        what = data.draw(st.sampled_from(
+            ["begin", "fill", "filled", "arrive", "landed", "up", "lost", "view", "roll back", "wait"]
+        ))  # fmt: skip
+        effects: list[Effect] = []
+        if what == "begin" and machine._computing is None:
+            action = machine.next_action()
+            if isinstance(action, Compute):
+                assert 0 <= action.step < machine.steps
+                machine.begin(action.replica)
+            elif isinstance(action, Install):
+                assert not filling
+                effects = bench.installed()
+        elif what == "begin" and not filling:
+            effects = bench.handle(ReplicaAbandoned() if machine.rewound else ReplicaComputed())
+        elif what == "fill" and machine._computing is not None and machine.may_fill(shard) and shard not in filling:
+            machine.fill(shard)
+            filling.add(shard)
+        elif what == "filled" and shard in filling:
+            filling.discard(shard)
+            effects = bench.handle(Filled(shard))
+        elif what == "arrive":
+            replica, clock = data.draw(st.integers(-1, 2)), data.draw(st.integers(0, machine.steps))
+            effects = bench.arrive(shard, replica, clock)
+            assert isinstance(effects[0], (Land, Discard))
+            assert not any(isinstance(effect, (Land, Discard)) for effect in effects[1:])
+        elif what == "landed" and bench.slot(shard) is Slot.LANDING:
+            effects = bench.handle(Landed(shard))
+        elif what in ("up", "lost"):
+            server = data.draw(st.sampled_from(["s0", "s1"]))
+            (linked.add if what == "up" else linked.discard)(server)
+            effects = bench.handle(LinkUp(server) if what == "up" else LinkLost(server))
+        elif what in ("view", "roll back"):
+            count += 1
+            since = count if what == "roll back" else machine.view.since.count  # type: ignore[union-attr]
+            hand = data.draw(st.sampled_from([[], [0], [0, 1], [1, 2]]))
+            linked = set() if what == "roll back" else linked
+            effects = bench.handle(Viewed(_view(3, hand, count=count, since=since, origin="step-0")))
+        elif what == "wait":
+            effects = bench.handle(ToWait(data.draw(st.integers(0, 2)), data.draw(st.integers(0, 10))))
+        for effect in effects:
+            assert not (isinstance(effect, Land) and effect.shard in filling)
+            if isinstance(effect, Want):
+                assert effect.server in linked
+                assert effect.replica == machine._next
+                assert bench.slot(effect.shard) not in (Slot.LANDING, Slot.LANDED)
+            if isinstance(effect, Send):
+                assert effect.server in linked
+                assert effect.view == machine.view.number  # type: ignore[union-attr]
+                assert (effect.step, effect.replica) == (machine.step, machine._turn)
+        assert all(bench.slot(shard) is Slot.FILLING for shard in filling)
+
+
+@PURE
+@given(st.data())
+def test_whatever_was_lost_everything_gets_to_a_job_that_answers(data: st.DataObject) -> None:
+    """Servers that answer at once: each shard's clocks are what has been sent to it, minus what was lost on the way."""
+    shards, replicas, steps = 3, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4))
+    bench = _Bench(shards, range(replicas), steps=steps)
+    machine = bench.machine
+    clocks = [[0] * replicas for _ in range(shards)]
+    asked: dict[int, int] = {effect.shard: effect.replica for effect in bench.first if isinstance(effect, Want)}
+    for _ in range(100 * steps):
+        if machine.step == steps:
+            break
+        for shard, replica in list(asked.items()):
+            if replica == EVERYTHING and any(clock < steps for clock in clocks[shard]):
+                continue
+            clock = steps if replica == EVERYTHING else clocks[shard][replica]
+            del asked[shard]
+            effects = bench.arrive(shard, replica, clock)
+            if effects[0] == Land(shard):
+                effects += bench.handle(Landed(shard))
+            asked |= {effect.shard: effect.replica for effect in effects if isinstance(effect, Want)}
+        if isinstance(machine.next_action(), Install):
+            bench.installed()
+        if isinstance(machine.next_action(), Compute):
+            for send in bench.compute():
+                if send.wants is not None:
+                    asked[send.shard] = send.wants
+                if data.draw(st.integers(0, 5)) and send.step == clocks[send.shard][send.replica]:
+                    clocks[send.shard][send.replica] += 1
+            asked |= {effect.shard: effect.replica for effect in bench.after if isinstance(effect, Want)}
+        if not data.draw(st.integers(0, 4)):
+            server = data.draw(st.sampled_from(["s0", "s1"]))
+            for shard in [shard for shard in asked if f"s{shard % 2}" == server]:
+                del asked[shard]
+            effects = [*bench.handle(LinkLost(server)), *bench.handle(LinkUp(server))]
+            asked |= {effect.shard: effect.replica for effect in effects if isinstance(effect, Want)}
+    assert machine.step == steps or any(clock < steps for of in clocks for clock in of)

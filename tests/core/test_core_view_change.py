@@ -1,0 +1,172 @@
+"""How one view follows another: surviving primaries, moves of shards, deals, and whether there is any news."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.membership import Membership
+from rallypoint.core.speeds import Speeds
+from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.view_change import (
+    AHEAD,
+    first_homes,
+    following_deals,
+    meetings,
+    rebalanced,
+    says_nothing_new,
+    still_in_step,
+    surviving_primaries,
+)
+from rallypoint.core.view_sequence import ViewSequence
+
+LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)
+SHARDS = [shard.index for shard in LAYOUT.shards]
+
+
+def _servers(*names: str, birth: int = 1) -> dict[str, Member]:
+    return {name: Member(name, f"host-of-{name}", birth=birth) for name in names}
+
+
+def _members(servers: Sequence[str], workers: Sequence[str]) -> Membership:
+    members = Membership()
+    for name in servers:
+        members.join(Member(name, f"host-of-{name}"), "server")
+    for name in workers:
+        members.join(Member(name, "here"), "worker")
+        members.proposed.add(name)
+    return members
+
+
+def _view(servers: dict[str, Member], replication: int = 2, count: int = 1, deals: tuple[Deal, ...] = ()) -> View:
+    primary, backup = first_homes(LAYOUT.shards, servers, replication)
+    number = ViewNumber(1, count)
+    view = View(number, ViewNumber(1, 1), (), tuple(servers.values()), deals, primary, backup)
+    return msgspec.structs.replace(view, met=meetings(view, None))
+
+
+# ---- shards ----
+
+
+def test_first_homes_do_not_depend_on_the_order_in_which_servers_came() -> None:
+    assert first_homes(LAYOUT.shards, _servers("a", "b", "c"), 1) == first_homes(
+        LAYOUT.shards, _servers("c", "a", "b"), 1
+    )
+
+
+def test_a_backup_is_promoted_only_if_it_is_in_step_and_the_same_process() -> None:
+    view = _view(_servers("a", "b"))
+    (first_of_a, *_), alone = view.shards_of("a"), _servers("b")
+    assert surviving_primaries(view, _servers("a", "b"), frozenset()) == view.primary
+    assert surviving_primaries(view, alone, frozenset(SHARDS)) == dict.fromkeys(SHARDS, "b")
+    assert surviving_primaries(view, alone, frozenset(SHARDS) - {first_of_a}) is None
+    assert surviving_primaries(view, _servers("b", birth=2), frozenset(SHARDS)) is None
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+def test_shards_move_to_a_new_server_by_way_of_backups_and_all_at_once(replication: int) -> None:
+    view = _view(_servers("a"), replication)
+    servers = _servers("a", "b")
+    primary, backup = rebalanced(view, view.primary, LAYOUT.shards, servers, frozenset(), replication)
+    assert primary == view.primary  # nothing has moved yet
+    filling = msgspec.structs.replace(view, servers=tuple(servers.values()), backup=backup)
+    wanted, _ = rebalanced(filling, primary, LAYOUT.shards, servers, frozenset(backup), replication)
+    moved = {shard for shard in SHARDS if wanted[shard] == "b"}
+    assert moved
+    assert moved <= backup.keys()
+    for shard in moved:
+        but_one = frozenset(backup) - {shard}
+        assert rebalanced(filling, primary, LAYOUT.shards, servers, but_one, replication)[0] == primary
+
+
+def test_a_meeting_lasts_while_primary_and_backup_are_the_same_processes() -> None:
+    before = _view(_servers("a", "b", "c"))
+    servers = {**_servers("a", "b"), **_servers("c", birth=2)}
+    view = msgspec.structs.replace(before, number=ViewNumber(1, 2), servers=tuple(servers.values()))
+    reborn = {s for s in SHARDS if "c" in (before.primary[s], before.backup[s])}
+    assert 0 < len(reborn) < len(SHARDS)
+    assert meetings(view, before) == {s: ViewNumber(1, 2 if s in reborn else 1) for s in SHARDS}
+    assert still_in_step(view, before, frozenset(SHARDS)) == set(SHARDS) - reborn
+
+
+# ---- replicas ----
+
+
+def _speeds(**seconds: float) -> Speeds:
+    speeds = Speeds()
+    for worker, each in seconds.items():
+        for step in range(8):
+            speeds.computed(worker, step, 0, each, float(step))
+    return speeds
+
+
+def test_survivors_keep_their_replicas_and_a_fair_deal_follows_a_little_ahead() -> None:
+    (first,) = following_deals({}, ["w1", "w0"], 4, -1, Speeds())
+    assert first == Deal(0, {"w0": (0, 2), "w1": (1, 3)})
+    (alone,) = following_deals(first.hands, ["w0"], 4, 5, Speeds())
+    assert alone == Deal(0, {"w0": (0, 1, 2, 3)})
+    now, later = following_deals(alone.hands, ["w0", "w1"], 4, 5, Speeds())
+    assert now == Deal(0, {"w0": (0, 1, 2, 3), "w1": ()})
+    assert later == Deal(5 + AHEAD, {"w0": (0, 2), "w1": (1, 3)})
+
+
+def test_a_deal_that_is_nearly_fair_stays() -> None:
+    hands = {"w0": (0, 2), "w1": (1, 3)}
+    assert len(following_deals(hands, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=1.05))) == 1
+    assert len(following_deals(hands, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=3.0))) == 2
+
+
+# ---- news ----
+
+
+def test_a_view_that_differs_in_its_number_and_in_deals_that_no_longer_count_says_nothing_new() -> None:
+    then, now = Deal(0, {"w0": (0, 1)}), Deal(4, {"w0": (0,), "w1": (1,)})
+    before = _view(_servers("a", "b"), deals=(then, now))
+    view = msgspec.structs.replace(before, number=ViewNumber(1, 2), deals=(Deal(0, now.hands),))
+    assert says_nothing_new(view, before, furthest=3)
+    assert not says_nothing_new(view, before, furthest=2)  # the second deal is still to come
+    assert not says_nothing_new(msgspec.structs.replace(view, ending=True), before, furthest=3)
+
+
+# ---- the sequence of views ----
+
+
+def test_numbers_rise_and_nothing_counts_before_it_is_adopted() -> None:
+    views = ViewSequence(epoch=3, replication=2)
+    members = _members(("a", "b"), ("w0",))
+    first = views.first(LAYOUT.shards, members, (), bringer="w0", origin="")
+    assert first.number == first.since == ViewNumber(3, 1)
+    assert (views.view, views.begun, views.exposed) == (None, False, 0)
+    views.adopt(first)
+    assert (views.begun, views.exposed) == (True, len(SHARDS))
+    second = views.following(LAYOUT.shards, members, (), ending=True)
+    assert second is not None
+    assert (second.number, second.since, second.first, second.ending) == (ViewNumber(3, 2), first.since, "w0", True)
+    assert views.view is first
+
+
+def test_backups_are_in_step_by_their_primary_s_word_until_the_two_part_or_the_past_is_void() -> None:
+    views, members = ViewSequence(1, 2), _members(("a", "b"), ("w0",))
+    views.adopt(view := views.first(LAYOUT.shards, members, (), bringer="w0", origin=""))
+    of_a = {shard: view.met[shard] for shard in view.shards_of("a")}
+    assert not views.backups_in_step("b", of_a)
+    assert not views.backups_in_step("a", dict.fromkeys(of_a, ViewNumber(1, 9)))
+    assert views.backups_in_step("a", of_a)
+    assert not views.backups_in_step("a", of_a)  # known
+    assert views.in_step == set(of_a)
+    same = views.following(LAYOUT.shards, members, (), ending=False)
+    assert same is not None
+    views.adopt(same)
+    assert views.in_step == set(of_a)
+    views.adopt(views.first(LAYOUT.shards, members, (), bringer="w0", origin="step-1"))
+    assert views.in_step == set()
+
+
+def test_no_view_follows_when_a_shard_is_lost() -> None:
+    views, members = ViewSequence(1, 1), _members(("a", "b"), ("w0",))
+    views.adopt(views.first(LAYOUT.shards, members, (), bringer="w0", origin=""))
+    members.remove("b")
+    assert views.following(LAYOUT.shards, members, (), ending=False) is None

@@ -1,0 +1,261 @@
+"""Servers that die, come and fail, in one process: the same bytes, or a sentence that says who and why."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gathering import SETTINGS, Gathering, Once, gathering, loss_of, reference_hash, until
+
+from rallypoint.codec.spec import Bf16, Int8, TopK
+from rallypoint.errors import JobAborted, LinkError
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.messages import Aborted, Applied, Finished, Skipped, Snapshotted, SnapshotWanted
+from rallypoint.server.owned import OwnedShard
+from rallypoint.server.service import ServerService, run_servers
+from rallypoint.store.manifest import age
+
+
+@pytest.fixture(autouse=True)
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    return reference_hash()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_undisturbed_it_is_the_loop_in_plain_pytorch(undisturbed: str, workers: int) -> None:
+    with gathering(2, replication=2, workers_start=workers, workers_max=workers) as cluster:
+        for _ in range(workers):
+            cluster.add_worker()
+        assert [worker.result() for worker in cluster.workers] == [undisturbed] * workers
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_server_lost_in_the_middle_of_a_step_changes_no_byte_and_rolls_nothing_back(
+    undisturbed: str, victim: int
+) -> None:
+    with gathering(2, replication=2, workers_start=2, workers_max=2) as cluster:
+        lose = Once(4, 1, lambda: safely_lose(cluster, victim))
+        for _ in range(2):
+            cluster.add_worker(lose)
+        assert [worker.result() for worker in cluster.workers] == [undisturbed] * 2
+        assert lose.done
+        assert not [said for said in cluster.sentences() if "going back" in said]
+        assert [said for said in cluster.sentences() if said.startswith(f"server{victim} is gone: ")]
+
+
+def safely_lose(cluster: Gathering, victim: int) -> None:
+    """Once every shard is on two servers: what is lost before has not been promised."""
+    until(lambda: cluster.coordinator._machine.exposed == 0, "some shards never had a backup in step")
+    cluster.servers[victim].close()
+
+
+def test_a_server_that_joins_is_given_shards_and_outlives_the_one_it_took_them_from(undisturbed: str) -> None:
+    with gathering(2, replication=2) as cluster:
+
+        def replace() -> None:
+            safely_lose(cluster, 0)
+            cluster.add_servers(1)
+            until(lambda: "server2" in {member.id for member in view(cluster).servers})
+            safely_lose(cluster, 1)
+
+        swap = Once(3, 2, replace)
+        worker = cluster.add_worker(swap)
+        assert worker.result() == undisturbed
+        assert swap.done
+        assert set(view(cluster).primary.values()) == {"server2"}
+
+
+def view(cluster: Gathering) -> Any:
+    assert cluster.coordinator._machine.view is not None
+    return cluster.coordinator._machine.view
+
+
+@pytest.mark.parametrize("damage", ["a shard file", "the manifest"])
+def test_when_the_newest_snapshot_is_damaged_the_one_before_it_gives_the_same_bytes(
+    undisturbed: str, tmp_path: Path, damage: str
+) -> None:
+    with gathering(1, tmp_path) as cluster:
+        damaged: list[str] = []
+
+        def lose() -> None:
+            newest = a_second_snapshot(cluster, tmp_path)
+            file = newest / "manifest.json" if damage == "the manifest" else next(newest.glob("*.shards"))
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 4
+            file.write_bytes(data)
+            damaged.append(newest.name)
+            cluster.servers[0].close()
+            cluster.add_servers(1)
+
+        ask, trap = Once(1, 0, lambda: ask_for_a_snapshot(cluster)), Once(6, 3, lose)
+        worker = cluster.add_worker(lambda step, replica: (ask(step, replica), trap(step, replica))[1])
+        assert worker.result() == undisturbed
+        sentences = cluster.sentences()
+        assert [said for said in sentences if said.startswith(f"snapshot {damaged[0]} is damaged: file ")], sentences
+        assert [said for said in sentences if said.startswith("going on from snapshot step-00000000-")], sentences
+
+
+def ask_for_a_snapshot(cluster: Gathering) -> None:
+    """It is of a version a little ahead: returns once the server knows."""
+    before = cluster.servers[0]._reducer._snapshot
+    cluster._observer.send(SnapshotWanted())
+    until(lambda: cluster.servers[0]._reducer._snapshot != before, "the server was never asked")
+
+
+def a_second_snapshot(cluster: Gathering, folder: Path) -> Path:
+    """The newest snapshot, beside that of version 0, once it is whole."""
+    until(lambda: len(committed(folder)) >= 2 and len(cluster.heard(Snapshotted)) >= 2, "there are no two snapshots")
+    return committed(folder)[-1]
+
+
+def committed(folder: Path) -> list[Path]:
+    """The snapshots that have a manifest, oldest first."""
+    found = [path.parent for path in folder.glob("step-*/manifest.json")]
+    return sorted(found, key=lambda path: age(path.name) or (-1, -1))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"codec": Int8(block=32)}, {"codec": Bf16(), "down": Bf16()}, {"codec": TopK(ratio=0.25, sampled=False)}],
+    ids=["int8", "bf16 both ways", "topk"],
+)
+def test_compressed_contributions_give_the_same_bytes_with_two_workers(settings: dict[str, Any]) -> None:
+    hashes = []
+    for workers in (1, 2):
+        with gathering(2, workers_start=workers, workers_max=workers) as cluster:
+            for _ in range(workers):
+                cluster.add_worker(**settings)
+            hashes += [worker.result() for worker in cluster.workers]
+    assert len(set(hashes)) == 1
+    assert hashes[0] != reference_hash()
+
+
+def test_a_roll_back_forgets_what_a_codec_remembers_of_the_void_past(tmp_path: Path) -> None:
+    """Back to the beginning: error feedback begins anew too, or the second life would end with other bytes."""
+    settings: dict[str, Any] = {"codec": TopK(ratio=0.25, sampled=False)}
+    hashes = []
+    for disturbed in (False, True):
+        with gathering(1, tmp_path / str(disturbed)) as cluster:
+
+            def lose(cluster: Gathering = cluster) -> None:
+                cluster.servers[0].close()
+                cluster.add_servers(1)
+
+            trap = Once(5, 1, lose if disturbed else lambda: None)
+            worker = cluster.add_worker(trap, **settings)
+            hashes.append(worker.result())
+            assert trap.done
+            assert (worker.computed.count((2, 0)) == 2) == disturbed
+    assert hashes[0] == hashes[1]
+
+
+# ---- not finite ------------------------------------------------------------------------------------------------
+
+
+class _Poison(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * float("nan")
+
+
+class PoisonAt:
+    """A finite loss whose gradient is NaN, for the n-th call."""
+
+    def __init__(self, call: int) -> None:
+        self._left = call
+
+    def __call__(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        self._left -= 1
+        loss = loss_of(model, batch)
+        return _Poison.apply(loss) if self._left == 0 else loss  # type: ignore[no-any-return, no-untyped-call]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_job_and_says_what_can_be_done() -> None:
+    with gathering(2) as cluster:
+        heard = Once(2, 0, lambda: until(lambda: bool(cluster.coordinator._failure)))  # before its loss is NaN
+        worker = cluster.add_worker(heard, loss=PoisonAt(6))
+        with pytest.raises(JobAborted, match=r"the gradient of step 1 is not finite although every loss was; lower"):
+            worker.result()
+
+
+def test_a_gradient_that_is_not_finite_costs_its_step_when_told_so() -> None:
+    with gathering(2) as cluster:
+        worker = cluster.add_worker(loss=PoisonAt(6), nonfinite="skip")
+        assert worker.result()
+        until(lambda: bool(cluster.heard(Finished)))
+        assert [skipped.step for skipped in cluster.heard(Skipped)] == [1]
+
+
+# ---- servers that fail -----------------------------------------------------------------------------------------
+
+
+def test_a_server_that_cannot_apply_an_update_ends_the_job_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, left = OwnedShard.apply, itertools.count(10, -1)
+
+    def apply(self: OwnedShard, *args: Any, **options: Any) -> Any:
+        if next(left) == 0:
+            raise MemoryError("no more")
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(OwnedShard, "apply", apply)
+    with gathering(1) as cluster:
+        worker = cluster.add_worker()
+        with pytest.raises(JobAborted, match=r"server0: server server0 failed: MemoryError: no more"):
+            worker.result()
+        assert cluster.servers[0].wait() == "server server0 failed: MemoryError: no more"
+        until(lambda: bool(cluster.heard(Aborted)))
+
+
+def test_servers_end_with_their_job_and_say_why(undisturbed: str) -> None:
+    with gathering(0) as cluster:
+        named = [
+            ServerService(
+                id=f"s{i}", coordinator=cluster.coordinator.address, bind="server:0", transport=cluster.transport
+            )
+            for i in range(2)
+        ]
+        worker = cluster.add_worker()
+        assert run_servers(named) is None
+        assert worker.result() == undisturbed
+    with gathering(1) as cluster:
+        server = ServerService(
+            id="extra", coordinator=cluster.coordinator.address, bind="server:0", transport=cluster.transport
+        )
+        cluster.add_worker(Once(1, 1, lambda: cluster.coordinator.abort("enough")))
+        assert run_servers([server]) == "enough"
+
+
+def test_a_server_without_a_coordinator_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rallypoint.net.member.JOIN_TIMEOUT_S", 0.05)
+    server = ServerService(id="s", coordinator="nowhere:1", bind="server:0", transport=InprocTransport())
+    with pytest.raises(LinkError, match="nobody answers at nowhere:1"):
+        server.start()
+
+
+def test_the_ledger_has_every_step_with_all_of_its_contributions(undisturbed: str, tmp_path: Path) -> None:
+    with gathering(2, replication=2, workers_start=2, workers_max=2) as cluster:
+        lose = Once(4, 1, lambda: safely_lose(cluster, 0))
+        for _ in range(2):
+            cluster.add_worker(lose)
+        entries: list[Applied] = []
+        write = cluster.coordinator._log.write
+        cluster.coordinator._log.write = lambda event: (entries.append(event), write(event))[1]  # type: ignore
+        assert [worker.result() for worker in cluster.workers] == [undisturbed] * 2
+        applied = [entry for entry in entries if isinstance(entry, Applied)]
+        assert {entry.step for entry in applied} == set(range(SETTINGS["steps"]))
+        assert {entry.replicas for entry in applied} == {SETTINGS["replicas"]}

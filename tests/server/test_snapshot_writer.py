@@ -1,0 +1,110 @@
+"""A server's part of snapshots: stored, given up or failed, each is answered and the next one is written."""
+
+from __future__ import annotations
+
+import queue
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rallypoint.net.messages import NotStored, Stored
+from rallypoint.server.snapshots import SnapshotWriter, own_copy
+from rallypoint.store.manifest import snapshot_id
+from rallypoint.store.record import ShardRecord
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
+
+from samples import records
+
+PATIENCE_S = 20.0
+
+
+class Writer:
+    """A writer, and what it has told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.told: queue.SimpleQueue[Stored | NotStored] = queue.SimpleQueue()
+        self.writer = SnapshotWriter(str(folder), "none", "server0", self.told.put)
+
+    def take(self, version: int, shards: int | None = None) -> str:
+        name, everything = snapshot_id(version, 1), list(records(version))
+        self.writer.begin(name, len(everything))
+        for record in everything[:shards]:
+            self.writer.put(record)
+        return name
+
+    def next(self) -> Stored | NotStored:
+        return self.told.get(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    writer = Writer(tmp_path)
+    yield writer
+    writer.writer.close()
+    assert not writer.writer._thread.is_alive()
+
+
+def test_a_part_is_told_with_where_every_shard_lies(writer: Writer) -> None:
+    name = writer.take(3)
+    told = writer.next()
+    assert isinstance(told, Stored)
+    assert (told.snapshot, sorted(told.shards)) == (name, [record.shard for record in records(3)])
+    assert {file: (writer.folder / name / file).stat().st_size for file in told.files} == told.files
+
+
+def test_one_that_is_not_wanted_any_more_leaves_no_file_and_no_word(writer: Writer) -> None:
+    given_up = writer.take(3, shards=1)
+    name = writer.take(4)  # begins, and with that gives up the one before
+    told = writer.next()
+    assert isinstance(told, Stored)
+    assert told.snapshot == name
+    assert writer.told.empty()
+    assert not list(writer.folder.glob(f"{given_up}/*"))
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (RuntimeError("the bucket's own exception"), "RuntimeError: the bucket's own exception"),
+    ],
+    ids=["the disk is full", "a remote filesystem's own"],
+)
+def test_a_store_that_fails_is_told_and_the_next_snapshot_is_written(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
+) -> None:
+    def fails(*_: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rallypoint.store.files.Files.put", fails)
+        name = writer.take(3)
+        told = writer.next()
+    assert isinstance(told, NotStored)
+    assert told.snapshot == name
+    assert sentence in told.reason
+    writer.take(4)
+    assert isinstance(writer.next(), Stored)
+
+
+def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    writer.take(3, shards=1)
+    writer.writer.close()
+    assert not writer.writer._thread.is_alive()
+    assert writer.told.empty()
+    writer.writer.put(next(records(3)))  # a late shard is nobody's
+
+
+def test_a_copy_does_not_change_with_what_it_was_copied_from() -> None:
+    values = np.zeros(4, np.float32)
+    copy = own_copy(ShardRecord(0, 1, {"master": values}, {"step": 1.0}))
+    values += 1
+    assert copy.arrays["master"].tolist() == [0.0] * 4
+    assert (copy.shard, copy.version, copy.scalars) == (0, 1, {"step": 1.0})

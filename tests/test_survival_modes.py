@@ -1,0 +1,119 @@
+"""Streaming policies under fire: whatever is killed, no contribution of a real run is lost or applied twice.
+
+The gradient does not depend on the weights, and every sum of it is exact: all runs, Sync's included, end with the same
+weights if and only if each contribution has been applied once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test_survival import AT, STEPS, Cluster
+
+SCRIPT = f"""
+import sys, time
+from pathlib import Path
+import torch, rallypoint as rp
+from rallypoint.worker.tensors import weights_hash
+gate = Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Linear(40, 3, bias=False)
+torch.nn.init.zeros_(model.weight)
+data = torch.utils.data.TensorDataset(torch.randint(-500, 500, (900, 3, 40)).float())
+with rp.join() as job:
+    run = job.train(model, data, replicas=4, batch=2, steps={STEPS}, shard_bytes=128, optimizer=rp.SGD(lr=0.5))
+    for micro in run:
+        with micro:
+            while micro.replica > 0 and micro.step >= int(gate.read_text()):
+                time.sleep(0.005)
+            micro.backward((model.weight * micro.batch[0]).sum())
+    (run.folder / f"hash-{{job.id}}").write_text(weights_hash(model))
+    if run.lead:
+        (run.folder / "hash").write_text(weights_hash(model))
+"""
+POLICIES = {
+    "ssp": ("--set", "sync.type=bounded-staleness", "--set", "sync.staleness=2"),
+    "async": ("--set", "sync.type=async"),
+}
+both = pytest.mark.parametrize("policy", POLICIES)
+
+
+class CountingCluster(Cluster):
+    """Its workers run the job above."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        self.script.write_text(SCRIPT)
+
+    @property
+    def hashes(self) -> set[str]:
+        """Of all workers' weights at the end."""
+        return {path.read_text() for path in self.folder.glob("hash*")}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[CountingCluster]:
+    cluster = CountingCluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def under_sync(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The hash at the end of a run under Sync that nothing happened to."""
+    cluster = CountingCluster(tmp_path_factory.mktemp("sync"))
+    try:
+        cluster.open(STEPS)
+        cluster.run("--workers", "1", "--servers", "1")
+        assert cluster.ended() == 0, cluster.output
+        yield cluster.hash
+    finally:
+        cluster.close()
+
+
+@both
+def test_a_worker_killed_mid_run_costs_no_contribution_and_none_is_applied_twice(
+    cluster: CountingCluster, under_sync: str, policy: str
+) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *POLICIES[policy])
+    cluster.until_in_step(AT)
+    cluster.processes()["worker1"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "worker1 was killed (SIGKILL): starting another" in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hashes == {under_sync}
+    account = cluster.events("Accounted")[-1]
+    assert (account["applied"] + account["folded"], account["dropped"]) == (4 * STEPS, 0)
+
+
+@both
+def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_back(
+    cluster: CountingCluster, under_sync: str, policy: str
+) -> None:
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "2", *POLICIES[policy])
+    cluster.until_in_step(AT)
+    cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
+    cluster.processes()["server0"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "server0 was killed (SIGKILL): starting another" in cluster.output
+    assert "going back" not in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hashes == {under_sync}
+
+
+def test_a_server_that_alone_held_its_shards_costs_steps_but_no_contribution(
+    cluster: CountingCluster, under_sync: str
+) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *POLICIES["async"])
+    cluster.until_in_step(AT)
+    cluster.processes()["server0"].kill()
+    cluster.until(lambda: "going on from snapshot" in cluster.output)
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hashes == {under_sync}

@@ -1,0 +1,322 @@
+"""A worker between the job's words: what it says when it comes back, leaves, fails, or comes at the very end."""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.errors import JobAborted, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.gate import Gate
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.messages import (
+    Aborted,
+    Admitted,
+    Done,
+    Finished,
+    GiveUp,
+    Hello,
+    Leaving,
+    Message,
+    Propose,
+    Refused,
+    Turn,
+    Welcome,
+    decode,
+)
+from rallypoint.worker import session
+from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.run import Run
+from rallypoint.worker.session import Job
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
+
+from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash, until
+
+PATIENCE_S = 20.0
+
+
+class Coordinator:
+    """Says what the test says; keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.transport = InprocTransport()
+        self.joined: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.gate = Gate(self.transport, "coordinator:1", "", lambda hello: Welcome(heartbeat=1000.0), self._serve)
+
+    def _serve(self, channel: Channel, hello: Hello) -> None:
+        self.joined.put(channel)
+        while True:
+            self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
+
+    def admit(self, birth: int) -> Channel:
+        channel = self.joined.get(timeout=PATIENCE_S)
+        channel.send_message(Admitted(birth))
+        return channel
+
+    def next(self, kind: type[Message]) -> Any:
+        while not isinstance(message := self.heard.get(timeout=PATIENCE_S), kind):
+            pass
+        return message
+
+
+def view(count: int) -> View:
+    number = ViewNumber(1, count)
+    return View(
+        number, ViewNumber(1, 1), (Member("w", "here", birth=1),), (), (Deal(0, {"w": (0, 1, 2, 3)}),),
+        dict.fromkeys(range(40), "s"), {}, first="w",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def coordinator() -> Iterator[Coordinator]:
+    coordinator = Coordinator()
+    yield coordinator
+    coordinator.gate.close()
+
+
+@pytest.fixture
+def job(coordinator: Coordinator) -> Iterator[Job]:
+    job = Job(id="w", coordinator="coordinator:1", transport=coordinator.transport)
+    yield job
+    job.close()
+
+
+class Training:
+    """`job.train` on a thread: it waits for what the test says."""
+
+    def __init__(self, job: Job) -> None:
+        self.run: Run | None = None
+        self.error: BaseException | None = None
+        self._job = job
+        self._thread = threading.Thread(target=self._train, name="training", daemon=True)
+        self._thread.start()
+
+    def _train(self) -> None:
+        try:
+            self.run = self._job.train(build(), DATA, **SETTINGS)
+            for micro in self.run:
+                with micro:
+                    pytest.fail("there is no server that could have given it parameters")
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "it still waits"
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_job_that_is_over_before_a_worker_took_part_is_one_sentence(coordinator: Coordinator, job: Job) -> None:
+    training = Training(job)
+    channel = coordinator.admit(1)
+    coordinator.next(Propose)
+    channel.send_message(Finished("another"))
+    with pytest.raises(JobAborted, match="the job was over before this worker took part in it"):
+        training.end()
+
+
+@pytest.mark.parametrize("word", [Aborted("w1 pulled the plug"), Refused("w1 pulled the plug")])
+def test_a_worker_that_waits_for_the_job_is_told_why_there_will_be_none(
+    coordinator: Coordinator, job: Job, word: Message
+) -> None:
+    training = Training(job)
+    channel = coordinator.joined.get(timeout=PATIENCE_S)  # not admitted: else a refusal means to come back
+    channel.send_message(word)
+    with pytest.raises(JobAborted, match="w1 pulled the plug"):
+        training.end()
+
+
+@pytest.mark.parametrize("word", [Finished("w"), Aborted("the plug")], ids=["finished", "aborted"])
+def test_the_last_word_is_not_lost_on_a_worker_that_is_making_its_exchange(
+    coordinator: Coordinator, job: Job, monkeypatch: pytest.MonkeyPatch, word: Message
+) -> None:
+    """A large model's exchange buffer takes a while to be made, and the job may be over by then."""
+    making, told = threading.Event(), threading.Event()
+    real = Exchange.__init__
+
+    def slowly(self: Exchange, *args: Any, **options: Any) -> None:
+        making.set()
+        assert told.wait(PATIENCE_S)
+        real(self, *args, **options)
+
+    monkeypatch.setattr(Exchange, "__init__", slowly)
+    training = Training(job)
+    channel = coordinator.admit(1)
+    coordinator.next(Propose)
+    channel.send_message(Turn(view(1)))
+    assert making.wait(PATIENCE_S)
+    channel.send_message(word)
+    until(lambda: job._finished or job._failure is not None)
+    told.set()
+    with pytest.raises(JobAborted, match="the plug" if isinstance(word, Aborted) else "was over before this worker"):
+        training.end()
+
+
+def test_to_a_coordinator_that_has_forgotten_it_a_worker_says_everything_again(
+    coordinator: Coordinator, job: Job
+) -> None:
+    training = Training(job)
+    channel = coordinator.admit(1)
+    proposed = coordinator.next(Propose)
+    channel.send_message(Turn(view(1)))
+    until(lambda: job._exchange is not None)
+    job.done()
+    assert coordinator.next(Done) == Done(ViewNumber(1, 1))
+    channel.refuse("given up: no sign of life for 3.1 s")
+    channel = coordinator.admit(2)
+    assert coordinator.next(Propose) == proposed
+    assert coordinator.next(Done) == Done(ViewNumber(1, 1))
+    channel.connection.close()
+    channel = coordinator.admit(2)  # it is known here: only what cannot be known is said
+    assert coordinator.next(Done) == Done(ViewNumber(1, 1))
+    end(channel, training)
+
+
+def test_what_a_worker_has_done_before_a_roll_back_is_not_said_again(coordinator: Coordinator, job: Job) -> None:
+    training = Training(job)
+    channel = coordinator.admit(1)
+    channel.send_message(Turn(view(1)))
+    until(lambda: job._exchange is not None)
+    job.done()
+    assert coordinator.next(Done)
+    channel.send_message(Turn(msgspec.structs.replace(view(2), since=ViewNumber(1, 2))))
+    until(lambda: not job._done)
+    channel.connection.close()
+    channel = coordinator.admit(1)
+    job._link.send(Leaving())  # the next thing it says
+    assert isinstance(coordinator.heard.get(timeout=PATIENCE_S), Leaving)
+    end(channel, training)
+
+
+def end(channel: Channel, training: Training) -> None:
+    channel.send_message(Aborted("enough"))
+    with pytest.raises(JobAborted, match="enough"):
+        training.end()
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RuntimeError("out of memory"), "RuntimeError: out of memory"),
+        (KeyboardInterrupt(), "it was interrupted"),
+        (RallypointError("ours"), "ours"),
+    ],
+    ids=["a bug", "ctrl-c", "our own"],
+)
+def test_a_worker_that_fails_says_why_before_it_goes(
+    coordinator: Coordinator, error: BaseException, sentence: str
+) -> None:
+    def fail() -> None:
+        with Job(id="w", coordinator="coordinator:1", transport=coordinator.transport) as job:
+            coordinator.admit(1)
+            until(lambda: job._link.birth == 1)
+            raise error
+
+    with pytest.raises(type(error)):
+        fail()
+    assert coordinator.next(GiveUp) == GiveUp(sentence)
+
+
+def test_a_coordinator_that_talks_nonsense_ends_the_worker_and_not_in_silence(
+    coordinator: Coordinator, job: Job
+) -> None:
+    training = Training(job)
+    coordinator.admit(1).send_message(Hello("worker", "w", "here", b""))
+    with pytest.raises(JobAborted, match="a worker has no use for a Hello message"):
+        training.end()
+
+
+# ---- leaving -----------------------------------------------------------------------------------------------------
+
+
+class Exits:
+    """`os`, whose `_exit` is only written down, and `time`, whose `sleep` ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.codes: list[int] = []
+        self.slept: list[float] = []
+        self.over = threading.Event()
+
+    def _exit(self, code: int) -> None:
+        self.codes.append(code)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.over.wait(PATIENCE_S)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exits]:
+    exits = Exits()
+    monkeypatch.setattr(session, "os", exits)
+    monkeypatch.setattr(session, "time", exits)
+    yield exits
+    exits.over.set()
+
+
+def test_a_worker_that_is_told_to_go_hands_its_replicas_over_and_its_loop_ends_with_success(exits: Exits) -> None:
+    with gathering(2, workers_start=2, workers_max=2, heartbeat=5.0) as cluster:
+        leave = Once(2, 3, lambda: cluster.workers[1].job.leave())
+        cluster.add_worker()
+        cluster.add_worker(leave)
+        with pytest.raises(SystemExit) as left:
+            cluster.workers[1].result()
+        assert left.value.code == 0
+        assert cluster.workers[0].result() == reference_hash()
+        assert max(step for step, _ in cluster.workers[1].computed) < SETTINGS["steps"] - 1
+        assert [said for said in cluster.sentences() if said.startswith("worker1 has left: ")]
+        assert exits.codes == [], "it went by itself"
+        exits.over.set()
+        until(lambda: exits.codes == [0])
+        assert exits.slept == [session.LEAVE_WITHIN_S], "and would have gone all the same"
+
+
+def test_a_loop_that_ends_early_is_a_failure_of_the_job() -> None:
+    with gathering(1) as cluster:
+        job = Job(id="worker0", coordinator=cluster.coordinator.address, transport=cluster.transport)
+        with job:
+            model = build()
+            for micro in job.train(model, DATA, **SETTINGS):
+                with micro:
+                    micro.backward(loss_of(model, micro.batch))
+                break
+        assert cluster.coordinator.wait() == "worker0: its loop ended before the last step"
+
+
+def test_a_straggler_s_replica_is_computed_by_an_idle_worker_too() -> None:
+    """The first one wins, and no byte is different."""
+    go_on = threading.Event()
+    with gathering(1, workers_start=2, workers_max=2, backup_tasks=True, heartbeat=4.0) as cluster:
+        seen: set[tuple[str, int, int]] = set()
+
+        def linger(step: int, replica: int) -> None:
+            seen.add((threading.current_thread().name, step, replica))
+            if step == 5 and threading.current_thread().name == "loop of worker1":
+                go_on.wait(PATIENCE_S)
+
+        def let_go(step: int, replica: int) -> None:
+            seen.add((threading.current_thread().name, step, replica))
+            if step == 6:
+                go_on.set()
+
+        cluster.add_worker(let_go)
+        cluster.add_worker(linger)
+        hashes = [worker.result() for worker in cluster.workers]
+        assert hashes == [reference_hash()] * 2
+        both = [(s, r) for who, s, r in seen if who == "loop of worker0" and ("loop of worker1", s, r) in seen]
+        assert {step for step, _ in both} == {5}
