@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 
 from rallypoint.core import view_change
-from rallypoint.core.policy import Async, BoundedStaleness, Ledger, Sync, Verdict
+from rallypoint.core.cadence import Cadence
+from rallypoint.core.policy import Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard import ShardMachine
 from rallypoint.core.shard_effects import Effect, Publish
 from rallypoint.core.slots import Slot
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.terms import Terms
 from rallypoint.core.view import deal_replicas
+from rallypoint.core.worker import WorkerMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line, word_for
 from rallypoint.testing.simulation.run import Fault, Plan, Result, SimulationFailed, make_plan, play, simulate
@@ -29,7 +31,8 @@ from rallypoint.testing.simulation.worker import SimulatedWorker
 FIXED = range(60)
 FIXED_OTHERS = range(40)  # of each policy that is not plain Sync
 ENOUGH = range(300)  # seeds within which a planted bug has to be found
-OTHERS = (BoundedStaleness(1), BoundedStaleness(3), Async(), Async(fold=3), Sync(quorum=2))
+TURNS = (LocalSteps(2, fragments=2), LocalSteps(3, fragments=3))
+OTHERS = (BoundedStaleness(1), BoundedStaleness(3), Async(), Async(fold=3), Sync(quorum=2), *TURNS)
 
 
 def _failures(seeds: Iterable[int], policy: Played) -> list[str]:
@@ -123,7 +126,9 @@ def test_a_policy_s_word_is_read_as_that_policy(policy: Played) -> None:
     assert parse_policy(word) == policy
 
 
-@pytest.mark.parametrize("word", ["", "ssp", "ssp:", "ssp:-1", "quorum:0", "fold:0", "sync:1", "async:2", "what"])
+@pytest.mark.parametrize("word", [
+    "", "ssp", "ssp:", "ssp:-1", "quorum:0", "fold:0", "fragments:1", "sync:1", "async:2", "what",
+])  # fmt: skip
 def test_what_is_no_policy_is_refused_and_the_words_are_listed(word: str) -> None:
     with pytest.raises(ValueError, match="use sync, quorum:K, ssp:S, async or fold:N"):
         parse_policy(word)
@@ -285,6 +290,30 @@ def test_a_bug_in_streaming_planted_on_purpose_is_found(
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
     assert re.search(sentence, _found(policy))
+
+
+def _any_version_of_a_shard_will_do(self: WorkerMachine, shard: int, target: int) -> bool:
+    """What has landed is installed, whatever tick it is right for."""
+    return not self._changes(shard, target) or self._slots[shard] is Slot.LANDED
+
+
+def _the_end_is_nothing_special(self: Cadence, shard: int, tick: int) -> int:
+    """Some fragments are not moved at the last tick."""
+    if tick < 0 or tick >= self.ticks or self.fragment_of[shard] < 0:
+        return tick
+    return tick + (self.fragment_of[shard] - tick) % self.fragments
+
+
+@pytest.mark.parametrize(("owner", "name", "bug"), [
+    (WorkerMachine, "_in_place", _any_version_of_a_shard_will_do),
+    (Cadence, "next_due", _the_end_is_nothing_special),
+    (Sync, "admit", _a_repeat_is_added),
+])  # fmt: skip
+def test_a_bug_in_taking_turns_planted_on_purpose_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    _found(TURNS[0])
 
 
 # ---- plans for one thing each ----

@@ -16,8 +16,9 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, remembers
+from rallypoint.core.cadence import EVERY_TICK, TOGETHER, Cadence, cut_evenly
 from rallypoint.core.job import JobRecord
-from rallypoint.core.layout import SHARD_BYTES, Layout, Role
+from rallypoint.core.layout import SHARD_BYTES, Layout, Role, Shard
 from rallypoint.core.optimizer import SGD, AdamW, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
@@ -106,8 +107,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of a replica between two of its contributions."""
-        return self.local.steps if self.local is not None else 1
+        """Steps of a replica between two of its contributions (to whatever shard)."""
+        return self.local.steps // self.local.fragments if self.local is not None else 1
 
     @property
     def rounds(self) -> int:
@@ -216,8 +217,27 @@ def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | Non
     """What the members of the job must agree on."""
     return JobRecord(
         msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round, config.sticky,
-        config.streaming,
+        config.streaming, cadence_of(config, layout.shards),
     )  # fmt: skip
+
+
+def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
+    """Which shards each round is for: runs of consecutive ones, of about as many bytes each, take turns.
+
+    Buffers take none, they are due in every round: they are small, and each of a replica's rounds begins with them.
+    ConfigError when there are more fragments than shards.
+    """
+    fragments = config.local.fragments if config.local is not None else 1
+    if fragments == 1:
+        return TOGETHER
+    taking = [shard for shard in shards if shard.role == "parameters"]
+    if len(taking) < fragments:
+        raise ConfigError(
+            f"fragments={fragments}, but the parameters are only {len(taking)} shards: use fewer, or smaller shards "
+            "(shard_bytes)"
+        )
+    turns = dict(zip((s.index for s in taking), cut_evenly([s.nbytes for s in taking], fragments), strict=True))
+    return Cadence(fragments, config.rounds, tuple(turns.get(shard.index, EVERY_TICK) for shard in shards))
 
 
 def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
@@ -329,6 +349,8 @@ def _check_mode(config: JobConfig) -> None:
             raise ConfigError(f"a staleness of {staleness}: 0 is Sync, and more lets replicas run ahead")
         case LocalSteps(steps=steps) if steps < 1:
             raise ConfigError(f"{steps} local steps: it must be at least 1")
+        case LocalSteps(fragments=fragments) as local if fragments != 1:
+            _check_fragments(config, local)
         case _:
             pass
     policy = config.policy
@@ -336,6 +358,20 @@ def _check_mode(config: JobConfig) -> None:
         raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
     if isinstance(policy, Async) and (policy.fold < 1 or not policy.delay_compensation >= 0):
         raise ConfigError("async: fold must be at least 1, and delay_compensation cannot be negative")
+
+
+def _check_fragments(config: JobConfig, local: LocalSteps) -> None:
+    if local.fragments < 1 or local.steps % local.fragments:
+        raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
+    if not local.keep_inner:
+        raise ConfigError(
+            "keep_inner=False with fragments: what a replica has moved goes on from tick to tick, and so must its "
+            "optimizer's state; leave keep_inner out, or use fragments=1"
+        )
+    if local.over != Sync():
+        raise ConfigError("fragments need over=rp.Sync(), without a quorum: all wait for the same fragment")
+    if config.nonfinite == "skip":
+        raise ConfigError("nonfinite='skip' is not supported with fragments: use 'stop' or 'continue', or fragments=1")
 
 
 def _merge(base: Any, over: Any) -> dict[str, Any]:

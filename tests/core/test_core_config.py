@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from rallypoint.config import (
     Settings,
     group_of,
     overrides_from,
+    record_of,
     resolve,
     settings_applied,
     settings_of,
 )
+from rallypoint.core.cadence import Cadence
+from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.optimizer import SGD, Adam, AdamW
-from rallypoint.core.policy import LocalSteps, Sync
+from rallypoint.core.policy import Async, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, cosine, linear, step_decay
 from rallypoint.errors import ConfigError
 
@@ -134,6 +138,11 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any
         ({"sync": LocalSteps(steps=4, outer=SGD(nesterov=True))}, "nesterov=True needs a momentum"),
         ({"sync": LocalSteps(steps=4, outer=SGD(lr=float("nan")))}, "a learning rate of nan"),
         ({"sync": LocalSteps(steps=4, over=Sync(quorum=9))}, "a quorum of 9 of 1 replicas"),
+        ({"sync": LocalSteps(steps=8, fragments=3)}, "fragments=3: it must divide the 8 local steps"),
+        ({"sync": LocalSteps(steps=8, fragments=0)}, "fragments=0: it must divide"),
+        ({"sync": LocalSteps(steps=8, fragments=2, keep_inner=False)}, "keep_inner=False with fragments"),
+        ({"sync": LocalSteps(steps=8, fragments=2, over=Async())}, "fragments need over=rp.Sync"),
+        ({"sync": LocalSteps(steps=8, fragments=2), "nonfinite": "skip"}, "nonfinite='skip' is not supported with"),
         ({"sync": LocalSteps(steps=4), "codec": DGC(), "optimizer": SGD()}, "codec dgc has the momentum"),
     ],
 )  # fmt: skip
@@ -222,6 +231,28 @@ def test_rounds_of_local_steps_cover_every_step_once(steps: int, every: int, rou
     assert config.rounds == rounds
     assert [step for round in range(rounds) for step in config.steps_of(round)] == [*range(steps)]
     assert [config.steps_at(version) for version in (-1, 0, rounds)] == [-1, 0, steps]
+
+
+def _layout_of(words: Sequence[int], buffers: int = 0) -> Layout:
+    edges = [sum(words[:index]) for index in range(len(words) + 1)]
+    shards = [Shard(i, 0, edges[i], edges[i + 1]) for i in range(len(words))]
+    shards += [Shard(len(words) + i, -1, edges[-1] + 16 * i, edges[-1] + 16 * i + 16) for i in range(buffers)]
+    return Layout((), tuple(shards), edges[-1] + 16 * buffers, "made up")
+
+
+def test_fragments_are_runs_of_shards_of_about_as_many_bytes_and_a_round_is_a_turn() -> None:
+    config = JobConfig(steps=100, sync=LocalSteps(steps=12, fragments=3))
+    assert (config.steps_per_round, config.rounds, config.steps_at(2)) == (4, 25, 8)
+    record = record_of(config, _layout_of([16, 16, 32, 16, 48, 16], buffers=1))
+    assert record.cadence == Cadence(3, 25, (0, 0, 1, 1, 2, 2, -1)), "buffers take no turns"
+    assert (record.rounds, record.steps_per_round, record.sticky) == (25, 4, True)
+    assert record_of(JobConfig(sync=LocalSteps(steps=12)), _layout_of([16])).cadence == Cadence()
+
+
+def test_more_fragments_than_shards_are_refused() -> None:
+    config = JobConfig(sync=LocalSteps(steps=12, fragments=3))
+    with pytest.raises(ConfigError, match=r"fragments=3, but the parameters are only 2 shards: use fewer, or smaller"):
+        record_of(config, _layout_of([16, 16], buffers=2))
 
 
 def test_under_local_steps_servers_apply_the_outer_optimizer_and_groups_are_the_workers_affair() -> None:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.slots import (
     Arriving,
     Assisted,
@@ -57,8 +58,11 @@ def _view(
 class _Bench:
     """A machine, and its shell's part."""
 
-    def __init__(self, shards: int, view: View | None = None, buffers: Sequence[int] = (), steps: int = 10) -> None:
-        self.machine = WorkerMachine("me", shards, frozenset(buffers), steps)
+    def __init__(
+        self, shards: int, view: View | None = None, buffers: Sequence[int] = (), steps: int = 10,
+        cadence: Cadence = TOGETHER,
+    ) -> None:  # fmt: skip
+        self.machine = WorkerMachine("me", shards, frozenset(buffers), steps, cadence=cadence)
         self.shards = shards
         self.view = view
         if view is not None:
@@ -646,3 +650,92 @@ def test_nothing_is_carried_from_one_step_into_the_next() -> None:
         bench.compute()
         assert bench.machine.next_action() is None  # there is nothing left to compute
         bench.install(step + 1)
+
+
+# ---- shards that take turns ----
+
+
+def _taking_turns(hand: Sequence[int] = (0,)) -> _Bench:
+    """Shards 0 and 1 take turns over 5 ticks, shard 2 is due at every one: own versions 3, 3 and 5 at the end."""
+    bench = _Bench(3, _view(3, {"me": hand}), [2], 5, Cadence(2, 5, (0, 1, -1)))
+    bench.land(0)
+    assert bench.machine.next_action() == Install(0)
+    bench.machine.install()
+    assert bench.machine.changed == [0, 1, 2]
+    bench.handle(Installed())
+    return bench
+
+
+def test_only_shards_that_are_due_are_sent_and_under_their_own_version() -> None:
+    bench = _taking_turns()
+    sent = []
+    for versions in ([1, 0, 1], [1, 1, 2], [2, 1, 3]):
+        sent.append([(send.shard, send.step) for send in bench.compute()])
+        for shard in [shard for shard, _ in sent[-1]]:
+            assert bench.machine.next_action() is None
+            assert bench.arrive(shard, versions[shard]) == [Land(shard)]
+            bench.handle(Landed(shard))
+        assert bench.machine.next_action() == Install(len(sent))
+        bench.installed()
+    assert sent == [[(0, 0), (2, 0)], [(1, 0), (2, 1)], [(0, 1), (2, 2)]]
+
+
+def test_an_install_is_of_the_shards_that_were_due_and_of_no_other() -> None:
+    bench = _taking_turns()
+    bench.compute()
+    for shard in (0, 2):
+        bench.land(1, [shard])
+    assert bench.machine.missing == []
+    bench.machine.install()
+    assert bench.machine.changed == [0, 2]
+
+
+def test_at_the_last_tick_everything_is_sent_and_after_it_nothing_is_waited_for() -> None:
+    bench = _taking_turns()
+    for own in ({0: 1, 2: 1}, {1: 1, 2: 2}, {0: 2, 2: 3}, {1: 2, 2: 4}, {0: 3, 1: 3, 2: 5}):
+        assert {send.shard for send in bench.compute()} == own.keys()
+        for shard, version in own.items():
+            bench.land(version, [shard])
+        bench.installed()
+    assert bench.machine.step == 5
+    assert bench.machine.next_action() is None
+    assert bench.machine.missing == [0, 1, 2], "of a version that does not come"
+
+
+def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_tick() -> None:
+    bench = _Bench(3, _view(3), [2], 5, Cadence(2, 5, (0, 1, -1)))
+    bench.land(1, [0])  # tick 2 in progress: shard 0 has had one update, shard 1 one, shard 2 two
+    bench.land(1, [1])
+    bench.land(2, [2])
+    assert bench.machine.next_action() == Install(2)
+    bench.installed()
+    assert [(send.shard, send.step) for send in bench.compute()] == [(0, 1), (2, 2)]
+
+
+def test_a_version_that_was_let_go_is_fetched_by_the_shard_s_own_number() -> None:
+    """Somebody else has computed our replica of tick 1 too: what it made comes while that slot is being written."""
+    bench = _taking_turns()
+    bench.compute()
+    for shard in (0, 2):
+        bench.land(1, [shard])
+    bench.installed()
+    bench.begin()
+    bench.machine.fill(1)
+    assert bench.arrive(1, 1) == [Discard(1)]
+    assert bench.handle(Filled(1)) == [Fetch(1, 1, "s1")]
+    assert bench.arrive(1, 1) == [Land(1)]
+
+
+def test_what_the_model_holds_already_is_not_taken_again() -> None:
+    """After a new link everything is said anew: it must not count as new, local steps would be lost with it."""
+    bench = _taking_turns()
+    bench.compute()
+    for shard in (0, 2):
+        bench.land(1, [shard])
+    bench.installed()
+    bench.handle(LinkLost("s0"))
+    bench.handle(LinkUp("s0"))
+    assert [bench.arrive(shard, version) for shard, version in enumerate([1, 0, 1])] == [
+        [Discard(0)], [Discard(1)], [Discard(2)],
+    ]  # fmt: skip
+    assert bench.machine.next_action() == Compute(1, 0)

@@ -150,6 +150,16 @@ LOCAL_CASES = {
         {**_PLAIN, "optimizer": rp.SGD(lr=0.05, momentum=0.9),
          "sync": rp.LocalSteps(steps=6, outer=rp.SGD(lr=1.0), keep_inner=False)},
     ),
+    # Of 12 steps each, of 22: the last tick has two, and moves everything.
+    "fragments": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=12, fragments=3)}),
+    "fragments, resnet": Case(
+        _resnet, _classify,
+        {**_RESNET_SETTINGS, "replicas": 2, "steps": 12, "sync": rp.LocalSteps(steps=4, fragments=2)},
+    ),
+    "fragments, sometimes unused, weighted": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": rp.LocalSteps(steps=6, fragments=3)}, _weight,
+    ),
     "fewer steps than a round": Case(
         _sometimes, _sometimes_loss, {**_PLAIN, "steps": 3, "sync": rp.LocalSteps(steps=50)}
     ),

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.layout import Layout, first_difference
 
 
@@ -20,6 +21,7 @@ class JobRecord(msgspec.Struct, frozen=True):
         steps_per_round: steps of a replica between two of its contributions.
         sticky: replicas leave something of use on the worker that computes them: none is moved for speed's sake.
         streaming: each replica has a clock of its own; no version is common to all shards.
+        cadence: which shards each round is for; where they take turns, a version of the job is a tick.
     """
 
     config: dict[str, Any]
@@ -29,6 +31,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     steps_per_round: int = 1
     sticky: bool = False
     streaming: bool = False
+    cadence: Cadence = TOGETHER
 
 
 def disagreement(first: JobRecord, other: JobRecord) -> str | None:

@@ -188,12 +188,18 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
     The worker's own optimizer state goes on from round to round with `keep_inner`; it is lost with the worker and
     starts from zero then, so that bytes depend on who died. Without, every round starts from zero, and is a pure
     function of its position: the same bytes whatever is killed.
+
+    With more than one of `fragments` it is streaming DiLoCo (Douillard et al., 2025): the parameters are cut into so
+    many runs of shards, each is synchronised every `steps` steps, and they take turns: a round, then called a tick, has
+    steps / fragments steps and moves one of them. At the last tick all are moved. Parameters that are not due go on
+    from where their replica has left them.
     """
 
     steps: int
     outer: SGD = SGD(lr=0.7, momentum=0.9, nesterov=True)
     keep_inner: bool = True
     over: Sync | Async = Sync()
+    fragments: int = 1
 
 
 Mode = Sync | BoundedStaleness | Async | LocalSteps

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core import shard_effects, shard_events
+from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.clip import ClipMachine, Measure, Tell, Verdict
 from rallypoint.core.policy import Policy
 from rallypoint.core.shard import ShardMachine, Tally
@@ -22,8 +23,8 @@ FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share o
 class Plan:
     """What of the job's record the machine needs.
 
-    `expected` replicas contribute to a shard, `rounds` times each; `measured` shards count in the global norm (the
-    parameters), `decides` are those that wait for a decision.
+    `expected` replicas contribute to a shard, `rounds` times each, or as often as it is due in `cadence`; `measured`
+    shards count in the global norm (the parameters), `decides` are those that wait for a decision.
     """
 
     policy: Policy
@@ -35,12 +36,17 @@ class Plan:
     rounds: int = 0
     buffer_policy: Policy | None = None  # if it is not that of the parameters
     compensates: bool = False
+    cadence: Cadence = TOGETHER
+
+    def rounds_of(self, index: int) -> int:
+        """The shard's own version at the end of the job."""
+        return self.rounds if self.cadence.fragments == 1 else self.cadence.updates(index)
 
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
         """A new machine for the shard."""
         policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
         return ShardMachine(
-            policy, self.expected[index], index in self.decides, primary=primary, rounds=self.rounds,
+            policy, self.expected[index], index in self.decides, primary=primary, rounds=self.rounds_of(index),
             skips=self.skip_not_finite and policy.streaming, compensates=self.compensates and index in self.measured,
         )  # fmt: skip
 
@@ -130,6 +136,19 @@ class ServerMachine:
         if isinstance(event, (shard_events.Acked, shard_events.Initialise, shard_events.Loaded)):
             self._filling.discard(index)
             effects += self._fill_some()
+        return effects
+
+    def capture(self, version: int) -> list[Effect]:
+        """A snapshot is wanted of the job's version `version`; one that is missed is said in the job's versions too."""
+        effects: list[Effect] = []
+        for index in (i for i in self.held if self.is_primary(i)):
+            for effect in self.handle(index, shard_events.CaptureAt(self.plan.cadence.updates_before(index, version))):
+                match effect:
+                    case On(effect=shard_effects.Capture(missed=True)):
+                        passed = self.plan.cadence.begun(index, self._machines[index].version)
+                        effects.append(On(index, shard_effects.Capture(max(passed, version + 1), missed=True)))
+                    case _:
+                        effects.append(effect)
         return effects
 
     def want(self, event: shard_events.Want) -> list[Effect]:

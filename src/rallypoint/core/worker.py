@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.slots import (
     Action,
     Arriving,
@@ -46,8 +47,13 @@ from rallypoint.core.view import View
 
 @dataclass(slots=True)
 class WorkerMachine(SlotMachine):
-    """One worker's part in an aligned job, in which `step` is the version that the model holds."""
+    """One worker's part in an aligned job, in which `step` is the version that the model holds.
 
+    Versions are the job's here, also where shards take turns: there, a shard's own version goes by the tick at which it
+    takes contributions next, the last of those it is right for. Only what is sent has the shard's own number.
+    """
+
+    cadence: Cadence = TOGETHER
     _held: list[int] = field(init=False)  # the version in a slot that is landing or landed
     _newest: list[int] = field(init=False)  # the newest version known to exist, -1 when nothing is known
     _asked: list[int] = field(init=False)  # the version that was fetched and has not come
@@ -121,7 +127,16 @@ class WorkerMachine(SlotMachine):
     def missing(self) -> list[int]:
         """Shards whose next version is not here."""
         target = self.target
-        return [s for s in range(self.shards) if self._slots[s] is not Slot.LANDED or self._held[s] != target]
+        return [shard for shard in range(self.shards) if not self._in_place(shard, target)]
+
+    @property
+    def changed(self) -> list[int]:
+        """The shards that the install in progress is of: those that the model does not hold already."""
+        return [shard for shard in range(self.shards) if self._changes(shard, self._installing)]
+
+    def contributes(self, shard: int, replica: int) -> bool:
+        """Does this replica contribute to that shard at the step in progress?"""
+        return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
 
     # ---- what the main thread does ----
 
@@ -152,7 +167,7 @@ class WorkerMachine(SlotMachine):
             case Landed(shard=shard):
                 if self._slots[shard] is Slot.LANDING:
                     self._slots[shard] = Slot.LANDED
-                return self._seek() if self._held[shard] != self.target else []
+                return self._seek() if self._held[shard] != self._right(shard, self.target) else []
             case Installed():
                 if self._installing < 0:
                     return []  # rewound meanwhile
@@ -181,7 +196,8 @@ class WorkerMachine(SlotMachine):
             self._slots[shard] = Slot.FREE
             return self._seek()
         self._delivered[shard].add(self._computing)
-        return [Send(shard, self.step, self._computing, home, self._queue(shard), self._number)]
+        own = self.cadence.updates_before(shard, self.step)
+        return [Send(shard, own, self._computing, home, self._queue(shard), self._number)]
 
     def _end_replica(self) -> list[Effect]:
         self._computing, self._wanted, self.rewound = None, frozenset(), False
@@ -189,7 +205,7 @@ class WorkerMachine(SlotMachine):
         return self._seek()
 
     def _arriving(self, event: Arriving) -> list[Effect]:
-        shard, version = event.shard, event.version
+        shard, version = event.shard, self.cadence.tick_of(event.shard, event.version)
         if self.view is None or event.view < self.view.since:
             return [Discard(shard)]
         before = self.target
@@ -199,11 +215,12 @@ class WorkerMachine(SlotMachine):
             self._asked[shard] = -1
         # A slot still QUEUED is no obstacle: that the version exists means the server needs nothing more from this
         # step, so whatever else leaves from these bytes will be dropped as a repeat (I2).
+        right = self._right(shard, target)
         has_room = self._slots[shard] in (Slot.FREE, Slot.QUEUED) or (
-            self._slots[shard] is Slot.LANDED and self._held[shard] != target
+            self._slots[shard] is Slot.LANDED and self._held[shard] != right
         )
         # Before anything is known of the other shards (the first version, a late joiner), take what comes.
-        if has_room and version > self.step and target in (-1, version):
+        if has_room and version > self._right(shard, self.step) and right in (-1, version):
             self._slots[shard] = Slot.LANDING
             self._held[shard] = version
             landing: list[Effect] = [Land(shard)]
@@ -264,9 +281,21 @@ class WorkerMachine(SlotMachine):
         target = self.target
         if target < 0 or self._computing is not None:
             return False
-        return all(
-            slot is Slot.LANDED and held == target for slot, held in zip(self._slots, self._held, strict=True)
-        )
+        return all(self._in_place(shard, target) for shard in range(self.shards))
+
+    def _right(self, shard: int, step: int) -> int:
+        """The version of this shard that is right for a step, by the name that it has here."""
+        return self.cadence.next_due(shard, step)
+
+    def _changes(self, shard: int, target: int) -> bool:
+        """Does the target have another version of this shard than the model?"""
+        return self.step < 0 or self.cadence.changes(shard, self.step, target)
+
+    def _in_place(self, shard: int, target: int) -> bool:
+        """Is what the target needs of this shard here, in the model or in its slot?"""
+        if not self._changes(shard, target):
+            return True
+        return self._slots[shard] is Slot.LANDED and self._held[shard] == self._right(shard, target)
 
     def _needed_by(self, replica: int) -> list[int]:
         """The shards that have not had this replica's contribution to the step in progress from us, and still may."""
@@ -283,9 +312,10 @@ class WorkerMachine(SlotMachine):
             return []
         effects: list[Effect] = []
         for shard, slot in enumerate(self._slots):
-            has_room = slot in (Slot.FREE, Slot.QUEUED) or (slot is Slot.LANDED and self._held[shard] != target)
-            known = self._newest[shard] >= target and self._asked[shard] != target
+            right = self._right(shard, target)
+            has_room = slot in (Slot.FREE, Slot.QUEUED) or (slot is Slot.LANDED and self._held[shard] != right)
+            known = self._newest[shard] >= right and self._asked[shard] != right and self._changes(shard, target)
             if has_room and known and self._home(shard) in self._links:
-                self._asked[shard] = target
-                effects.append(Fetch(shard, target, self._home(shard)))
+                self._asked[shard] = right
+                effects.append(Fetch(shard, self.cadence.updates_before(shard, target), self._home(shard)))
         return effects

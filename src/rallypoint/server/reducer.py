@@ -11,13 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
 
 from rallypoint.codec.scratch import Scratch
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core import clip, server, shard_effects, shard_events
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard
@@ -96,7 +96,8 @@ class Reducer:
         self._snapshot = ""
         self._to_copy: dict[int, int] = {}
         self._arrivals: dict[str, float] = {}
-        self._added = self._told_added = 0  # contributions in the first shard's sum, here and at its primary
+        self._added: dict[int, int] = {}  # contributions in a shard's sum
+        self._told_added: dict[int, int] = {}  # of a shard that we are the backup of: the same at its primary
         self._filled_under: dict[int, ViewNumber] = {}
         self._scratch = Scratch()  # of this thread, which encodes versions
         self._ledger: deque[Applied] = deque(maxlen=_LEDGER)
@@ -145,6 +146,7 @@ class Reducer:
         self._hold_limit = config.hold_bytes
         self._writer, self._snapshots_url = writer, url
         self._machine = ServerMachine(self._me, plan_of(config, shards))
+        self._cadence = self._machine.plan.cadence
 
     @property
     def machine(self) -> ServerMachine:
@@ -238,7 +240,7 @@ class Reducer:
         """A contribution to a shard's step, and what its worker wants next."""
         if not self._wanted(channel, header, buffer):
             return
-        if header.shard == 0:
+        if self._in_ledger(header.shard, header.step):
             self._arrivals[channel.name] = time.monotonic()
         event = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
@@ -257,8 +259,7 @@ class Reducer:
         self._tickets[ticket].credited = True  # servers give each other no credit
         self._held_bytes += header.length
         self._answer_to = channel
-        if header.shard == 0:
-            self._told_added = header.base
+        self._told_added[header.shard] = header.base
         update = shard_events.Replicated(header.step, bool(header.flags & SKIP), ticket, header.replica, header.weight)
         self._handle(header.shard, update)
         self._answer_to = None
@@ -292,8 +293,7 @@ class Reducer:
             return
         self._snapshot = snapshot
         self._writer.begin(snapshot, len(own))
-        for index in own:
-            self._handle(index, shard_events.CaptureAt(version))
+        self._run_all(self.machine.capture(version))
 
     # ---- effects ----
 
@@ -389,9 +389,9 @@ class Reducer:
             self._copy(index)
         self._gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
-            finished = owned.apply(effect)
-        if index == 0:
-            self._enter(effect.version - 1)
+            finished = owned.apply(self._timed(index, effect))
+        if self._in_ledger(index, effect.version - 1):
+            self._enter(index, self._cadence.tick_of(index, effect.version - 1))
         if finished is None:
             return
         buffer, nbytes = finished
@@ -399,9 +399,19 @@ class Reducer:
         header = Header(
             Kind.REPLICATE, self._number, shard=index, step=effect.version - 1, flags=SKIP if skip else 0,
             length=0 if skip else nbytes, replica=effect.replica, weight=effect.rate,
-            base=self._added if index == 0 else 0,
+            base=self._added.get(index, 0),
         )  # fmt: skip
         self._backup_of(index).send(header, None if skip else buffer.bytes[:nbytes], sent=buffer.release)
+
+    def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
+        """With its place in the schedule as the job counts rounds."""
+        if self._cadence.fragments == 1:
+            return effect
+        return replace(effect, step=self._cadence.tick_of(index, effect.step))
+
+    def _in_ledger(self, index: int, version: int) -> bool:
+        """Is it this shard's next update, at that version, that stands for its round?"""
+        return self._cadence.witness(self._cadence.tick_of(index, version)) == index
 
     def _backup_of(self, index: int) -> Channel:
         assert self.machine.view is not None
@@ -465,15 +475,14 @@ class Reducer:
         return machine.clocks if machine is not None else ()
 
     def _count(self, index: int, *, first: bool) -> None:
-        if index == 0:
-            self._added = 1 if first else self._added + 1
+        self._added[index] = 1 if first else self._added[index] + 1
 
-    def _enter(self, step: int) -> None:
-        """The ledger of the first shard, which primary and backup both keep: one of them may die."""
+    def _enter(self, index: int, step: int) -> None:
+        """The ledger of the first shard that is due, which primary and backup both keep: one of them may die."""
         first = min(self._arrivals.values(), default=0.0)
         late = {worker: round(when - first, 4) for worker, when in self._arrivals.items()}
         self._arrivals.clear()
-        added = self._added if self.machine.is_primary(0) else self._told_added
+        added = (self._added if self.machine.is_primary(index) else self._told_added).get(index, 0)
         entry = Applied(step, added, time.time(), late)
         self._ledger.append(entry)
         self._around.say(entry)
@@ -494,7 +503,8 @@ class Reducer:
     def _send_version(self, channel: Channel, index: int, version: int) -> None:
         owned = self._owned[index]
         # The last version goes as it is: it is what the job was for.
-        code, buffer, nbytes = owned.encoded(version) if version < self._config.rounds else owned.raw(version)
+        last = version >= self.machine.plan.rounds_of(index)
+        code, buffer, nbytes = owned.raw(version) if last else owned.encoded(version)
         header = Header(Kind.VERSION, self._number, shard=index, step=version, length=nbytes, codec=code)
         channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
 
@@ -577,5 +587,5 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
         decides=waiting if config.decides else frozenset(), clip=config.clip if config.clips_on_servers else None,
         skip_not_finite=config.nonfinite == "skip", rounds=config.rounds,
         buffer_policy=Sync(quorum=1) if config.contributors("buffers") > 1 else None,
-        compensates=isinstance(policy, Async) and policy.delay_compensation > 0,
+        compensates=isinstance(policy, Async) and policy.delay_compensation > 0, cadence=cadence_of(config, shards),
     )  # fmt: skip

@@ -155,6 +155,7 @@ class SnapshotStore:
         """
         from rallypoint.store.record import decode_record  # needs numpy, which importing this module must not
 
+        job = manifest.job
         for shard in shards:
             entry = manifest.shards.get(shard)
             if entry is None:
@@ -164,8 +165,9 @@ class SnapshotStore:
                 record = decode_record(data)
             except DamagedSnapshot as error:
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
-            # In a streaming job no version is common to all shards.
-            version = record.version if manifest.job.streaming else manifest.version
+            # In a streaming job no version is common to all shards; shards that take turns have one each.
+            right = job.cadence.updates_before(shard, manifest.version)
+            version = record.version if job.streaming else right
             if (record.shard, record.version) != (shard, version):
                 found = f"holds shard {record.shard} at version {record.version} where shard {shard} should be"
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, found))

@@ -1,8 +1,9 @@
-"""Local SGD and DiLoCo in one process with plain PyTorch: what every run under LocalSteps over Sync must equal.
+"""Local SGD and (streaming) DiLoCo in one process with plain PyTorch: what LocalSteps over Sync must equal.
 
 Algorithm 1 of Douillard et al. (2023), replicas one after the other: an inner optimizer over the model's own parameters
 makes the round's steps, the outer gradient is the weighted mean over replicas of start - local, an outer torch SGD
-applies it. As in `reference`, only what the job's definition fixes is shared with the engine.
+applies it. With fragments (Douillard et al., 2025) the replicas' parameters go on from tick to tick, but for the
+fragment that is due. As in `reference`, only what the job's definition fixes is shared with the engine.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 
 import torch
 
-from rallypoint.config import JobConfig, settings_of
+from rallypoint.config import JobConfig, cadence_of, settings_of
 from rallypoint.core.order import derive_seed
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.schedule import rate_at
@@ -30,9 +31,11 @@ def train_local_reference(
     round's mean what its steps do on average.
     """
     assert isinstance(config.sync, LocalSteps)
-    reference = _Reference(model, dataset, loss_fn, config, config.sync, weight_of or (lambda step, replica: 1.0))
-    firsts = range(0, config.steps, config.sync.steps)
-    return [reference.round(r, range(s, min(s + config.sync.steps, config.steps))) for r, s in enumerate(firsts)]
+    kind = _Reference if config.sync.fragments == 1 else _Streaming
+    reference = kind(model, dataset, loss_fn, config, config.sync, weight_of or (lambda step, replica: 1.0))
+    size = config.sync.steps // config.sync.fragments
+    firsts = range(0, config.steps, size)
+    return [reference.round(r, range(s, min(s + size, config.steps))) for r, s in enumerate(firsts)]
 
 
 class _Reference:
@@ -41,7 +44,7 @@ class _Reference:
         weight_of: WeightFunction,
     ) -> None:  # fmt: skip
         self.model, self.loss_fn, self.config, self.mode, self.weight_of = model, loss_fn, config, mode, weight_of
-        tensors = ModelTensors(model, config)
+        self.tensors = tensors = ModelTensors(model, config)
         self.batches = MicroBatches(dataset, config, tensors.device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.buffers = [p.tensor for p in tensors.buffers]
@@ -102,3 +105,66 @@ class _Reference:
         optimizer.step()
         optimizer.zero_grad()
         return math.fsum(losses) / len(losses)
+
+
+class _Streaming(_Reference):
+    """A round is a tick: `G` steps of every replica, then the outer step of the shards that are due."""
+
+    def __init__(
+        self, model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, mode: LocalSteps,
+        weight_of: WeightFunction,
+    ) -> None:  # fmt: skip
+        super().__init__(model, dataset, loss_fn, config, mode, weight_of)
+        shards = self.tensors.layout.shards
+        self.cadence = cadence_of(config, shards)
+        self.shards = [shard for shard in shards if shard.role == "parameters"]
+        self.local = [self.vector() for _ in range(config.replicas)]
+        self.start = [torch.nn.Parameter(self.local[0][s.start : s.stop].clone()) for s in self.shards]
+        self.outer = plain_optimizer(mode.outer, [{"params": self.start, "weight_decay": mode.outer.weight_decay}])
+        assert isinstance(mode.outer.lr, float)
+        self.outer.param_groups[0]["lr"] = mode.outer.lr
+
+    def vector(self) -> torch.Tensor:
+        """The model's parameters as a flat vector."""
+        vector = torch.zeros(self.tensors.layout.words)
+        for placed in self.tensors.parameters:
+            placed.of(vector).copy_(placed.tensor.detach())
+        return vector
+
+    @torch.no_grad()
+    def load(self, vector: torch.Tensor) -> None:
+        """The model becomes a flat vector."""
+        for placed in self.tensors.parameters:
+            placed.tensor.copy_(placed.of(vector))
+
+    def round(self, number: int, steps: range) -> float:
+        buffers, kept = [b.clone() for b in self.buffers], [b.clone() for b in self.buffers]
+        due = [(s, start) for s, start in zip(self.shards, self.start, strict=True) if self.is_due(s.index, number)]
+        sums = [torch.zeros_like(start) for _, start in due]
+        total, losses = 0.0, []
+        for replica in range(self.config.replicas):
+            self.load(self.local[replica])
+            copy_all(self.buffers, buffers)
+            loss = math.fsum(self.step(step, replica) for step in steps) / len(steps)
+            weight = math.fsum(self.weight_of(step, replica) for step in steps) / len(steps)
+            local = self.local[replica] = self.vector()
+            deltas = [(start.detach() - local[s.start : s.stop]) * weight for s, start in due]
+            sums = deltas if replica == 0 else [a + d for a, d in zip(sums, deltas, strict=True)]
+            kept = [b.clone() for b in self.buffers] if replica == 0 else kept
+            total += weight
+            losses.append(loss * weight)
+        self.outer.zero_grad()  # torch leaves a parameter without a gradient alone, its momentum too
+        for (_, start), delta in zip(due, sums, strict=True):
+            start.grad = delta * (1.0 / total)
+        self.outer.step()
+        for shard, start in due:
+            for local in self.local:
+                local[shard.start : shard.stop] = start.detach()
+        copy_all(self.buffers, kept)
+        self.load(self.local[0])  # after the last tick, at which all are due, it is every replica's
+        return math.fsum(losses) / total
+
+    def is_due(self, shard: int, tick: int) -> bool:
+        """From the definition: its fragment's turn, or the last tick."""
+        last = tick == -(-self.config.steps * self.mode.fragments // self.mode.steps) - 1
+        return last or self.cadence.fragment_of[shard] == tick % self.mode.fragments

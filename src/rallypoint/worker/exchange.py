@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from rallypoint.config import JobConfig
+from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core import slots as machine
-from rallypoint.core.layout import Layout
+from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import WorkerMachine
@@ -63,11 +63,7 @@ class Exchange:
         self._bytes = bytes_of(self.buffer)
         self._around, self._window, self._steps = around, config.window, config.rounds
         self._encoder = Encoder(layout, config)
-        kind = StreamMachine if config.streaming else WorkerMachine
-        self._machine: StreamMachine | WorkerMachine = kind(
-            me=around.me, shards=len(layout.shards), steps=config.rounds,
-            buffer_shards=frozenset(s.index for s in layout.shards if config.contributors(s.role) == 1),
-        )
+        self._machine = _machine_for(around.me, layout, config)
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._finished = False
@@ -319,10 +315,18 @@ class Exchange:
         self._handle(machine.ReplicaAbandoned())
 
     def begin_install(self) -> torch.Tensor:
-        """The whole version in the buffer, which nobody writes until `installed`."""
+        """The version in the buffer (see `installing`), which nobody writes until `installed`."""
         with self._changed:
             self._machine.install()
         return self.buffer
+
+    @property
+    def installing(self) -> list[Shard] | None:
+        """The shards that are to be installed; None when it is all of them. What else is in the buffer is void."""
+        if isinstance(self._machine, StreamMachine):
+            return None
+        changed = self._machine.changed
+        return None if len(changed) == len(self.layout.shards) else [self.layout.shards[index] for index in changed]
 
     def installed(self) -> None:
         """The model holds the version that was to be installed; the slots are free."""
@@ -476,6 +480,13 @@ class Exchange:
             return f"server {server}"
         member = link.server
         return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
+
+
+def _machine_for(me: str, layout: Layout, config: JobConfig) -> StreamMachine | WorkerMachine:
+    shards, buffers = layout.shards, frozenset(s.index for s in layout.shards if config.contributors(s.role) == 1)
+    if config.streaming:
+        return StreamMachine(me, len(shards), buffers, config.rounds)
+    return WorkerMachine(me, len(shards), buffers, config.rounds, cadence=cadence_of(config, shards))
 
 
 def _nothing() -> None:

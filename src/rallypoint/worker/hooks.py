@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from rallypoint.core.clip import clip_scale, total_norm
+from rallypoint.core.layout import Shard
 from rallypoint.errors import ModelError
 from rallypoint.worker.exchange import Exchange
 from rallypoint.worker.source import send_buffers
@@ -50,8 +51,11 @@ class GradientHooks:
             handle.remove()
         self._tables.remove()
 
-    def installed(self) -> None:
+    def installed(self, shards: Sequence[Shard] | None) -> None:
         """The servers have the optimizer: nothing of a version need be remembered."""
+
+    def show_version(self) -> None:
+        """The model is never anything else."""
 
     def begin_replica(self, round: int, replica: int) -> None:
         """The model holds the version that every replica starts from."""

@@ -11,7 +11,7 @@ Beside the model, its gradients and the exchange buffer (K bytes each) this take
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -25,7 +25,7 @@ from rallypoint.optim.flat import build_optimizer
 from rallypoint.worker.exchange import Exchange
 from rallypoint.worker.source import send_buffers
 from rallypoint.worker.staging import Staging
-from rallypoint.worker.tensors import ModelTensors, Placed
+from rallypoint.worker.tensors import ModelTensors
 
 
 class LocalStepsSource:
@@ -45,7 +45,7 @@ class LocalStepsSource:
     ) -> None:  # fmt: skip
         self._tensors, self._config, self._exchange, self._staging, self._say = tensors, config, exchange, staging, say
         self._trained = [p for p in model.parameters() if p.requires_grad]
-        self._parts = [(s, _parts_in(s, tensors)) for s in exchange.layout.shards if s.role == "parameters"]
+        self._parts = [(s, tensors.parts_in(s)) for s in exchange.layout.shards if s.role == "parameters"]
         self._start = torch.zeros(exchange.layout.words)
         self._moved = False  # does the model hold something else than `_start`?
         self._inner: dict[int, _Inner] = {}
@@ -57,11 +57,14 @@ class LocalStepsSource:
         """Nothing of the model's was touched."""
 
     @torch.no_grad()
-    def installed(self) -> None:
+    def installed(self, shards: Sequence[Shard] | None) -> None:
         """Remember what the round starts from, in the parameters' own precision: it is from there that they move."""
         for placed in self._tensors.parameters:
             placed.of(self._start).copy_(placed.tensor)
         self._moved = False
+
+    def show_version(self) -> None:
+        """Between rounds the model is nothing else."""
 
     def begin_replica(self, round: int, replica: int) -> None:
         """Every replica starts from the version, with what it has kept of the round before."""
@@ -179,6 +182,20 @@ class LocalStepsSource:
 
 
 @dataclass(slots=True)
+class Drift:
+    """A replica's own parameters (flat vectors on the host) where the version is not all of what it goes on from.
+
+    `began` is what `round` began with, in which it may have to be begun once more; `left`, with `away`, what the
+    replica has come to since, if the model had to make way for something else.
+    """
+
+    round: int
+    began: torch.Tensor
+    left: torch.Tensor | None = None
+    away: bool = False
+
+
+@dataclass(slots=True)
 class _Inner:
     """A replica's own optimizer, in `round`, and what its state was when that began.
 
@@ -189,6 +206,7 @@ class _Inner:
     optimizer: torch.optim.Optimizer
     round: int
     whole: bool = False  # has it made all steps of the round?
+    drift: Drift | None = None  # with fragments: where its parameters are
     before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:
@@ -210,9 +228,3 @@ def _on_host(value: torch.Tensor | None) -> torch.Tensor | None:
 
 def _copy(value: torch.Tensor | None) -> torch.Tensor | None:
     return None if value is None else value.clone()
-
-
-def _parts_in(shard: Shard, tensors: ModelTensors) -> list[tuple[Placed, int, int]]:
-    """What lies in a shard: parameters, and from which to which word of the vector."""
-    touching = [p for p in tensors.parameters if p.entry.start < shard.stop and shard.start < p.entry.stop]
-    return [(p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in touching]

@@ -211,8 +211,12 @@ class Run:
 
     def _install(self, version: int) -> None:
         with self._tracer.span("install", version=version):
-            self._tensors.read_from(self._exchange.begin_install())
-        self._source.installed()
+            vector, shards = self._exchange.begin_install(), self._exchange.installing
+            if shards is None:
+                self._tensors.read_from(vector)
+            else:
+                self._tensors.read_shards_from(vector, shards)
+        self._source.installed(shards)
         self._exchange.installed()
         self._buffers_at_start = [placed.tensor.clone() for placed in self._tensors.buffers]
         self._tracer.on = self._trace_steps[0] <= self._exchange.step < self._trace_steps[1]
@@ -230,6 +234,7 @@ class Run:
         if step <= self._evaluated or not due or not self.lead:
             return
         self._evaluated = step
+        self._source.show_version()
         training = self._model.training
         self._model.eval()
         with torch.no_grad(), self._tracer.span("evaluate", step=step):

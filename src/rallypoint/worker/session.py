@@ -36,6 +36,7 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange import Exchange, Surroundings
+from rallypoint.worker.fragments import FragmentsSource
 from rallypoint.worker.hooks import GradientHooks
 from rallypoint.worker.local import LocalStepsSource
 from rallypoint.worker.run import Run
@@ -100,7 +101,8 @@ class Job:
         if config.local is None:
             clip = None if config.clips_on_servers else config.clip
             return GradientHooks(tensors, self._exchange, self._staging, clip=clip)
-        return LocalStepsSource(model, tensors, config, self._exchange, self._staging, self._say)
+        kind = LocalStepsSource if config.local.fragments == 1 else FragmentsSource
+        return kind(model, tensors, config, self._exchange, self._staging, self._say)
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
         """Propose `record`, wait until the job begins (or goes on without us so far), and connect to every server.

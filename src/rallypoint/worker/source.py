@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from rallypoint.core.layout import Shard
 from rallypoint.worker.exchange import Exchange
 from rallypoint.worker.tensors import ModelTensors
 
@@ -17,8 +19,11 @@ class DeltaSource(Protocol):
     backward pass of each micro-batch, then `end_step`; at last `end_replica`. Or, at any place, `abandon`.
     """
 
-    def installed(self) -> None:
-        """The model holds a new version."""
+    def installed(self, shards: Sequence[Shard] | None) -> None:
+        """The model holds a new version: of these shards, or (None) all of it is new."""
+
+    def show_version(self) -> None:
+        """The model is to be evaluated: from now on it is the version, and nothing that a replica has moved."""
 
     def begin_replica(self, round: int, replica: int) -> None:
         """A replica's round begins: from now on the model is what that replica starts from."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rallypoint.config import JobConfig, group_of, ranks_of
-from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
+from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
 from rallypoint.core.policy import Async
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
@@ -32,6 +33,13 @@ class Placed:
         words = torch.zeros(self.entry.stop - self.entry.start)
         self.of_part(words, self.entry.start).copy_(self.tensor)
         return words
+
+    def write(self, start: int, values: torch.Tensor) -> None:
+        """Set the part of a parameter that begins at word `start` of the vector (1-D fp32 values)."""
+        words, first = self.words(), start - self.entry.start
+        words[first : first + len(values)].copy_(values)
+        if words.data_ptr() != self.tensor.data_ptr():  # it is not contiguous: these were a copy
+            self.tensor.copy_(words.view(self.tensor.shape))
 
     def of_part(self, vector: torch.Tensor, start: int) -> torch.Tensor:
         """The same of a vector that begins at word `start` of the whole one."""
@@ -89,6 +97,21 @@ class ModelTensors:
             placed.tensor.copy_(placed.of(vector), non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the vector will be written again
+
+    @torch.no_grad()
+    def read_shards_from(self, vector: torch.Tensor, shards: Sequence[Shard]) -> None:
+        """Copy these shards alone: of a parameter that only begins or ends in them, that part."""
+        for shard in shards:
+            for placed, start, stop in self.parts_in(shard):
+                placed.write(start, vector[start:stop])
+        if any(shard.role == "buffers" for shard in shards):  # they come together
+            for placed in self.buffers:
+                placed.tensor.copy_(placed.of(vector))
+
+    def parts_in(self, shard: Shard) -> list[tuple[Placed, int, int]]:
+        """What lies in a shard: parameters, and from which to which word of the vector."""
+        touching = [p for p in self.parameters if p.entry.start < shard.stop and shard.start < p.entry.stop]
+        return [(p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in touching]
 
 
 def weights_hash(model: torch.nn.Module) -> str:

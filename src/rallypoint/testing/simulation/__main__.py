@@ -22,7 +22,7 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to play, in parallel.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; by default the time gives fresh ones.")] = -1,
     seed: Annotated[int, typer.Option(help="Replay this one seed and print what happened.")] = -1,
-    policy: Annotated[str, typer.Option(help="sync, quorum:K, ssp:S, async or fold:N.")] = "sync",
+    policy: Annotated[str, typer.Option(help="sync, quorum:K, ssp:S, async, fold:N or fragments:F.")] = "sync",
 ) -> None:
     """Play seeded plans of faults on a simulated cluster, whatever happens: with `sync` the same bytes, else every
     contribution counted once; no stuck wait."""

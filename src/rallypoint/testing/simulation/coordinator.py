@@ -144,10 +144,15 @@ class SimulatedCoordinator:
             self._members[member].send(1, message)
 
     def _commit(self, effect: cluster_effects.Commit) -> None:
-        if self.store.commit(effect.snapshot, effect.version, self.job.shards, aligned=not self.job.sync.streaming):
+        if self.store.commit(effect.snapshot, effect.version, self._versions(effect.version)):
             self._handle(cluster_events.Committed(effect.snapshot))
         else:
             self._handle(cluster_events.SnapshotLost(effect.snapshot, "no space left"))
+
+    def _versions(self, version: int) -> list[int | None]:
+        """What the store must hold of each shard; None where no version is common to all."""
+        shards = range(self.job.shards)
+        return [None if self.job.policy.streaming else self.job.cadence.updates_before(s, version) for s in shards]
 
     def _find(self) -> None:
         self._handle(cluster_events.Found(*self.store.newest()))

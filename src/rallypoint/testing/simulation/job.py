@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rallypoint.config import JobConfig, record_of
+from rallypoint.config import JobConfig, cadence_of, record_of
+from rallypoint.core.cadence import Cadence
 from rallypoint.core.clip import clip_scale, total_norm
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.policy import Async, BoundedStaleness, Sync
+from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync, server_policy
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -28,6 +29,7 @@ class SimulatedJob:
     """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
 
     With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
+    With fragments (LocalSteps of as many steps) a step is a tick.
     """
 
     shards: int = 6
@@ -37,7 +39,7 @@ class SimulatedJob:
     clip: float | None = None
     skip: bool = False
     compute_s: float = 0.2  # a replica's, on a worker of speed 1
-    sync: Sync | BoundedStaleness | Async = field(default_factory=Sync)
+    sync: Sync | BoundedStaleness | Async | LocalSteps = field(default_factory=Sync)
     buffer_shards: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,12 +47,28 @@ class SimulatedJob:
 
     def record(self) -> JobRecord:
         """The record that workers propose."""
-        config = JobConfig(
+        return record_of(self._config, Layout((), self._layout, 16 * self.shards, "simulated"))
+
+    @property
+    def _config(self) -> JobConfig:
+        return JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
             nonfinite="skip" if self.skip else "stop", sync=self.sync,
         )  # fmt: skip
-        shards = tuple(Shard(i, -1 if i in self.buffer_shards else 0, 16 * i, 16 * i + 16) for i in range(self.shards))
-        return record_of(config, Layout((), shards, 16 * self.shards, "simulated"))
+
+    @property
+    def _layout(self) -> tuple[Shard, ...]:
+        return tuple(Shard(i, -1 if i in self.buffer_shards else 0, 16 * i, 16 * i + 16) for i in range(self.shards))
+
+    @cached_property
+    def cadence(self) -> Cadence:
+        """Which shards each step is for."""
+        return cadence_of(self._config, self._layout)
+
+    @property
+    def policy(self) -> ServerPolicy:
+        """When servers apply contributions."""
+        return server_policy(self.sync)
 
     @property
     def same_bytes(self) -> bool:
@@ -75,7 +93,8 @@ class SimulatedJob:
     @property
     def replica_0_shards(self) -> frozenset[int]:
         """The shards to which replica 0 alone contributes: with a quorum whoever is first brings the buffers."""
-        return frozenset() if self.sync not in (Sync(),) and isinstance(self.sync, Sync) else self.buffer_shards
+        quorum = isinstance(self.sync, Sync) and self.sync != Sync()
+        return frozenset() if quorum else self.buffer_shards
 
     def expected(self, shard: int) -> int:
         """Contributions of a step to this shard."""
@@ -85,6 +104,9 @@ class SimulatedJob:
         """AssertionError unless this is what the shard may be at the end of the job."""
         if self.same_bytes:
             assert content == self.undisturbed()[shard], f"other bytes in shard {shard}"
+            return
+        if isinstance(self.sync, LocalSteps):
+            self.check_version(shard, self.cadence.updates(shard), content)
             return
         replicas = range(self.expected(shard))
         if isinstance(self.sync, Sync):
@@ -96,6 +118,17 @@ class SimulatedJob:
         wanted = frozenset[Any]().union(*(self.written(replica, self.steps) for replica in replicas))
         wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
         assert content == wanted, f"shard {shard}: {wrong}"
+
+    def check_version(self, shard: int, version: int, content: Content) -> None:
+        """AssertionError unless this is the shard's own version `version`, where that follows from its number: every
+        replica's contribution to each tick at which it was due, once, and of no other."""
+        if self.same_bytes:
+            assert content == self.trajectory[version][shard], f"other bytes in shard {shard} at version {version}"
+        elif isinstance(self.sync, LocalSteps):
+            due = [tick for tick in range(self.steps) if self.cadence.due(shard, tick)][:version]
+            wanted = frozenset((tick, replica) for tick in due for replica in range(self.expected(shard)))
+            wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
+            assert content == wanted, f"shard {shard} at version {version}: {wrong}"
 
     def written(self, replica: int, clock: int) -> frozenset[Any]:
         """What is there of this replica once its clock shows so much, where contents are sets of contributions."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from rallypoint.core.policy import Async, BoundedStaleness, Sync
+from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 
-Played = Sync | BoundedStaleness | Async
+Played = Sync | BoundedStaleness | Async | LocalSteps
 
 
 def parse_policy(text: str) -> Played:
-    """``sync``, ``quorum:K``, ``ssp:S``, ``async`` or ``fold:N`` as a policy. ValueError for anything else."""
+    """``sync``, ``quorum:K``, ``ssp:S``, ``async``, ``fold:N`` or ``fragments:F`` as a policy.
+
+    ValueError for anything else.
+    """
     name, colon, number = text.partition(":")
     if not colon and name in ("sync", "async"):
         return Sync() if name == "sync" else Async()
@@ -20,7 +23,9 @@ def parse_policy(text: str) -> Played:
                 return Sync(quorum)
             case "fold", fold if fold > 0:
                 return Async(fold=fold)
-    raise ValueError(f"no policy {text!r}: use sync, quorum:K, ssp:S, async or fold:N")
+            case "fragments", fragments if fragments > 1:
+                return LocalSteps(fragments, fragments=fragments)
+    raise ValueError(f"no policy {text!r}: use sync, quorum:K, ssp:S, async or fold:N, or fragments:F")
 
 
 def word_for(policy: Played) -> str | None:
@@ -36,6 +41,10 @@ def word_for(policy: Played) -> str | None:
             word = "async"
         case Async(fold=fold):
             word = f"fold:{fold}"
+        case LocalSteps(fragments=1):
+            return None
+        case LocalSteps(fragments=fragments):
+            word = f"fragments:{fragments}"
     return word if parse_policy(word) == policy else None
 
 

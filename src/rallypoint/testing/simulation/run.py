@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
-from rallypoint.core.policy import Sync
+from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.core.terms import Terms
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -63,6 +63,8 @@ def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
     job = SimulatedJob(job.shards, buffers, job.replicas, job.steps, job.clip, skip=rng.random() < 0.25)
     quorum = sync.quorum if isinstance(sync, Sync) and sync.quorum is not None else 1
     job = replace(job, sync=sync, replicas=max(job.replicas, quorum))
+    if isinstance(sync, LocalSteps):  # a shard or more for each fragment, and no decisions
+        job = replace(job, shards=max(job.shards, sync.fragments + buffers), clip=None, skip=False)
     workers, servers = rng.randint(1, 4), rng.randint(1, 4)
     workers_max = rng.choice([workers, workers + 2, max(1, workers - 1)])
     terms = Terms(
@@ -258,14 +260,15 @@ class Simulation:
 
     def _final_contents(self, shard: int) -> list[int]:
         """The last version wherever it is: on any server (the last view may not have come to all), in a snapshot."""
-        steps, contents = self.plan.job.steps, []
+        job, contents = self.plan.job, []
+        last = job.steps if job.cadence.fragments == 1 else job.cadence.updates(shard)
         for server in self.servers.values():
             machine = server.machine.machine(shard)
             at = -1 if machine is None else machine.slowest if machine.policy.streaming else machine.version
-            if server.node.alive and at == steps:
+            if server.node.alive and at == last:
                 contents.append(server.held[shard].master)
         id, version = self.store.newest()
-        return [*contents, self.store.read(id, shard)[1][0]] if version == steps else contents
+        return [*contents, self.store.read(id, shard)[1][0]] if version == job.steps else contents
 
     def _where(self) -> str:
         lines = []

@@ -41,12 +41,12 @@ class SimulatedServer:
         self.node, self.job, self.store = Node(world, name), job, store
         parameters = frozenset(range(job.shards)) - job.buffer_shards
         waiting = frozenset(range(job.shards)) if job.skip else parameters
-        decides = not job.sync.streaming and (job.skip or job.clip is not None)
+        decides = not job.policy.streaming and (job.skip or job.clip is not None)
         quorum = job.sync.quorum if isinstance(job.sync, Sync) else None
         plan = Plan(
-            policy=job.sync, expected=[job.expected(s) for s in range(job.shards)], measured=parameters,
+            policy=job.policy, expected=[job.expected(s) for s in range(job.shards)], measured=parameters,
             decides=waiting if decides else frozenset(), clip=job.clip, skip_not_finite=job.skip, rounds=job.steps,
-            buffer_policy=Sync(1) if quorum is not None else None,
+            buffer_policy=Sync(1) if quorum is not None else None, cadence=job.cadence,
         )  # fmt: skip
         self.machine = self._new_machine(plan)
         self.held: dict[int, Held] = {}
@@ -82,9 +82,7 @@ class SimulatedServer:
                 self._viewed(view)
             case ("capture", id, version):
                 self._snapshot = id
-                for index in self.machine.held:
-                    if self.machine.is_primary(index):
-                        self._handle(index, shard_events.CaptureAt(version))
+                self._run(self.machine.capture(version))
 
     def _viewed(self, view: View) -> None:
         if self.machine.view is not None and view.number <= self.machine.view.number:
@@ -352,8 +350,7 @@ class SimulatedServer:
     def _check_published(self, index: int, version: int) -> None:
         """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4)."""
         content = self.held[index].wire[version]
-        if self.job.same_bytes:
-            assert content == self.job.trajectory[version][index], f"{self.node.name}: shard {index}: other bytes"
+        self.job.check_version(index, version, content)
         view = self.machine.view
         if view is None or index not in self.machine.in_step:
             return
@@ -372,9 +369,10 @@ class SimulatedServer:
         assert machine is not None
         tally, job = machine.tally, self.job
         wrong = f"{self.node.name}: shard {index}: {tally}"
-        assert tally.applied + tally.folded + tally.dropped == job.steps * machine.expected, wrong
+        updates = job.cadence.updates(index) if job.cadence.fragments > 1 else job.steps
+        assert tally.applied + tally.folded + tally.dropped == updates * machine.expected, wrong
         assert tally.applied + tally.folded == len(self.held[index].master), wrong
-        if job.sync.streaming:
+        if job.policy.streaming:
             assert sum(tally.staleness.values()) == job.steps * machine.expected, wrong
             assert machine.version == tally.applied + (tally.dropped if job.skip else 0), wrong
 

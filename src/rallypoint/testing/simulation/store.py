@@ -20,12 +20,12 @@ class SimulatedStore:
         self._parts.setdefault(id, {})[shard] = (version, content)
         return True
 
-    def commit(self, id: str, version: int, shards: int, *, aligned: bool = True) -> bool:
-        """The manifest; False when there is no room."""
+    def commit(self, id: str, version: int, wanted: list[int | None]) -> bool:
+        """The manifest; False when there is no room. Of each shard that version is wanted (None: any)."""
         if self.full:
             return False
-        assert len(self._parts[id]) == shards, f"snapshot {id} is committed with {len(self._parts[id])} shards"
-        assert not aligned or {v for v, _ in self._parts[id].values()} == {version}
+        assert len(self._parts[id]) == len(wanted), f"snapshot {id} is committed with {len(self._parts[id])} shards"
+        assert all(self._parts[id][shard][0] == v for shard, v in enumerate(wanted) if v is not None)
         self._committed.append((id, version))
         return True
 

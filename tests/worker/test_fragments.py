@@ -1,0 +1,239 @@
+"""Fragments that take turns (streaming DiLoCo): what moves at a tick, what stays, what an evaluation sees."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_rewind import PATIENCE_S, Cluster, Once, Trap, build, loss_of
+
+import rallypoint as rp
+from rallypoint.codec.spec import Bf16
+from rallypoint.config import resolve
+from rallypoint.core.slots import Arriving, Compute, Land, Send
+from rallypoint.core.worker import WorkerMachine
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.testing.reference_local import train_local_reference
+from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.tensors import ModelTensors, weights_hash
+
+TURNS = rp.LocalSteps(steps=6, fragments=3)
+SETTINGS: dict[str, Any] = {
+    "replicas": 2, "batch": 8, "steps": 16, "accumulate": 2, "clip": 0.5, "shard_bytes": 256,
+    "optimizer": rp.AdamW(lr=1e-2), "sync": TURNS,
+}  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+def undisturbed(**settings: Any) -> str:
+    model, data = build()
+    train_local_reference(model, data, loss_of, resolve({**SETTINGS, **settings}))
+    return weights_hash(model)
+
+
+def masters(servers: Any) -> dict[int, torch.Tensor]:
+    return {i: shard.master.clone() for s in servers for i, shard in s._reducer._owned.items()}
+
+
+def in_shards(model: torch.nn.Module, **settings: Any) -> list[torch.Tensor]:
+    tensors = ModelTensors(model, resolve({**SETTINGS, **settings}))
+    return [tensors.part(shard.start, shard.stop) for shard in tensors.layout.shards]
+
+
+# ---- what moves ----
+
+
+def test_a_tick_moves_its_fragment_and_the_last_one_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    up: dict[int, int] = defaultdict(int)
+    down: dict[int, int] = defaultdict(int)
+    push, handle = Exchange._push, WorkerMachine.handle
+
+    def counted_push(self: Exchange, send: Send) -> None:
+        up[self.step] += self.layout.shards[send.shard].nbytes
+        push(self, send)
+
+    def counted_handle(self: WorkerMachine, event: Any) -> Any:
+        effects = handle(self, event)
+        if isinstance(event, Arriving) and effects[0] == Land(event.shard):
+            down[self.target] += 256
+        return effects
+
+    monkeypatch.setattr(Exchange, "_push", counted_push)
+    monkeypatch.setattr(WorkerMachine, "handle", counted_handle)
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 3))
+    data = torch.utils.data.TensorDataset(torch.randn(40, 64), torch.randn(40, 3))
+    with EmbeddedJob(servers=2) as job:
+        for micro in job.train(model, data, **{**SETTINGS, "sync": rp.LocalSteps(steps=8, fragments=4)}):
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    whole = 4 * sum(p.numel() for p in model.parameters())
+    ticks = 16 // 2
+    assert up.keys() == set(range(ticks))
+    assert up[ticks - 1] == 2 * whole, "each of two replicas, everything"
+    for tick in range(ticks - 1):
+        assert up[tick] == pytest.approx(2 * whole / 4, rel=0.1)
+        assert down[tick + 1] == pytest.approx(whole / 4, rel=0.1)
+
+
+def test_an_evaluation_sees_the_version_and_changes_nothing() -> None:
+    """After the first tick the first fragment is another one, and nothing else is, whatever replicas have moved."""
+    model, data = build()
+    first = in_shards(model)
+    seen: list[list[torch.Tensor]] = []
+    served: list[dict[int, torch.Tensor]] = []
+    with EmbeddedJob(servers=2) as job:
+        run = job.train(model, data, **SETTINGS)
+
+        @run.every(1)
+        def evaluate(step: int) -> None:
+            seen.append(in_shards(model))
+            served.append(masters(job._servers))
+
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    for shards, owned in zip(seen, served, strict=True):
+        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(shards))
+    cadence = run._exchange._machine.cadence  # type: ignore[union-attr]
+    new = [index for index, shard in enumerate(first) if not torch.equal(shard, seen[0][index])]
+    assert new == [index for index in range(len(first)) if cadence.due(index, 0)]
+    assert 0 < len(new) < len(first)
+    assert weights_hash(model) == undisturbed()
+
+
+def test_parameters_that_are_not_contiguous_are_moved_like_others() -> None:
+    hashes = []
+    for way in ("engine", "reference"):
+        model, data = build()
+        for layer in (model[0], model[4]):
+            assert isinstance(layer, torch.nn.Linear)
+            layer.weight = torch.nn.Parameter(layer.weight.detach().t().contiguous().t())
+            assert not layer.weight.is_contiguous()
+        if way == "engine":
+            train(model, data)
+        else:
+            train_local_reference(model, data, loss_of, resolve(SETTINGS))
+        hashes.append(weights_hash(model))
+    assert hashes[0] == hashes[1]
+
+
+def test_the_last_version_of_every_fragment_comes_as_it_is_on_the_servers() -> None:
+    """Encoded versions on the way, the last of each shard raw: by its own number, not by the job's."""
+    model, data = build()
+    with EmbeddedJob(servers=2) as job:
+        for micro in job.train(model, data, **SETTINGS, down=Bf16()):
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+        owned = masters(job._servers)
+        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+    assert not all(torch.equal(p, p.bfloat16().float()) for p in model.parameters())
+
+
+def train(model: torch.nn.Module, data: Any, **settings: Any) -> None:
+    with EmbeddedJob(servers=2) as job:
+        for micro in job.train(model, data, **{**SETTINGS, **settings}):
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_the_worker_holds_where_each_tick_began_and_for_more_replicas_where_each_is(replicas: int) -> None:
+    model, data = build()
+    with EmbeddedJob() as job:
+        run = job.train(model, data, **{**SETTINGS, "replicas": replicas})
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+        source: Any = run._source
+    drifts = [inner.drift for inner in source._inner.values()]
+    assert len(drifts) == replicas
+    assert all(drift.began.numel() == source._start.numel() for drift in drifts)
+    assert all((drift.left is None) == (replicas == 1) for drift in drifts)
+
+
+def test_what_is_told_of_a_run_is_a_tick_at_a_time_and_each_has_all_replicas(tmp_path: Path) -> None:
+    """Another shard stands for each tick in the ledger: one that is due."""
+    model, data = build()
+    with EmbeddedJob(servers=2, folder=str(tmp_path)) as job:
+        for micro in job.train(model, data, **SETTINGS):
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    applied = sorted((event["step"], event["replicas"]) for event in events if event["type"] == "Applied")
+    assert applied == [(tick, 2) for tick in range(8)]
+    done = [event for event in events if event["type"] == "StepDone"]
+    assert [event["step"] for event in done] == [*range(1, 16, 2)]
+    assert [event["items"] for event in done] == [2 * 8 * 2] * 8
+
+
+# ---- disturbances ----
+
+
+def test_a_replica_that_has_to_be_computed_twice_in_a_tick_contributes_the_same(cluster: Cluster) -> None:
+    """What was under way to the server is lost with the link: replica 0 begins its tick where it had begun it."""
+    model, data = build()
+
+    def cut_the_link() -> None:
+        exchange = cluster.job._exchange
+        assert exchange is not None
+        channel = exchange._links["server0"]._channel
+        assert channel is not None
+        channel.connection.close()
+        deadline = time.monotonic() + PATIENCE_S
+        while exchange.next_action() != Compute(4, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    disturb = Once((9, 1, 0), cut_the_link)  # of tick 4, steps 8 and 9
+    times: Counter[tuple[int, int, int]] = Counter()
+    with cluster.job as job:
+        for micro in job.train(model, data, **{**SETTINGS, "replicas": 3}):
+            disturb.where = (micro.step, micro.replica, micro.index)
+            times[disturb.where] += 1
+            disturb()
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    assert disturb.done
+    assert times[(9, 0, 0)] == 2
+    assert weights_hash(model) == undisturbed(replicas=3)
+
+
+@pytest.mark.parametrize("at", [(4, 0, 0), (7, 1, 1), (15, 1, 0)], ids=["a tick's first", "its last", "the last"])
+def test_after_a_roll_back_every_replica_begins_at_the_version_of_the_snapshot(
+    cluster: Cluster, at: tuple[int, int, int]
+) -> None:
+    model, data = build()
+    disturb = Once(at, cluster.lose_the_server)
+    trap = model[2]
+    assert isinstance(trap, Trap)
+    trap.in_forward = disturb
+    yielded, begun = [], []
+    with cluster.job as job:
+        for micro in job.train(model, data, **SETTINGS):
+            disturb.where = (micro.step, micro.replica, micro.index)
+            if disturb.done and not begun:
+                owned = masters(cluster.servers[-1:])
+                begun = [torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model))]
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+            yielded.append((disturb.where, micro.abandoned))
+        owned = masters(cluster.servers[-1:])
+        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+    assert disturb.done
+    assert begun
+    assert all(begun)
+    assert [where for where, abandoned in yielded if abandoned] == [at]
+    assert {step for (step, _, _), _ in yielded} == set(range(16))
