@@ -160,7 +160,7 @@ def run_row(at: Site, setting: Setting, plan: Plan, name: str, seed: int, factor
         return msgspec.structs.replace(trial, error="not built")
     settings = {
         "replicas": replicas, "batch": workload.batch // replicas, "steps": plan.steps, "seed": 1 + seed,
-        "optimizer": msgspec.to_builtins(optimizer(plan.model, name, replicas, plan.steps, factor)),
+        "optimizer": msgspec.to_builtins(optimizer(plan.model, name, plan.steps, factor)),
         "shard_bytes": _SHARD_BYTES, **settings_with(row, replicas),
     }  # fmt: skip
     slowness = [1.0] * (case.workers - 1) + [setting.slow]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import rallypoint as rp
@@ -29,9 +29,9 @@ from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.optim.flat import build_optimizer
 from strategies_workloads import WORKLOADS, Pace, build, evaluate
 
-Hook = Literal["none", "bf16", "powersgd"]
-_POWERSGD_RANK = 4
-_POWERSGD_STARTS = 2  # the least: the buckets are made anew after the first step
+Hook = Literal["none", "fp16"]
+"""What DDP sends: torch's bf16 hook wants NCCL, and its PowerSGD's collectives get out of order over Gloo."""
+
 _BUCKET_MB = 1  # DDP's default of 25 would be the whole model
 
 
@@ -146,7 +146,8 @@ def ddp(task: Task, model: nn.Module, data: MapDataset, pace: Pace, recorder: Re
     config = resolve(task.settings)
     optimizer = _optimizer(model, config)
     wrapped = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True, bucket_cap_mb=_BUCKET_MB)
-    _register(wrapped, task.hook)
+    if task.hook == "fp16":
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
     batches = MicroBatches(data, config, torch.device("cpu"))
     torch.distributed.barrier()
     for step in range(config.steps):
@@ -174,17 +175,6 @@ class _Loss(nn.Module):
     def forward(self, *batch: Tensor) -> Tensor:
         loss: Callable[..., Tensor] = self.model.loss  # type: ignore[assignment]
         return loss(*batch)
-
-
-def _register(wrapped: DistributedDataParallel, hook: Hook | None) -> None:
-    match hook:
-        case "bf16":
-            wrapped.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        case "powersgd":
-            state = powerSGD_hook.PowerSGDState(
-                None, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=_POWERSGD_STARTS
-            )
-            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
 def _optimizer(model: nn.Module, config: JobConfig) -> torch.optim.Optimizer:

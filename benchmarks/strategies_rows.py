@@ -2,9 +2,9 @@
 
 Learning rates. Every row has the same schedule, a warm-up over a tenth of the steps and half a cosine to zero. The
 peak rates in `OPTIMIZERS` are the best of a grid of factors of two by the last validation loss (the baselines': by the
-mean of two or three seeds); a row that is not there takes its baseline's. Under SSP and Async each of the R
-contributions of a batch is an update of its own, at the baseline's rate divided by R. Whether a row deserves another
-rate is seen in short runs without limited links::
+mean of two or three seeds); a row that is not there takes its baseline's. That goes for SSP and Async too: servers
+give each of the R contributions of a batch, which are updates of their own there, a share of 1/R of the rate. Whether a
+row deserves another rate is seen in short runs without limited links::
 
     python benchmarks/strategies.py --tune 0.5,1,2 --rows NAME
 """
@@ -64,8 +64,7 @@ _DGC = DGC(ratio=0.01, warmup_steps=32)
 _OUTER = rp.SGD(lr=0.7, momentum=0.5, nesterov=True)  # of ten rounds or so: for the usual 0.9 they are too few
 ROWS: Mapping[str, Row] = {
     "ddp": Row("DDP, Gloo", hook="none"),
-    "ddp-bf16": Row("DDP, bf16 hook", hook="bf16"),
-    "ddp-powersgd": Row("DDP, PowerSGD hook, rank 4", hook="powersgd"),
+    "ddp-fp16": Row("DDP, fp16 hook", hook="fp16"),
     "sync": Row("Sync"),
     "bf16": Row("Sync, bf16", {"codec": Bf16(), "down": Bf16()}),
     "int8": Row("Sync, int8 up, bf16 down", {"codec": Int8(), "down": Bf16()}),
@@ -118,12 +117,10 @@ def baseline_of(workload: str, name: str) -> str:
     return SGD_BASELINE if ROWS[name].sgd and SGD_BASELINE in OPTIMIZERS[workload] else BASELINE
 
 
-def optimizer(workload: str, name: str, replicas: int, steps: int, factor: float) -> Optimizer:
+def optimizer(workload: str, name: str, steps: int, factor: float) -> Optimizer:
     """A row's optimizer, its peak rate times `factor`."""
     table = OPTIMIZERS[workload]
     make, peak = table.get(name) or table[baseline_of(workload, name)]
-    if _streaming(ROWS[name]):
-        peak /= replicas
     made: Optimizer = make(rp.cosine(peak * factor, warmup=max(1, steps // 10)))
     return made
 
@@ -195,7 +192,7 @@ def _busiest(row: Row, case: Case, hands: Sequence[int], model: Sequence[tuple[i
     return max(most * up, per_worker_down, sum(hands) * up // case.servers, followers * down // case.servers)
 
 
-_HOOKS: Mapping[Hook, CodecSpec] = {"none": Raw(), "bf16": Bf16(), "powersgd": PowerSGD(rank=4)}
+_HOOKS: Mapping[Hook, CodecSpec] = {"none": Raw(), "fp16": Fp16()}
 
 
 def _streaming(row: Row) -> bool:

@@ -88,7 +88,7 @@ def test_every_row_has_a_baseline_before_it_and_settings_that_make_sense(model: 
         baseline = baseline_of(model, name)
         assert names.index(baseline) <= names.index(name)
         assert baseline in OPTIMIZERS[model]
-        resolve({**settings_with(ROWS[name], 4), "replicas": 4, "optimizer": optimizer(model, name, 4, 100, 1.0)})
+        resolve({**settings_with(ROWS[name], 4), "replicas": 4, "optimizer": optimizer(model, name, 100, 1.0)})
 
 
 @pytest.mark.slow
