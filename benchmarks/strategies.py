@@ -100,7 +100,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One training. What has an `error` has no figures; bytes are a worker's mean a step, None without links.
 
     `seconds` is a step's, from the steady samples a second, and `limit` the least it can be; `computing` the processor
-    seconds of worker 0 for a replica, which must be less than the padding.
+    seconds of worker 0 for a replica, which must be less than the padding; `shares` the replicas' steps on each worker.
     """
 
     setting: str
@@ -116,6 +116,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     up: float | None = None
     down: float | None = None
     computing: float = 0.0
+    shares: list[int] = []
     curve: list[Point] = []
     goal: float | None = None
     seconds_to_goal: float | None = None
@@ -156,8 +157,6 @@ def run_row(at: Site, setting: Setting, plan: Plan, name: str, seed: int, factor
         setting=setting.name, model=plan.model, row=name, seed=seed, factor=factor, replicas=replicas,
         batch=workload.batch, limit=limit,
     )  # fmt: skip
-    if not row.built:
-        return msgspec.structs.replace(trial, error="not built")
     settings = {
         "replicas": replicas, "batch": workload.batch // replicas, "steps": plan.steps, "seed": 1 + seed,
         "optimizer": msgspec.to_builtins(optimizer(plan.model, name, plan.steps, factor)),
@@ -207,6 +206,7 @@ def figures(trial: Trial, results: Sequence[Result], steps: int, *, has_links: b
     up, down = (statistics.fmean(getattr(result, field) for result in results) for field in ("up_bytes", "down_bytes"))
     return msgspec.structs.replace(
         trial, seconds=trial.batch / rate, curve=curve, computing=results[0].computing,
+        shares=[len(result.finishes) for result in results],
         up=up / steps if has_links else None, down=down / steps if has_links else None,
     )  # fmt: skip
 
@@ -269,7 +269,7 @@ def _line(trials: Sequence[Trial], baseline: Sequence[Trial]) -> list[str]:
     first = trials[0]
     good = [trial for trial in trials if not trial.error]
     if not good:
-        return [_name(first), "no figures" if ROWS[first.row].built else "not built", *[""] * (len(COLUMNS) - 2)]
+        return [_name(first), "no figures", *[""] * (len(COLUMNS) - 2)]
     step = statistics.median(trial.seconds for trial in good)
     seconds = [trial.seconds_to_goal for trial in good if trial.seconds_to_goal is not None]
     theirs = [trial.seconds_to_goal for trial in baseline if trial.seconds_to_goal is not None]

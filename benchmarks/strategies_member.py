@@ -2,7 +2,7 @@
 
 Nothing is evaluated while the clock runs: worker 0 keeps copies of the model (a few milliseconds in all) and evaluates
 them when the training is over. A copy is made where the model is what the servers (under DDP: all ranks) hold: before
-the first forward pass of a step, with local steps of a round.
+the first forward pass of a step, with local steps of a round (with fragments, what is not due is worker 0's own).
 """
 
 from __future__ import annotations

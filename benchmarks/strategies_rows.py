@@ -39,14 +39,12 @@ class Row:
         settings: what it sets of `job.train`'s. A `sync` whose quorum is 0 means all but one.
         hook: DDP's communication hook, or None where it is not DDP.
         sgd: belongs to plain SGD with momentum, whatever the workload's usual optimizer is.
-        built: False for what is not there yet.
     """
 
     title: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     hook: Hook | None = None
     sgd: bool = False
-    built: bool = True
 
     @property
     def sync(self) -> Any:
@@ -77,7 +75,7 @@ ROWS: Mapping[str, Row] = {
     "async-fp16": Row("Async, fp16", {"sync": rp.Async(), "codec": Fp16(), "down": Fp16()}),
     "async-topk": Row("Async, top-k 5 % up, bf16 down", {"sync": rp.Async(), "codec": _TOPK, "down": Bf16()}),
     "diloco": Row("DiLoCo(16)", {"sync": rp.LocalSteps(16, outer=_OUTER)}),
-    "diloco-streaming": Row("DiLoCo(16), streaming", built=False),
+    "diloco-streaming": Row("DiLoCo(16), 4 fragments", {"sync": rp.LocalSteps(16, outer=_OUTER, fragments=4)}),
     "ddp-sgd": Row("DDP, Gloo; SGD", hook="none", sgd=True),
     "dgc": Row("DGC 1 % up, bf16 down; SGD", {"codec": _DGC, "down": Bf16()}, sgd=True),
 }  # fmt: skip

@@ -66,7 +66,7 @@ def _digits() -> tuple[MapDataset, Validation]:
 
 
 WORKLOADS: Mapping[str, Workload] = {
-    "gpt": Workload(lambda: GPT(_TEXT), _text, batch=16, steps=144, every=8, sample_seconds=0.015),
+    "gpt": Workload(lambda: GPT(_TEXT), _text, batch=16, steps=160, every=8, sample_seconds=0.015),
     "resnet": Workload(
         lambda: ResNet(ResNetConfig(width=40)), _digits, batch=64, steps=96, every=8, sample_seconds=0.004, slack=0.05
     ),
