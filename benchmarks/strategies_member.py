@@ -155,6 +155,8 @@ def ddp(task: Task, model: nn.Module, data: MapDataset, pace: Pace, recorder: Re
         recorder.begin(step)
         pace.keep()
         wrapped(*batch).backward()
+        if config.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         for group in optimizer.param_groups:
             group["lr"] = rate_at(config.schedule, step, config.steps)
         optimizer.step()

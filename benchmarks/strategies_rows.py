@@ -76,7 +76,7 @@ ROWS: Mapping[str, Row] = {
     "async-topk": Row("Async, top-k 5 % up, bf16 down", {"sync": rp.Async(), "codec": _TOPK, "down": Bf16()}),
     "diloco": Row("DiLoCo(16)", {"sync": rp.LocalSteps(16, outer=_OUTER)}),
     "diloco-streaming": Row("DiLoCo(16), 4 fragments", {"sync": rp.LocalSteps(16, outer=_OUTER, fragments=4)}),
-    "ddp-sgd": Row("DDP, Gloo; SGD", hook="none", sgd=True),
+    "ddp-sgd": Row("DDP, Gloo; SGD, clip 1", {"clip": 1.0}, hook="none", sgd=True),
     "dgc": Row("DGC 1 % up, bf16 down; SGD", {"codec": _DGC, "down": Bf16()}, sgd=True),
 }  # fmt: skip
 QUICK = ("ddp", "sync", "bf16", "int8", "topk", "ddp-sgd", "dgc")
@@ -96,7 +96,7 @@ def _plain(lr: Schedule) -> Optimizer:
 
 OPTIMIZERS: Mapping[str, Mapping[str, tuple[Any, float]]] = {
     "gpt": {
-        "ddp": (_adamw, 1e-3), "ddp-sgd": (_momentum, 0.05), "dgc": (_plain, 0.05),
+        "ddp": (_adamw, 1e-3), "ddp-sgd": (_momentum, 0.1), "dgc": (_plain, 0.05),
     },
     "resnet": {
         "ddp": (_momentum, 0.05), "dgc": (_plain, 0.05),

@@ -95,6 +95,8 @@ def test_a_version_that_is_not_kept_any_more_is_said_to_be_gone(job: Job, channe
 @pytest.mark.parametrize("version", [0, 1, LATEST])
 def test_the_newest_will_do_where_that_is_said(job: Job, channel: Channel, version: int) -> None:
     begin(job, channel, 4)
+    pull(job, channel, 4)
+    assert answer(channel)[0].step == 4  # from now on that is the newest
     pull(job, channel, version, flags=NEWEST)
     header, rows = answer(channel)
     assert (header.step, header.flags) == (4, 0)
