@@ -13,7 +13,8 @@ many steps as DDP, each of its share of the batch; with local steps likewise. Wh
 Fair to DDP: its ranks have equal batches, because it cannot have others, so a slow worker sets its pace, by design.
 The others compute R replicas, R being as many as workers or, with half the batch, twice as many: what the limit says is
 faster in that case (the table has it). So a slow worker's replicas may be dealt to others, at the price of a gradient
-each. A slow worker's every replica takes `--slow` times as long, padded by sleeping, as every worker's (see
+each; not where replicas keep something on their worker (error feedback, local steps), which wait for it as DDP does. A
+slow worker's every replica takes `--slow` times as long, padded by sleeping, as every worker's (see
 strategies_workloads.py); DDP's rank is padded by the same code.
 
 Clock: from when the first worker begins to compute, with everything connected and the first parameters everywhere.
@@ -274,11 +275,12 @@ def _line(trials: Sequence[Trial], baseline: Sequence[Trial]) -> list[str]:
     seconds = [trial.seconds_to_goal for trial in good if trial.seconds_to_goal is not None]
     theirs = [trial.seconds_to_goal for trial in baseline if trial.seconds_to_goal is not None]
     samples = [trial.samples_to_goal for trial in good if trial.samples_to_goal is not None]
+    hopeless = "not reached" if any(trial.goal is not None for trial in good) else ""
     missed = f" ({len(seconds)} of {len(good)})" if len(seconds) < len(good) else ""
     return [
         _name(first), f"{first.replicas} x {first.batch // first.replicas}", f"{first.batch / step:.1f}", f"{step:.3f}",
         f"{step / first.limit:.2f}", _mean_mb([t.up for t in good]), _mean_mb([t.down for t in good]),
-        f"{statistics.median(seconds):.1f}{missed}" if seconds else "not reached",
+        f"{statistics.median(seconds):.1f}{missed}" if seconds else hopeless,
         f"{statistics.median(theirs) / statistics.median(seconds):.2f}" if seconds and theirs else "",
         f"{statistics.median(samples):.0f}" if samples else "",
         f"{statistics.fmean(t.curve[-1].loss for t in good):.4f}",

@@ -20,7 +20,7 @@ import msgspec
 import rallypoint as rp
 from cluster import Case
 from rallypoint.codec.build import build_stateless
-from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, TopK
+from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, TopK, remembers
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.schedule import Schedule
 from rallypoint.core.view import deal_replicas
@@ -50,6 +50,12 @@ class Row:
     def sync(self) -> Any:
         """The policy."""
         return self.settings.get("sync", rp.Sync())
+
+    @property
+    def sticky(self) -> bool:
+        """Do replicas leave something on their worker, so that none is dealt elsewhere for speed's sake?"""
+        kept = isinstance(self.sync, rp.LocalSteps) and self.sync.keep_inner
+        return self.hook is not None or kept or remembers(self.settings.get("codec", Raw()))
 
     def sync_of(self, replicas: int) -> Any:
         """The policy with its quorum for that many replicas."""
@@ -96,7 +102,7 @@ def _plain(lr: Schedule) -> Optimizer:
 
 OPTIMIZERS: Mapping[str, Mapping[str, tuple[Any, float]]] = {
     "gpt": {
-        "ddp": (_adamw, 1e-3), "ddp-sgd": (_momentum, 0.1), "dgc": (_plain, 0.05),
+        "ddp": (_adamw, 1e-3), "ddp-sgd": (_momentum, 0.1), "dgc": (_plain, 0.1),
     },
     "resnet": {
         "ddp": (_momentum, 0.05), "dgc": (_plain, 0.05),
@@ -135,10 +141,10 @@ def settings_with(row: Row, replicas: int) -> dict[str, Any]:
 def choose_replicas(row: Row, case: Case, slow: float, seconds: float, model: Sequence[tuple[int, ...]]) -> int:
     """R: as many as workers, or twice as many with half the batch, whichever the limit says is faster.
 
-    Twice as many can be dealt out more evenly when a worker is slow, but each sends its own contribution. DDP has no
-    such choice, and a quorum is about workers.
+    Twice as many can be dealt out more evenly when a worker is slow, but each sends its own contribution. DDP and those
+    whose replicas stay where they are have nothing of that, and a quorum is about workers.
     """
-    if row.hook is not None or (isinstance(row.sync, rp.Sync) and row.sync.quorum is not None):
+    if row.sticky or (isinstance(row.sync, rp.Sync) and row.sync.quorum is not None):
         return case.workers
     counts = (case.workers, 2 * case.workers)
     return min(counts, key=lambda count: least_seconds(row, case, count, slow, seconds, model))
@@ -160,10 +166,8 @@ def least_seconds(
 
 def _hands(row: Row, workers: int, replicas: int, slow: float) -> list[int]:
     """How many replicas each worker computes; the last worker is the slow one."""
-    if row.hook is not None:
-        return [1] * workers
     names = [str(index) for index in range(workers)]
-    speeds = {**dict.fromkeys(names, 1.0), names[-1]: 1.0 / slow}
+    speeds = {**dict.fromkeys(names, 1.0), names[-1]: 1.0 if row.sticky else 1.0 / slow}
     return [len(hand) for hand in deal_replicas(replicas, names, speeds).values()]
 
 

@@ -54,6 +54,7 @@ def test_the_limit_on_fast_links_is_computing_as_the_replicas_can_be_dealt() -> 
     assert least("ddp", FAST_LINKS, slow=3.0) == pytest.approx(0.3)
     assert least("sync", FAST_LINKS, replicas=4, slow=3.0) == pytest.approx(0.2)  # two of them on a usual worker
     assert least("sync", FAST_LINKS, replicas=8, slow=3.0) == pytest.approx(0.15)
+    assert least("diloco", FAST_LINKS, slow=3.0) == pytest.approx(0.3)  # its optimizers' states stay where they are
 
 
 def test_replicas_are_as_many_as_the_limit_says_is_faster() -> None:
@@ -64,6 +65,7 @@ def test_replicas_are_as_many_as_the_limit_says_is_faster() -> None:
     assert chosen("sync", FAST_LINKS, 3.0) == 8
     assert chosen("sync", SLOW_LINKS, 3.0) == 4
     assert chosen("ddp", FAST_LINKS, 3.0) == 4
+    assert chosen("int8", FAST_LINKS, 3.0) == 4  # its residuals stay where they are, and so do its replicas
 
 
 def test_the_goal_is_reached_between_two_points_of_the_curve() -> None:
