@@ -486,6 +486,33 @@ def test_a_silent_member_is_given_up_after_a_heartbeat_and_told_so() -> None:
     assert "w0" not in {member.id for member in job.view.workers}
 
 
+def test_who_is_given_up_just_before_the_end_may_still_come_back_for_the_last_version() -> None:
+    job = _begun(_terms(heartbeat=2.0, snapshots=False))
+    job.tick(1.9, alive=["s0", "s1", "w1"])
+    job.tick(0.2, alive=["s0", "s1", "w1"])
+    assert _of(Finish, job.done("w1")) == []
+    assert job.machine.waiting_for() == "w0 to come back, given up just before the end"
+    job.join("w0")  # that is not enough: it has no model yet, and would go without the last version
+    assert _of(Finish, job.tick(1.0)) == []
+    effects = job.play(Proposed("w0", RECORD))
+    assert any("w0" in publish.members for publish in _of(Publish, effects))
+    assert _of(Finish, job.tick(1.9)) == []
+    assert _of(Finish, job.done("w0")) == [Finish("w1")]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_does_not_come_back_in_a_heartbeat_puts_the_end_off_no_longer(comes: bool) -> None:
+    job = _begun(_terms(heartbeat=2.0, snapshots=False))
+    job.tick(1.9, alive=["s0", "s1", "w1"])
+    job.tick(0.2, alive=["s0", "s1", "w1"])
+    job.done("w1")
+    if comes:
+        job.join("w0")
+        assert _of(Finish, job.play(Left("w0", "it died"))) == []  # the next process of its name may come
+    assert _of(Finish, job.tick(1.9)) == []
+    assert _of(Finish, job.tick(0.2)) == [Finish("w1")]
+
+
 def test_a_report_is_a_sign_of_life() -> None:
     job = _begun(_terms(heartbeat=2.0))
     job.tick(1.9, alive=["s0", "s1", "w1"])

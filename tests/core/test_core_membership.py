@@ -86,3 +86,20 @@ def test_all_are_done_when_everybody_who_has_brought_the_model_is_and_anybody_ha
     members.proposed.add("w2")
     members.done.add("somebody")  # whose word is not that of those who are here
     assert not members.all_done
+
+
+def test_the_end_is_put_off_for_a_worker_that_was_given_up_until_it_has_brought_its_model_again() -> None:
+    members = _joined("w0", "w1")
+    for worker in ("w0", "w1"):
+        members.propose(worker)
+    members.done = {"w1"}
+    members.give_up("w0", until=7.0)
+    members.give_up("nobody", until=99.0)  # a server, say: it has no model to bring
+    members.remove("w0")
+    assert not members.is_complete(6.9)
+    assert members.is_complete(7.0)
+    members.join(Member("w0", "host", ""), "worker")
+    assert not members.is_complete(6.0)
+    members.propose("w0")
+    members.done.add("w0")
+    assert members.is_complete(6.0)

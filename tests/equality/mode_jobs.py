@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -74,3 +77,16 @@ def train_beside_a_slow_worker(job: rp.Job, quick: str, stuck_at: int) -> tuple[
             micro.backward((model.weight * micro.batch[0]).sum())
             computed += 1
     return weights_hash(model), computed
+
+
+def train_asleep_at_the_end(job: rp.Job, seconds: float) -> str:
+    """Worker 1 is stopped for a while in the last step."""
+    model, data = counted()
+    for micro in job.train(model, data, replicas=4, batch=2, steps=6, shard_bytes=128, optimizer=rp.SGD(lr=0.5)):
+        with micro:
+            if job.id == "worker1" and micro.step == 5:
+                alarm = subprocess.Popen(["sh", "-c", f"sleep {seconds} && kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+                alarm.wait()
+            micro.backward((model.weight * micro.batch[0]).sum())
+    return weights_hash(model)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 from mode_jobs import (
     COUNTED_REPLICAS,
     COUNTED_STEPS,
+    train_asleep_at_the_end,
     train_beside_a_slow_worker,
     train_counted,
     train_evaluated,
@@ -86,3 +87,10 @@ def test_with_a_quorum_nobody_waits_for_a_worker_that_stands_still(tmp_path: Pat
 def _accounts(folder: Path) -> list[dict[str, Any]]:
     entries = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [entry for entry in entries if entry["type"] == "Accounted"]
+
+
+def test_a_worker_given_up_just_before_the_end_still_comes_to_the_last_version() -> None:
+    terms = Terms(workers_start=2, workers_max=2, servers=1, heartbeat=2.0)
+    with ProcessCluster(workers=2, servers=1, terms=terms) as cluster:
+        first, second = cluster.run(train_asleep_at_the_end, 2.8)  # between one heartbeat and two
+    assert first == second

@@ -189,7 +189,7 @@ class ClusterMachine:
             return self._disagrees(worker, why)
         if worker in self._members.proposed:
             return []
-        self._members.proposed.add(worker)
+        self._members.propose(worker)
         return self._begin_when_gathered() if self.phase is Phase.GATHERING else self._turn()
 
     def _disagrees(self, worker: str, why: str) -> list[Effect]:
@@ -248,7 +248,7 @@ class ClusterMachine:
         return [*effects, *self._finish_when_done()]
 
     def _finish_when_done(self) -> list[Effect]:
-        if self.phase is not Phase.RUNNING or not self._members.all_done or not self._snapshots.final:
+        if self.phase is not Phase.RUNNING or not self._members.is_complete(self._now) or not self._snapshots.final:
             return []
         self.phase = Phase.OVER
         self.revision += 1
@@ -275,6 +275,7 @@ class ClusterMachine:
         for member, seconds in self._members.silent(now, self.terms.heartbeat):
             why = f"no sign of life for {seconds:.1f} s"
             effects.append(Refuse(member, f"given up: {why}"))
+            self._members.give_up(member, now + self.terms.heartbeat)
             effects += self._left(member, why)
         if self.phase is Phase.RUNNING:
             if self._storing_first_weights and self._snapshots.taking is None and not self._members.awaited:
@@ -283,6 +284,7 @@ class ClusterMachine:
             effects += self._assist_stragglers()
             effects += self._give_up_snapshot()
             effects += self._snapshot_if_due()
+            effects += self._finish_when_done()
         return effects
 
     # ---- replicas ----

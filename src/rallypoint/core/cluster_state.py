@@ -52,6 +52,8 @@ def awaited(phase: Phase, members: Membership, terms: Terms, workers_to_begin: i
         case Phase.RUNNING if workers < terms.workers_min:
             missing = _missing(terms.workers_min - workers, "worker")
             return f"{missing[0]} (at least {terms.workers_min} are wanted)"
+        case Phase.RUNNING if members.all_done and members.astray:
+            return f"{', '.join(sorted(members.astray))} to come back, given up just before the end"
         case _:
             return None
 

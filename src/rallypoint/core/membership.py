@@ -20,6 +20,8 @@ class Membership:
         leaving: workers that were told to go, and hand their replicas back.
         done: workers that hold the last version.
         awaited: members known to an earlier coordinator that have not come back yet.
+        astray: workers given up for their silence, and until when the job's end is put off for them: most were only
+            slow, and come back.
     """
 
     births: int = 0
@@ -29,6 +31,7 @@ class Membership:
     leaving: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
     awaited: set[str] = field(default_factory=set)
+    astray: dict[str, float] = field(default_factory=dict)
     _heard: dict[str, float] = field(default_factory=dict)
 
     def __contains__(self, id: str) -> bool:
@@ -83,6 +86,20 @@ class Membership:
         """Who has given no sign of life for more than `patience` seconds, and for how long."""
         silences = [(id, now - self._heard.get(id, now)) for id in (*self.workers, *self.servers)]
         return [(id, seconds) for id, seconds in silences if seconds > patience]
+
+    def give_up(self, id: str, until: float) -> None:
+        """A silent member is about to be removed; a worker may come back until then, and find the job not over."""
+        if id in self.workers:
+            self.astray[id] = until
+
+    def propose(self, worker: str) -> None:
+        """A worker has brought the job's model."""
+        self.proposed.add(worker)
+        self.astray.pop(worker, None)
+
+    def is_complete(self, now: float) -> bool:
+        """Does everybody who is here hold the last version, and need nobody be waited for?"""
+        return self.all_done and all(until <= now for until in self.astray.values())
 
     # ---- who computes ----
 
