@@ -22,6 +22,7 @@ from cluster import Case
 from rallypoint.codec.build import build_stateless
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, TopK, remembers
 from rallypoint.core.optimizer import Optimizer
+from rallypoint.core.policy import server_policy
 from rallypoint.core.schedule import Schedule
 from rallypoint.core.view import deal_replicas
 from strategies_member import Hook
@@ -59,12 +60,25 @@ class Row:
 
     def sync_of(self, replicas: int) -> Any:
         """The policy with its quorum for that many replicas."""
-        all_but_one = isinstance(self.sync, rp.Sync) and self.sync.quorum == 0
-        return rp.Sync(quorum=max(1, replicas - 1)) if all_but_one else self.sync
+        most = rp.Sync(quorum=max(1, replicas - 1))
+        match self.sync:
+            case rp.Sync(quorum=0):
+                return most
+            case rp.LocalSteps(over=rp.Sync(quorum=0)):
+                return msgspec.structs.replace(self.sync, over=most)
+            case _:
+                return self.sync
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Does nobody wait for the last replica?"""
+        return isinstance(policy := server_policy(self.sync), rp.Sync) and policy.quorum is not None
 
 
+_INT8_AT_RANDOM = Int8(stochastic=True, error_feedback=False)  # leaves nothing on the worker: replicas may move
 _TOPK = TopK(ratio=0.05)
 _DGC = DGC(ratio=0.01, warmup_steps=32)
+_MEAN = rp.SGD(lr=1.0)  # plain averaging of the parameters
 _OUTER = rp.SGD(lr=0.7, momentum=0.5, nesterov=True)  # of ten rounds or so: for the usual 0.9 they are too few
 ROWS: Mapping[str, Row] = {
     "ddp": Row("DDP, Gloo", hook="none"),
@@ -72,14 +86,24 @@ ROWS: Mapping[str, Row] = {
     "sync": Row("Sync"),
     "bf16": Row("Sync, bf16", {"codec": Bf16(), "down": Bf16()}),
     "int8": Row("Sync, int8 up, bf16 down", {"codec": Int8(), "down": Bf16()}),
+    "int8-random": Row("Sync, int8 at random both ways", {"codec": _INT8_AT_RANDOM, "down": _INT8_AT_RANDOM}),
     "topk": Row("Sync, top-k 5 % up, bf16 down", {"codec": _TOPK, "down": Bf16()}),
     "int8-both": Row("Sync, int8 both ways", {"codec": Int8(), "down": Int8()}),
     "powersgd": Row("Sync, PowerSGD up, bf16 down", {"codec": PowerSGD(rank=4), "down": Bf16()}),
     "quorum": Row("Sync, quorum of all but one", {"sync": rp.Sync(quorum=0)}),
+    "quorum-int8": Row(
+        "Sync, quorum, int8 at random both ways",
+        {"sync": rp.Sync(quorum=0), "codec": _INT8_AT_RANDOM, "down": _INT8_AT_RANDOM},
+    ),
     "ssp": Row("SSP(3)", {"sync": rp.BoundedStaleness(3)}),
     "async": Row("Async", {"sync": rp.Async()}),
     "async-fp16": Row("Async, fp16", {"sync": rp.Async(), "codec": Fp16(), "down": Fp16()}),
     "async-topk": Row("Async, top-k 5 % up, bf16 down", {"sync": rp.Async(), "codec": _TOPK, "down": Bf16()}),
+    "local": Row("Local SGD(4), bf16", {"sync": rp.LocalSteps(4, outer=_MEAN), "codec": Bf16(), "down": Bf16()}),
+    "local-quorum": Row(
+        "Local SGD(4), quorum, bf16",
+        {"sync": rp.LocalSteps(4, outer=_MEAN, over=rp.Sync(quorum=0)), "codec": Bf16(), "down": Bf16()},
+    ),
     "diloco": Row("DiLoCo(16)", {"sync": rp.LocalSteps(16, outer=_OUTER)}),
     "diloco-streaming": Row("DiLoCo(16), 4 fragments", {"sync": rp.LocalSteps(16, outer=_OUTER, fragments=4)}),
     "ddp-sgd": Row("DDP, Gloo; SGD, clip 1", {"clip": 1.0}, hook="none", sgd=True),
@@ -144,7 +168,7 @@ def choose_replicas(row: Row, case: Case, slow: float, seconds: float, model: Se
     Twice as many can be dealt out more evenly when a worker is slow, but each sends its own contribution. DDP and those
     whose replicas stay where they are have nothing of that, and a quorum is about workers.
     """
-    if row.sticky or (isinstance(row.sync, rp.Sync) and row.sync.quorum is not None):
+    if row.sticky or row.leaves_one_out:
         return case.workers
     counts = (case.workers, 2 * case.workers)
     return min(counts, key=lambda count: least_seconds(row, case, count, slow, seconds, model))
@@ -177,7 +201,7 @@ def _computing(row: Row, hands: Sequence[int], slow: float, seconds: float) -> f
     Under Async no step waits, but every replica makes all its steps: over the whole training it comes to the same.
     """
     times = sorted([count * seconds for count in hands[:-1]] + [hands[-1] * seconds * slow])
-    if isinstance(row.sync, rp.Sync) and row.sync.quorum is not None:
+    if row.leaves_one_out:
         return times[-2]
     return times[-1]
 

@@ -29,32 +29,81 @@ _PLAIN = (
 )  # fmt: skip
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 
-Workers = Annotated[
-    str, typer.Option("--workers", "-w", help="Worker processes, which compute gradients: 4, or 2:8 for from 2 to 8.")
+_SNAPSHOTS, _SETTINGS = "Snapshots", "Settings and what is written"
+
+Workers = Annotated[str, typer.Option(
+    "--workers", "-w", metavar="N[:M]", help="Worker processes, which compute gradients: 4, or 2:8 for from 2 to 8.",
+)]  # fmt: skip
+Standby = Annotated[
+    int, typer.Option(min=0, metavar="N", help="More workers, imported and connected, to take over at once.")
 ]
-Standby = Annotated[int, typer.Option(min=0, help="More workers, imported and connected, to take over at once.")]
-Servers = Annotated[int, typer.Option("--servers", "-s", min=1, help="Server processes; they own the parameters.")]
-Replication = Annotated[
-    int, typer.Option(min=1, max=2, help="2: every shard is on two servers, and either may die without a step lost.")
+Servers = Annotated[
+    int, typer.Option("--servers", "-s", min=1, metavar="N", help="Server processes; they own the parameters.")
 ]
-Heartbeat = Annotated[float, typer.Option(min=0.5, help="Seconds without a sign of life until a process is given up.")]
-BackupTasks = Annotated[bool, typer.Option(help="Give a straggler's replica to an idle worker too; the first wins.")]
-SnapshotSeconds = Annotated[float, typer.Option(min=0, help="Take a snapshot every so many seconds; 0: not by time.")]
-SnapshotSteps = Annotated[int, typer.Option(min=0, help="Take a snapshot every so many steps; 0: not by steps.")]
-Snapshots = Annotated[
-    str, typer.Option(help="Where: a folder or any fsspec URL; by default in the run's folder; none for no snapshots.")
+Replication = Annotated[int, typer.Option(
+    min=1, max=2, metavar="1|2", help="2: every shard is on two servers, and either may die without a step lost.",
+)]  # fmt: skip
+Heartbeat = Annotated[
+    float, typer.Option(min=0.5, metavar="S", help="Seconds without a sign of life until a process is given up.")
 ]
-Compression = Annotated[str, typer.Option(help="Of snapshots: zstd, zstd-planes (smaller, slower) or none.")]
-KeepLast = Annotated[int, typer.Option(min=1, help="Snapshots to keep: the last so many,")]
-KeepEvery = Annotated[int, typer.Option(min=0, help="... those of a version that is a multiple of this (0: none),")]
-KeepBest = Annotated[str, typer.Option(help="... and the one with the lowest value of this metric.")]
-Threads = Annotated[int, typer.Option(min=1, help="Intra-op threads of every process (1: the same bytes every time).")]
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings, over the script's own.")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="One setting, as in --set steps=200; may be repeated.")]
-Folder = Annotated[Path | None, typer.Option(help="The run's folder; by default a new one under runs/.")]
-Trace = Annotated[Path | None, typer.Option(help="Write a Chrome trace (Perfetto) of a few steps to this file.")]
-TraceSteps = Annotated[str, typer.Option(help="Which steps to trace, as FIRST:LAST (LAST not included).")]
-Bind = Annotated[str, typer.Option(help="Where the coordinator listens; port 0 is any free one.")]
+BackupTasks = Annotated[
+    bool, typer.Option("--backup-tasks", help="Give a straggler's replica to an idle worker too; the first wins.")
+]
+SnapshotSeconds = Annotated[float, typer.Option(
+    min=0, metavar="S", rich_help_panel=_SNAPSHOTS, help="Take a snapshot every so many seconds; 0: not by time.",
+)]  # fmt: skip
+SnapshotSteps = Annotated[int, typer.Option(
+    min=0, metavar="N", rich_help_panel=_SNAPSHOTS, help="Take a snapshot every so many steps; 0: not by steps.",
+)]  # fmt: skip
+Snapshots = Annotated[str, typer.Option(
+    metavar="URL", rich_help_panel=_SNAPSHOTS,
+    help="Where: a folder or any fsspec URL; by default in the run's folder; none for no snapshots.",
+)]  # fmt: skip
+Compression = Annotated[
+    str, typer.Option(metavar="KIND", rich_help_panel=_SNAPSHOTS, help="zstd, zstd-planes (smaller, slower) or none.")
+]
+KeepLast = Annotated[
+    int, typer.Option(min=1, metavar="N", rich_help_panel=_SNAPSHOTS, help="Snapshots to keep: the last so many,")
+]
+KeepEvery = Annotated[int, typer.Option(
+    min=0, metavar="N", rich_help_panel=_SNAPSHOTS, help="... those of a version that is a multiple of this (0: none),",
+)]  # fmt: skip
+KeepBest = Annotated[str, typer.Option(
+    metavar="NAME", rich_help_panel=_SNAPSHOTS, help="... and the one with the lowest value of this metric.",
+)]  # fmt: skip
+Threads = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Intra-op threads of every process (1: the same bytes every time).")
+]
+ConfigFile = Annotated[Path | None, typer.Option(
+    "--config", metavar="FILE", rich_help_panel=_SETTINGS, help="A TOML file of settings, over the script's own.",
+)]  # fmt: skip
+Sets = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="KEY=VALUE", rich_help_panel=_SETTINGS,
+    help="One setting, as in --set steps=200; may be repeated.",
+)]  # fmt: skip
+Folder = Annotated[Path | None, typer.Option(
+    metavar="FOLDER", rich_help_panel=_SETTINGS, help="The run's folder; by default a new one under runs/.",
+)]  # fmt: skip
+Trace = Annotated[Path | None, typer.Option(
+    metavar="FILE", rich_help_panel=_SETTINGS, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
+)]  # fmt: skip
+TraceSteps = Annotated[str, typer.Option(
+    metavar="A:B", rich_help_panel=_SETTINGS, help="Which steps to trace, from A to before B.",
+)]  # fmt: skip
+Bind = Annotated[
+    str, typer.Option(metavar="HOST:PORT", help="Where the coordinator listens; port 0 is any free one.")
+]
+Kills = Annotated[int, typer.Option(
+    min=0, metavar="N", help="SIGKILLs, spread over workers, servers and the coordinator.",
+)]  # fmt: skip
+Stops = Annotated[int, typer.Option(min=0, metavar="N", help="SIGSTOPs of a worker, for twice the heartbeat.")]
+Resizes = Annotated[str, typer.Option(metavar="N,N,..", help="Numbers of workers to change to on the way, as 4,1,3.")]
+Everything = Annotated[bool, typer.Option("--everything", help="Kill every process at once in the middle, and resume.")]
+Schedule = Annotated[str, typer.Option(
+    metavar="LIST", help="Your own: kill worker, stop server, resize 4, everything, ...",
+)]  # fmt: skip
+Seed = Annotated[int, typer.Option(metavar="N", help="Of the random schedule and its victims.")]
+ReportFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this file too.")]
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
 
@@ -100,13 +149,8 @@ def train(
 def chaos(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to it.")] = "gpt",
-    kills: Annotated[int, typer.Option(min=0, help="SIGKILLs, spread over workers, servers and the coordinator.")] = 10,
-    stops: Annotated[int, typer.Option(min=0, help="SIGSTOPs of a worker, for twice the heartbeat.")] = 1,
-    resizes: Annotated[str, typer.Option(help="Numbers of workers to change to on the way, as 4,1,3.")] = "",
-    everything: Annotated[bool, typer.Option(help="Kill every process at once in the middle, and resume.")] = False,
-    schedule: Annotated[str, typer.Option(help="Your own: kill worker, stop server, resize 4, everything, ...")] = "",
-    seed: Annotated[int, typer.Option(help="Of the random schedule and its victims.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write the report to this file too.")] = None,
+    kills: Kills = 10, stops: Stops = 1, resizes: Resizes = "", everything: Everything = False,
+    schedule: Schedule = "", seed: Seed = 0, json: ReportFile = None,
     workers: Workers = "2", servers: Servers = 2, standby: Standby = 1, replication: Replication = 2,
     heartbeat: Heartbeat = 3.0, backup_tasks: BackupTasks = False, snapshot_seconds: SnapshotSeconds = 10.0,
     snapshot_steps: SnapshotSteps = 0, snapshots: Snapshots = "", compression: Compression = "zstd",

@@ -126,6 +126,15 @@ def test_it_comes_back_whenever_it_is_lost(host: Host, caller: Caller) -> None:
     assert caller.threads == {"link to server0"}
 
 
+def test_connections_that_break_at_once_are_not_made_again_without_a_pause(host: Host, caller: Caller) -> None:
+    began = time.monotonic()
+    caller.dialer.start()
+    for _ in range(5):
+        host.next()[0].connection.close()
+    host.next()
+    assert time.monotonic() - began > 0.8  # at least its first five pauses
+
+
 def test_when_it_is_down_nothing_of_the_channel_runs_any_more(host: Host, caller: Caller) -> None:
     caller.dialer.start()
     there, _ = host.next()

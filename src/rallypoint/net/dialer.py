@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from rallypoint.core.view import Member, ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import introduce
 from rallypoint.net.transport import Connection, Transport
@@ -17,7 +18,7 @@ from rallypoint.observe.trace import Tracer
 log = logging.getLogger("rallypoint")
 
 CONNECT_TIMEOUT_S = 2.0
-_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between tries; the last one from then on
+_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between tries, also those that break at once; the last one from then on
 
 
 class Dialer:
@@ -56,15 +57,19 @@ class Dialer:
     def _run(self) -> None:
         tries = 0
         while not self._closed.is_set():
+            began = time.monotonic()
             try:
                 channel = self._dial()
             except RallypointError as error:
                 self.trouble = str(error)
-                self._closed.wait(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
-                tries += 1
-                continue
-            tries, self.trouble = 0, ""
-            self._keep(channel)
+            else:
+                self.trouble = ""
+                self._keep(channel)
+                if time.monotonic() - began > _PAUSES_S[-1]:
+                    tries = 0  # it held: who was only interrupted is back at once
+                    continue
+            self._closed.wait(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
+            tries += 1
 
     def _dial(self) -> Channel:
         connection = self._connection = self._transport.connect(self.peer.address, CONNECT_TIMEOUT_S)
@@ -94,5 +99,3 @@ class Dialer:
         self.trouble = str(error)
         if not self._closed.is_set():
             self._down(error)
-            if isinstance(error, AccessDenied):
-                self._closed.wait(_PAUSES_S[-1])
