@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,7 @@ from rich.console import Console
 
 from rallypoint.launch import launcher
 from rallypoint.launch.console import RunConsole
+from rallypoint.net.messages import Finished, Message
 
 ROOT = Path(__file__).parent.parent
 LONG_RUN = """
@@ -100,6 +103,49 @@ def test_workers_that_die_again_and_again_end_the_job_with_a_sentence(
     output = said.getvalue()
     assert output.count("was killed (SIGKILL): starting another") == 4
     assert "failed: worker4 was killed (SIGKILL); it is not started again: 5 workers in a row died soon" in output
+
+
+SHORT_RUN = LONG_RUN.replace("10**9", "20")
+
+
+class _Deaf(RunConsole):
+    """Does not hear from the coordinator itself that the job is over: the link was down just then."""
+
+    def show(self, message: Message) -> None:
+        if not isinstance(message, Finished) or threading.current_thread() is threading.main_thread():
+            super().show(message)
+
+
+def test_a_run_whose_last_word_did_not_come_through_has_not_failed(tmp_path: Path) -> None:
+    said = io.StringIO()
+    plan = launcher.Launch(
+        worker=(sys.executable, "-c", SHORT_RUN), workers=(1, 1), workers_start=1, servers=1, folder=str(tmp_path)
+    )
+    assert launcher.launch(plan, _Deaf(Console(file=said, width=1000, highlight=False))) == 0
+    assert "done: 20 steps" in said.getvalue()
+
+
+def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "_SILENCE_S", 0.5)
+    said, sentence = io.StringIO(), "nothing has been heard from the coordinator"
+    stopped: list[int] = []
+    deadline = time.monotonic() + 60.0
+    plan = launcher.Launch(
+        worker=(sys.executable, "-c", LONG_RUN), workers=(1, 1), workers_start=1, servers=1, folder=str(tmp_path)
+    )
+
+    def meddle(run: launcher.LocalRun) -> None:
+        (coordinator,) = run.cluster.of_role("coordinator")
+        if not stopped and run.console.steps_done > 0:
+            stopped.append(said.getvalue().count(sentence))
+            coordinator.signal(signal.SIGSTOP)
+        elif stopped and said.getvalue().count(sentence) > stopped[0]:
+            coordinator.signal(signal.SIGCONT)
+            raise KeyboardInterrupt
+        assert time.monotonic() < deadline, said.getvalue()
+
+    console = RunConsole(Console(file=said, width=1000, highlight=False))
+    assert launcher.launch(plan, console, meddle) == launcher.INTERRUPTED
 
 
 def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:

@@ -251,8 +251,9 @@ def coordinator(
     )  # fmt: skip
     service.start()
     _announce(service.address)
-    service.wait()
+    failure = service.wait()
     service.close()
+    raise typer.Exit(0 if failure is None else 3)
 
 
 @app.command(hidden=True)

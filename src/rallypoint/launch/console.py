@@ -57,6 +57,7 @@ class RunConsole:
         self.members: Members | None = None
         self.snapshots = 0
         self._said_done = False
+        self.heard = time.monotonic()  # when the coordinator last said something, or we that it does not
 
     def relay(self, child: str, line: str) -> None:
         """A line that a child printed; a worker's own words stand without a prefix once the job is over."""
@@ -66,6 +67,7 @@ class RunConsole:
 
     def show(self, message: Message) -> None:
         """One announcement of the coordinator."""
+        self.heard = time.monotonic()
         match message:
             case Planned():
                 self._plan_shown(message)
@@ -96,6 +98,16 @@ class RunConsole:
                 self.finished = True
             case _:
                 pass
+
+    def complain_of_silence(self, after: float) -> None:
+        """Name the coordinator when it has said nothing for so many seconds: it cannot do so itself (I8)."""
+        silence = time.monotonic() - self.heard
+        if silence > after:
+            self.heard = time.monotonic()
+            self.console.print(
+                f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
+                "overloaded? Steps go on without it, but nobody can join or be replaced", soft_wrap=True,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Take the live line away; say what the run did."""

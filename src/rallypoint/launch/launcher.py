@@ -19,7 +19,7 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.local import Child, LocalCluster
 from rallypoint.net.handshake import new_token
 from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Resize
+from rallypoint.net.messages import Finished, Resize
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
 from rallypoint.store.retention import Retention
@@ -199,6 +199,7 @@ class LocalRun:
         """Until the job is over: the exit status."""
         while not (self.console.finished or self.console.failure or self.failure):
             self._mend()
+            self.console.complain_of_silence(2 * _SILENCE_S)  # it says what it waits for more often than that
             meddle(self)
             if not self.cluster.of_role("worker") and not self._awaits("worker") and not self.console.finished:
                 time.sleep(_GRACE_S / 10)  # the last word may be on its way
@@ -262,6 +263,9 @@ class LocalRun:
         if child.role == "worker" and child.process.returncode == 0:
             self.cluster.forget(child)
             return  # it has left, as it was told, or the job is over
+        if child.role == "coordinator" and child.process.returncode == 0:
+            self.console.show(Finished())  # our link to it was down when it said so
+            return
         if not child.died or not self.plan.restart:
             if not (self.console.finished or self.console.failure):
                 time.sleep(_GRACE_S / 10)  # the reason may be on its way
