@@ -101,8 +101,11 @@ ROWS: Mapping[str, Row] = {
     "async-topk": Row("Async, top-k 5 % up, bf16 down", {"sync": rp.Async(), "codec": _TOPK, "down": Bf16()}),
     "local": Row("Local SGD(4), bf16", {"sync": rp.LocalSteps(4, outer=_MEAN), "codec": Bf16(), "down": Bf16()}),
     "local-quorum": Row(
-        "Local SGD(4), quorum, bf16",
-        {"sync": rp.LocalSteps(4, outer=_MEAN, over=rp.Sync(quorum=0)), "codec": Bf16(), "down": Bf16()},
+        "Local SGD(2), quorum, int8 at random both ways",
+        {
+            "sync": rp.LocalSteps(2, outer=_MEAN, over=rp.Sync(quorum=0)),
+            "codec": _INT8_AT_RANDOM, "down": _INT8_AT_RANDOM,
+        },
     ),
     "diloco": Row("DiLoCo(16)", {"sync": rp.LocalSteps(16, outer=_OUTER)}),
     "diloco-streaming": Row("DiLoCo(16), 4 fragments", {"sync": rp.LocalSteps(16, outer=_OUTER, fragments=4)}),

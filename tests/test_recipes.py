@@ -309,6 +309,16 @@ class TestCommandLine:
         assert capsys.readouterr().out == first
         assert first.startswith("def ")
 
+    def test_training_may_begin_with_a_saved_model(self, gpt: GPT, tmp_path: Path) -> None:
+        gpt.save(tmp_path / "before")
+        (tmp_path / "text.py").write_text("print('hello')\n" * 2000)
+        options = ["--init", str(tmp_path / "before"), "--data", str(tmp_path), "--steps", "1", "--lr", "0",
+                   "--device", "cpu", "--out", str(tmp_path / "after")]  # fmt: skip
+        assert gpt_recipe.main(options) == 0
+        after = GPT.load(tmp_path / "after")
+        assert after.config == gpt.config
+        assert all(torch.equal(a, b) for a, b in zip(after.parameters(), gpt.parameters(), strict=True))
+
     def test_an_error_is_one_sentence_and_status_1(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert gpt_recipe.main(["--load", str(tmp_path)]) == 1
         assert capsys.readouterr().err.startswith(f"error: {tmp_path} holds no trained GPT")

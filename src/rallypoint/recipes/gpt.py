@@ -57,15 +57,20 @@ class PresetName(StrEnum):
     SMALL = "small"
 
 
-def train(settings: Settings, *, data: Path | None, device: torch.device, out: Path | None) -> None:
+def train(
+    settings: Settings, *, data: Path | None, device: torch.device, out: Path | None, init: Path | None = None
+) -> None:
     """Train as `settings` say; the lead worker then prints the validation loss and a sample, and saves the model.
 
-    Raises `DataError` when `data` holds no text.
+    `init` is the folder of a saved model to begin with (its shape counts then, not that of the settings).
+    Raises `DataError` when `data` holds no text, or `init` no model.
     """
+    saved = None if init is None else GPT.load(init)
+    settings = settings if saved is None else replace(settings, model=saved.config)
     train_text, validation_text = load_text(data, block=settings.model.block)
     validation = validation_text.fixed_windows(max(1, VALIDATION_BYTES // settings.model.block))
     torch.manual_seed(settings.seed)  # Every worker starts from the same weights.
-    model = GPT(settings.model).to(device)
+    model = (GPT(settings.model) if saved is None else saved.train()).to(device)
     with rp.join() as job:
         run = job.train(
             model,
@@ -175,6 +180,9 @@ def _command(
     validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Begin with the saved model in this folder (and its shape), not at random.")
+    ] = None,
     load: Annotated[
         Path | None, typer.Option(help="Do not train: load the model in this folder and generate with it.")
     ] = None,
@@ -200,7 +208,7 @@ def _command(
         validate_every=validate_every,
     )
     settings = replace(chosen, model=replace(chosen.model, **shape), **training)
-    train(settings, data=data, device=where, out=out)
+    train(settings, data=data, device=where, out=out, init=init)
 
 
 def _given(**options: float | None) -> dict[str, Any]:
