@@ -19,7 +19,7 @@ from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Ra
 from rallypoint.core.cadence import EVERY_TICK, TOGETHER, Cadence, cut_evenly
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import SHARD_BYTES, Layout, Role, Shard
-from rallypoint.core.optimizer import SGD, AdamW, Optimizer
+from rallypoint.core.optimizer import SGD, Adagrad, AdamW, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
 from rallypoint.errors import ConfigError
@@ -341,6 +341,19 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ConfigError(f"step_decay(every={schedule.every}): it must be at least 1")
     if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum <= 0:
         raise ConfigError("nesterov=True needs a momentum above 0")
+    if isinstance(optimizer, Adagrad):
+        _check_adagrad(optimizer)
+
+
+def _check_adagrad(spec: Adagrad) -> None:
+    for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
+        if not 0 <= getattr(spec, name) < math.inf:
+            raise ConfigError(f"adagrad's {name} is {getattr(spec, name)}: use a finite number that is not negative")
+    if spec.eps == spec.initial_accumulator_value == 0:
+        raise ConfigError(
+            "adagrad with eps=0 and initial_accumulator_value=0 would divide a gradient of 0 by 0, as every unused "
+            "parameter has it: give one of them a small positive value"
+        )
 
 
 def _check_mode(config: JobConfig) -> None:

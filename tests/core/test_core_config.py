@@ -27,7 +27,7 @@ from rallypoint.config import (
 )
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.optimizer import SGD, Adam, AdamW
+from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
 from rallypoint.core.policy import Async, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, cosine, linear, step_decay
 from rallypoint.errors import ConfigError
@@ -55,6 +55,7 @@ _LRS = st.one_of(
 _OPTIMIZERS = st.one_of(
     st.builds(AdamW, lr=_LRS, weight_decay=st.floats(0, 1)),
     st.builds(Adam, lr=_LRS, eps=st.floats(1e-10, 1e-3)),
+    st.builds(Adagrad, lr=_LRS, lr_decay=st.floats(0, 1), initial_accumulator_value=st.floats(0, 1)),
     st.builds(SGD, lr=_LRS, momentum=st.floats(0.1, 0.99), nesterov=st.booleans()),
 )
 _CONFIGS = st.builds(
@@ -134,6 +135,9 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any
         ({"shard_bytes": 0}, "shard_bytes is 0"),
         ({"shard_bytes": 1 << 27}, "shard_bytes is 134217728"),
         ({"optimizer": SGD(nesterov=True)}, "nesterov=True needs a momentum"),
+        ({"optimizer": Adagrad(lr_decay=-0.1)}, "adagrad's lr_decay is -0.1"),
+        ({"optimizer": Adagrad(initial_accumulator_value=float("nan"))}, "adagrad's initial_accumulator_value is nan"),
+        ({"optimizer": Adagrad(eps=0.0)}, "would divide a gradient of 0 by 0"),
         ({"sync": LocalSteps(steps=0)}, "0 local steps"),
         ({"sync": LocalSteps(steps=4, outer=SGD(nesterov=True))}, "nesterov=True needs a momentum"),
         ({"sync": LocalSteps(steps=4, outer=SGD(lr=float("nan")))}, "a learning rate of nan"),
@@ -166,6 +170,12 @@ def test_a_dotted_override_reaches_into_a_schedule_and_a_later_one_wins() -> Non
     assert config.optimizer == AdamW(lr=Cosine(2e-3, warmup=10))
     flat = resolve(script, overrides_from(None, ["optimizer.lr=0.5"]))
     assert flat.schedule == Constant(0.5)
+
+
+def test_adagrad_is_chosen_on_the_command_line() -> None:
+    script = {"optimizer": AdamW(lr=1e-3)}
+    config = resolve(script, overrides_from(None, ["optimizer.type=adagrad", "optimizer.lr=0.1"]))
+    assert config.optimizer == Adagrad(lr=0.1), "nothing of AdamW's settings is left"
 
 
 def test_override_values_are_toml_and_a_bare_word_is_a_string() -> None:

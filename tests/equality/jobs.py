@@ -120,6 +120,14 @@ CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "groups": (rp.Group(match=("last.*",), lr_scale=0.1, weight_decay=0.0),), "clip": 0.3},
     ),
+    "adagrad": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "optimizer": rp.Adagrad(lr=rp.cosine(0.1), lr_decay=0.05, weight_decay=0.01), "clip": 1.0},
+    ),
+    "adagrad, resnet": Case(
+        _resnet, _classify,
+        {**_RESNET_SETTINGS, "optimizer": rp.Adagrad(lr=0.02, initial_accumulator_value=0.1), "steps": 12},
+    ),
     "no credit out of turn": Case(
         _sometimes, _sometimes_loss, {**_PLAIN, "replicas": 5, "hold_bytes": 0, "window": 1}
     ),
@@ -145,6 +153,10 @@ LOCAL_CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "groups": (rp.Group(match=("last.*",), lr_scale=0.1, weight_decay=0.0),), "sync": _FRESH},
     ),
+    "adagrad": Case(_resnet, _classify, {
+        **_RESNET_SETTINGS, "replicas": 3, "steps": 13, "sync": _KEPT,
+        "optimizer": rp.Adagrad(lr=0.01, initial_accumulator_value=0.1),
+    }),
     "plain averaging": Case(
         _sometimes, _sometimes_loss,
         {**_PLAIN, "optimizer": rp.SGD(lr=0.05, momentum=0.9),
