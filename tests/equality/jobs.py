@@ -172,6 +172,19 @@ LOCAL_CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": rp.LocalSteps(steps=6, fragments=3)}, _weight,
     ),
+    # Ticks of three steps: norms at each, the blocks in turn at every second, the rest every 12; the last has one step.
+    "periods": Case(_gpt, _gpt_loss, {
+        **_LOCAL_GPT, "sync": rp.LocalSteps(steps=12), "groups": (
+            rp.Group(match=("norm.*", "*.norm_*"), sync_every=3, weight_decay=0.0),
+            rp.Group(match=("blocks.0.*",), sync_every=6),
+            rp.Group(match=("blocks.1.*",), sync_every=6, sync_offset=3, lr_scale=0.5),
+        ),
+    }),
+    "periods, fragments, buffers": Case(
+        _resnet, _classify,
+        {**_RESNET_SETTINGS, "replicas": 2, "steps": 12, "sync": rp.LocalSteps(steps=8, fragments=2),
+         "groups": (rp.Group(match=("head.*", "stages.0.*"), sync_every=2),)},
+    ),
     "fewer steps than a round": Case(
         _sometimes, _sometimes_loss, {**_PLAIN, "steps": 3, "sync": rp.LocalSteps(steps=50)}
     ),

@@ -192,7 +192,8 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
     With more than one of `fragments` it is streaming DiLoCo (Douillard et al., 2025): the parameters are cut into so
     many runs of shards, each is synchronised every `steps` steps, and they take turns: a round, then called a tick, has
     steps / fragments steps and moves one of them. At the last tick all are moved. Parameters that are not due go on
-    from where their replica has left them.
+    from where their replica has left them. Groups of parameters may have a period of their own (`Group.sync_every`),
+    whatever `steps` is.
     """
 
     steps: int

@@ -206,7 +206,7 @@ class _Inner:
     optimizer: torch.optim.Optimizer
     round: int
     whole: bool = False  # has it made all steps of the round?
-    drift: Drift | None = None  # with fragments: where its parameters are
+    drift: Drift | None = None  # where shards take turns: where its parameters are
     before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:

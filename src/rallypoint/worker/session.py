@@ -101,7 +101,7 @@ class Job:
         if config.local is None:
             clip = None if config.clips_on_servers else config.clip
             return GradientHooks(tensors, self._exchange, self._staging, clip=clip)
-        kind = LocalStepsSource if config.local.fragments == 1 else FragmentsSource
+        kind = FragmentsSource if config.takes_turns else LocalStepsSource
         return kind(model, tensors, config, self._exchange, self._staging, self._say)
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
