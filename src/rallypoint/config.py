@@ -121,9 +121,16 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def takes_turns(self) -> bool:
-        """Under local steps: is a round for some of the parameters only? It is called a tick then."""
+        """Under local steps: do replicas' own parameters go on from round to round? These are called ticks then.
+
+        They do where a round is for some of the parameters only, or comes to its end later.
+        """
         own = any(group.sync_every is not None for group in self.groups)
-        return self.local is not None and (self.local.fragments > 1 or own)
+        return self.local is not None and (self.local.fragments > 1 or self.local.delay > 0 or own)
+
+    def steps_ahead(self, round: int) -> int:
+        """How many of this round's steps replicas make before they hear of its version."""
+        return min(self.local.delay, len(self.steps_of(round)) - 1) if self.local is not None else 0
 
     @property
     def rounds(self) -> int:
@@ -245,6 +252,11 @@ def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
     """
     if config.local is None or not config.takes_turns:
         return TOGETHER
+    if config.local.delay and any(shard.role == "buffers" for shard in shards):
+        raise ConfigError(
+            "a delay is not supported for models with buffers in their state_dict (BatchNorm statistics): each tick "
+            "would have to begin with those of the one before; use delay=0, or GroupNorm and the like"
+        )
     fragments, size = config.local.fragments, config.steps_per_round
     own = {s.index: turn for s in shards if (turn := _own_turn(config, s.group)) is not None}
     taking = [shard for shard in shards if shard.role == "parameters" and shard.index not in own]
@@ -424,17 +436,22 @@ def _check_mode(config: JobConfig) -> None:
 def _check_fragments(config: JobConfig, local: LocalSteps) -> None:
     if local.fragments < 1 or local.steps % local.fragments:
         raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
+    if local.delay < 0 or local.delay >= config.steps_per_round or not 0 < local.mix <= 1:
+        raise ConfigError(
+            f"delay={local.delay}, mix={local.mix}: the delay must be below the {config.steps_per_round} steps "
+            "from one synchronisation to the next, and mix above 0 and at most 1"
+        )
     if not config.takes_turns:
         return
     if not local.keep_inner:
         raise ConfigError(
-            "keep_inner=False with fragments or sync_every: what a replica has moved goes on from tick to tick, and so "
-            "must its optimizer's state; leave keep_inner out, or synchronise everything at once"
+            "keep_inner=False with fragments, sync_every or delay: what a replica has moved goes on from tick to tick, "
+            "and so must its optimizer's state; leave keep_inner out, or synchronise everything at once"
         )
     if local.over != Sync():
-        raise ConfigError("fragments and sync_every need over=rp.Sync(), without a quorum: all wait for the same")
+        raise ConfigError("fragments, sync_every and delay need over=rp.Sync(), without a quorum")
     if config.nonfinite == "skip":
-        raise ConfigError("nonfinite='skip' is not supported with fragments or sync_every: use 'stop' or 'continue'")
+        raise ConfigError("nonfinite='skip' is not supported with fragments, sync_every or delay: use 'stop'")
 
 
 def _check_periods(config: JobConfig) -> None:

@@ -185,6 +185,16 @@ LOCAL_CASES = {
         {**_RESNET_SETTINGS, "replicas": 2, "steps": 12, "sync": rp.LocalSteps(steps=8, fragments=2),
          "groups": (rp.Group(match=("head.*", "stages.0.*"), sync_every=2),)},
     ),
+    # What a tick of four steps has come to is mixed in after three of the next one (in the last, of two, after one).
+    "delay": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=12, fragments=3, delay=3)}),
+    "delay, whole rounds": Case(
+        _gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=4, delay=1, mix=0.75)}
+    ),
+    "delay, periods, weighted": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": rp.LocalSteps(steps=6, delay=1, mix=1.0),
+         "groups": (rp.Group(match=("last.*",), sync_every=3),)}, _weight,
+    ),
     "fewer steps than a round": Case(
         _sometimes, _sometimes_loss, {**_PLAIN, "steps": 3, "sync": rp.LocalSteps(steps=50)}
     ),

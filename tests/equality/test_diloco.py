@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 from jobs import LOCAL_CASES, local_reference_hash, train_locally_on_worker
 
 _reference_hash = cache(local_reference_hash)
-ON_ANY_NUMBER = ("fresh", "kept", "fragments", "periods")
+ON_ANY_NUMBER = ("fresh", "kept", "fragments", "periods", "delay")
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -3,7 +3,8 @@
 Algorithm 1 of Douillard et al. (2023), replicas one after the other: an inner optimizer over the model's own parameters
 makes the round's steps, the outer gradient is the weighted mean over replicas of start - local, an outer torch SGD
 applies it. With fragments (Douillard et al., 2025) or periods of groups the replicas' parameters go on from tick to
-tick, but for what is due. As in `reference`, only what the job's definition fixes is shared with the engine.
+tick, but for what is due; with a delay that is mixed in some steps later. As in `reference`, only what the job's
+definition fixes is shared with the engine.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 
 from rallypoint.config import JobConfig, settings_of
 from rallypoint.core.cadence import cut_evenly
+from rallypoint.core.layout import Shard
 from rallypoint.core.order import derive_seed
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.schedule import rate_at
@@ -119,6 +121,7 @@ class _Streaming(_Reference):
         shards = self.tensors.layout.shards
         self.shards = [shard for shard in shards if shard.role == "parameters"]
         self.when = self.periods()
+        self.late: list[tuple[Shard, torch.Tensor]] = []  # with a delay: what the tick before has come to
         self.local = [self.vector() for _ in range(config.replicas)]
         self.start = [torch.nn.Parameter(self.local[0][s.start : s.stop].clone()) for s in self.shards]
         self.outer = plain_optimizer(mode.outer, [{"params": self.start, "weight_decay": mode.outer.weight_decay}])
@@ -146,7 +149,7 @@ class _Streaming(_Reference):
         for replica in range(self.config.replicas):
             self.load(self.local[replica])
             copy_all(self.buffers, buffers)
-            loss = math.fsum(self.step(step, replica) for step in steps) / len(steps)
+            loss = self.steps(steps, replica) / len(steps)
             weight = math.fsum(self.weight_of(step, replica) for step in steps) / len(steps)
             local = self.local[replica] = self.vector()
             deltas = [(start.detach() - local[s.start : s.stop]) * weight for s, start in due]
@@ -158,12 +161,27 @@ class _Streaming(_Reference):
         for (_, start), delta in zip(due, sums, strict=True):
             start.grad = delta * (1.0 / total)
         self.outer.step()
-        for shard, start in due:
+        new = [(shard, start.detach().clone()) for shard, start in due]
+        self.late = new if self.mode.delay else []
+        for shard, values in new if not self.late or steps.stop == self.config.steps else ():
             for local in self.local:
-                local[shard.start : shard.stop] = start.detach()
+                local[shard.start : shard.stop] = values
         copy_all(self.buffers, kept)
         self.load(self.local[0])  # after the last tick, at which all are due, it is every replica's
         return math.fsum(losses) / total
+
+    def steps(self, steps: range, replica: int) -> float:
+        """A tick's steps of one replica; the sum of their losses."""
+        losses = []
+        for index, step in enumerate(steps):
+            if index == min(self.mode.delay, len(steps) - 1) and self.late:
+                local = self.vector()
+                for shard, new in self.late:
+                    own = local[shard.start : shard.stop]
+                    own.copy_(new if self.mode.mix == 1.0 else own * (1.0 - self.mode.mix) + new * self.mode.mix)
+                self.load(local)
+            losses.append(self.step(step, replica))
+        return math.fsum(losses)
 
     def periods(self) -> dict[int, tuple[int, int]]:
         """Of each shard after which steps it is due: those that are `offset` modulo `every`, as (every, offset)."""
