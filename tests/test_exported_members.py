@@ -14,6 +14,7 @@ from rallypoint.core.policy import Policy
 
 EXPORTED = [
     "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "Async",

@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -68,6 +69,19 @@ def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_b
     seeds: range, policy: Played
 ) -> None:
     _play_seeds(seeds, policy)
+
+
+@pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
+@pytest.mark.parametrize("periods", [((1, 0), (2, 1)), ((2, 0), (2, 1), (6, 4))], ids=str)
+def test_layers_at_their_own_frequency_count_every_contribution_once_whatever_fails(
+    periods: tuple[tuple[int, int], ...], seeds: range
+) -> None:
+    """Whatever else there is takes turns of three, or is due every third tick."""
+    for seed in seeds:
+        plan = make_plan(seed, LocalSteps(3, fragments=3 if seed % 2 else 1))
+        job = plan.job
+        job = replace(job, periods=periods, shards=max(job.shards, 3 * (1 + len(periods)) + job.buffers))
+        play(replace(plan, job=job))
 
 
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
@@ -298,10 +312,10 @@ def _any_version_of_a_shard_will_do(self: WorkerMachine, shard: int, target: int
 
 
 def _the_end_is_nothing_special(self: Cadence, shard: int, tick: int) -> int:
-    """Some fragments are not moved at the last tick."""
-    if tick < 0 or tick >= self.ticks or self.fragment_of[shard] < 0:
+    """Some shards are not moved at the last tick."""
+    if tick < 0 or tick >= self.ticks or (turn := self._turn(shard)) is None:
         return tick
-    return tick + (self.fragment_of[shard] - tick) % self.fragments
+    return tick + (turn.first - tick) % turn.every
 
 
 @pytest.mark.parametrize(("owner", "name", "bug"), [

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rallypoint.config import Group, JobConfig
-    from rallypoint.core.optimizer import SGD, Adam, AdamW
+    from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
     from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
     from rallypoint.launch.join import join
@@ -25,6 +25,7 @@ __version__ = "0.1.0"
 # Names are looked up when first used: the command line and the coordinator need no torch, and start in no time.
 _HOMES = {
     "SGD": "rallypoint.core.optimizer",
+    "Adagrad": "rallypoint.core.optimizer",
     "Adam": "rallypoint.core.optimizer",
     "AdamW": "rallypoint.core.optimizer",
     "Async": "rallypoint.core.policy",
@@ -45,6 +46,7 @@ _HOMES = {
 
 __all__ = [
     "SGD",
+    "Adagrad",
     "Adam",
     "AdamW",
     "Async",

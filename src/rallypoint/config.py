@@ -16,14 +16,15 @@ from typing import Any, Literal, TypedDict
 import msgspec
 
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, remembers
-from rallypoint.core.cadence import EVERY_TICK, TOGETHER, Cadence, cut_evenly
+from rallypoint.core.cadence import EVERY_TICK, TOGETHER, Cadence, Turn, cut_evenly, cycle, first_empty
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import SHARD_BYTES, Layout, Role, Shard
-from rallypoint.core.optimizer import SGD, AdamW, Optimizer
+from rallypoint.core.optimizer import SGD, Adagrad, AdamW, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
 from rallypoint.errors import ConfigError
 
+_LONGEST_CYCLE = 1 << 12  # ticks
 DownSpec = Raw | Fp16 | Bf16 | Int8
 
 
@@ -31,12 +32,17 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Parameters with settings of their own: those whose name matches any of `match` (shell patterns).
 
     `weight_decay` and `codec` are the job's where they are None.
+
+    Under LocalSteps they may have a period of their own: they are synchronised after every n steps of the job where
+    ``n % sync_every == sync_offset``. None: with everything else.
     """
 
     match: tuple[str, ...]
     weight_decay: float | None = None
     lr_scale: float = 1.0
     codec: CodecSpec | None = None
+    sync_every: int | None = None
+    sync_offset: int = 0
 
 
 class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +114,23 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def steps_per_round(self) -> int:
         """Steps of a replica between two of its contributions (to whatever shard)."""
-        return self.local.steps // self.local.fragments if self.local is not None else 1
+        if self.local is None:
+            return 1
+        own = [n for group in self.groups if group.sync_every for n in (group.sync_every, group.sync_offset)]
+        return math.gcd(self.local.steps // self.local.fragments, *own)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Under local steps: do replicas' own parameters go on from round to round? These are called ticks then.
+
+        They do where a round is for some of the parameters only, or comes to its end later.
+        """
+        own = any(group.sync_every is not None for group in self.groups)
+        return self.local is not None and (self.local.fragments > 1 or self.local.delay > 0 or own)
+
+    def steps_ahead(self, round: int) -> int:
+        """How many of this round's steps replicas make before they hear of its version."""
+        return min(self.local.delay, len(self.steps_of(round)) - 1) if self.local is not None else 0
 
     @property
     def rounds(self) -> int:
@@ -222,22 +244,59 @@ def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | Non
 
 
 def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
-    """Which shards each round is for: runs of consecutive ones, of about as many bytes each, take turns.
+    """Which shards each round is for: those of groups with a period of their own by that; of the others runs of
+    consecutive ones, of about as many bytes each, take turns.
 
     Buffers take none, they are due in every round: they are small, and each of a replica's rounds begins with them.
-    ConfigError when there are more fragments than shards.
+    ConfigError when there are more fragments than shards, or nothing would be due at some tick.
     """
-    fragments = config.local.fragments if config.local is not None else 1
-    if fragments == 1:
+    if config.local is None or not config.takes_turns:
         return TOGETHER
-    taking = [shard for shard in shards if shard.role == "parameters"]
-    if len(taking) < fragments:
+    if config.local.delay and any(shard.role == "buffers" for shard in shards):
+        raise ConfigError(
+            "a delay is not supported for models with buffers in their state_dict (BatchNorm statistics): each tick "
+            "would have to begin with those of the one before; use delay=0, or GroupNorm and the like"
+        )
+    fragments, size = config.local.fragments, config.steps_per_round
+    own = {s.index: turn for s in shards if (turn := _own_turn(config, s.group)) is not None}
+    taking = [shard for shard in shards if shard.role == "parameters" and shard.index not in own]
+    if len(taking) < fragments and (fragments > 1 or not own):
         raise ConfigError(
             f"fragments={fragments}, but the parameters are only {len(taking)} shards: use fewer, or smaller shards "
             "(shard_bytes)"
         )
-    turns = dict(zip((s.index for s in taking), cut_evenly([s.nbytes for s in taking], fragments), strict=True))
-    return Cadence(fragments, config.rounds, tuple(turns.get(shard.index, EVERY_TICK) for shard in shards))
+    every = config.local.steps // size
+    for shard, fragment in zip(taking, cut_evenly([s.nbytes for s in taking], fragments), strict=True):
+        own[shard.index] = Turn(every, (fragment + 1) * every // fragments - 1)
+    turns = sorted(set(own.values()), key=lambda turn: (turn.every, turn.first))
+    _check_turns(turns, config)
+    indices = {turn: index for index, turn in enumerate(turns)}
+    turn_of = tuple(indices[own[s.index]] if s.index in own else EVERY_TICK for s in shards)
+    return Cadence(tuple(turns), config.rounds, turn_of)
+
+
+def _own_turn(config: JobConfig, group: int) -> Turn | None:
+    """When a group with a period of its own is due; None if it has none."""
+    if group < 2 or (every := config.groups[group - 2].sync_every) is None:
+        return None
+    size = config.steps_per_round
+    return Turn(every // size, (config.groups[group - 2].sync_offset // size - 1) % (every // size))
+
+
+def _check_turns(turns: Sequence[Turn], config: JobConfig) -> None:
+    size = config.steps_per_round
+    periods = ", ".join(str(every * size) for every in sorted({turn.every for turn in turns}))
+    if cycle(turns) > _LONGEST_CYCLE:
+        raise ConfigError(
+            f"periods of {periods} steps come together only every {cycle(turns) * size} steps: use multiples of each "
+            "other (sync_every, and the local steps)"
+        )
+    if (tick := first_empty(turns)) is not None and tick < config.rounds - 1:
+        raise ConfigError(
+            f"nothing would be synchronised after step {(tick + 1) * size}, but with periods of {periods} steps and "
+            f"these offsets there is a tick every {size} steps (their greatest common divisor): let some group have "
+            f"sync_every={size}, or use periods that are multiples of the shortest, and offsets that are too"
+        )
 
 
 def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
@@ -341,6 +400,19 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ConfigError(f"step_decay(every={schedule.every}): it must be at least 1")
     if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum <= 0:
         raise ConfigError("nesterov=True needs a momentum above 0")
+    if isinstance(optimizer, Adagrad):
+        _check_adagrad(optimizer)
+
+
+def _check_adagrad(spec: Adagrad) -> None:
+    for name in ("lr_decay", "weight_decay", "initial_accumulator_value", "eps"):
+        if not 0 <= getattr(spec, name) < math.inf:
+            raise ConfigError(f"adagrad's {name} is {getattr(spec, name)}: use a finite number that is not negative")
+    if spec.eps == spec.initial_accumulator_value == 0:
+        raise ConfigError(
+            "adagrad with eps=0 and initial_accumulator_value=0 would divide a gradient of 0 by 0, as every unused "
+            "parameter has it: give one of them a small positive value"
+        )
 
 
 def _check_mode(config: JobConfig) -> None:
@@ -349,10 +421,11 @@ def _check_mode(config: JobConfig) -> None:
             raise ConfigError(f"a staleness of {staleness}: 0 is Sync, and more lets replicas run ahead")
         case LocalSteps(steps=steps) if steps < 1:
             raise ConfigError(f"{steps} local steps: it must be at least 1")
-        case LocalSteps(fragments=fragments) as local if fragments != 1:
+        case LocalSteps() as local:
             _check_fragments(config, local)
         case _:
             pass
+    _check_periods(config)
     policy = config.policy
     if isinstance(policy, Sync) and policy.quorum is not None and not 1 <= policy.quorum <= config.replicas:
         raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
@@ -363,15 +436,36 @@ def _check_mode(config: JobConfig) -> None:
 def _check_fragments(config: JobConfig, local: LocalSteps) -> None:
     if local.fragments < 1 or local.steps % local.fragments:
         raise ConfigError(f"fragments={local.fragments}: it must divide the {local.steps} local steps")
+    if local.delay < 0 or local.delay >= config.steps_per_round or not 0 < local.mix <= 1:
+        raise ConfigError(
+            f"delay={local.delay}, mix={local.mix}: the delay must be below the {config.steps_per_round} steps "
+            "from one synchronisation to the next, and mix above 0 and at most 1"
+        )
+    if not config.takes_turns:
+        return
     if not local.keep_inner:
         raise ConfigError(
-            "keep_inner=False with fragments: what a replica has moved goes on from tick to tick, and so must its "
-            "optimizer's state; leave keep_inner out, or use fragments=1"
+            "keep_inner=False with fragments, sync_every or delay: what a replica has moved goes on from tick to tick, "
+            "and so must its optimizer's state; leave keep_inner out, or synchronise everything at once"
         )
     if local.over != Sync():
-        raise ConfigError("fragments need over=rp.Sync(), without a quorum: all wait for the same fragment")
+        raise ConfigError("fragments, sync_every and delay need over=rp.Sync(), without a quorum")
     if config.nonfinite == "skip":
-        raise ConfigError("nonfinite='skip' is not supported with fragments: use 'stop' or 'continue', or fragments=1")
+        raise ConfigError("nonfinite='skip' is not supported with fragments, sync_every or delay: use 'stop'")
+
+
+def _check_periods(config: JobConfig) -> None:
+    for group in config.groups:
+        every, offset = group.sync_every, group.sync_offset
+        if every is None and not offset:
+            continue
+        if config.local is None:
+            raise ConfigError(f"group {', '.join(group.match)}: sync_every and sync_offset are for sync=rp.LocalSteps")
+        if every is None or every < 1 or not 0 <= offset < every:
+            raise ConfigError(
+                f"group {', '.join(group.match)}: sync_every={every}, sync_offset={offset}: use a period of at least "
+                "1 step, and an offset from 0 to below it"
+            )
 
 
 def _merge(base: Any, over: Any) -> dict[str, Any]:

@@ -5,37 +5,42 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.cadence import EVERY_TICK, Cadence, cut_evenly
+from rallypoint.core.cadence import EVERY_TICK, Cadence, Turn, cut_evenly, cycle, first_empty
 
 PURE = settings(derandomize=True, deadline=None, max_examples=120)
+TURNS = st.integers(1, 6).flatmap(lambda every: st.builds(Turn, st.just(every), st.integers(0, every - 1)))
 
 
 @st.composite
 def cadences(draw: st.DrawFn) -> Cadence:
-    """At least one shard of each fragment, some more, and perhaps some that take no turns."""
-    fragments = draw(st.integers(2, 5))
-    more = draw(st.lists(st.sampled_from([EVERY_TICK, *range(fragments)]), max_size=4))
-    return Cadence(fragments, draw(st.integers(1, 14)), (*range(fragments), *more))
+    """At least one shard of each turn, some more, and perhaps some that take none; no tick is empty."""
+    fragments = draw(st.integers(1, 5))  # at least these see to that
+    turns = [*(Turn(fragments, f) for f in range(fragments)), *draw(st.lists(TURNS, max_size=3))]
+    turns = draw(st.permutations(list(dict.fromkeys(turns))))
+    more = draw(st.lists(st.sampled_from([EVERY_TICK, *range(len(turns))]), max_size=4))
+    return Cadence(tuple(turns), draw(st.integers(1, 14)), (*draw(st.permutations(range(len(turns)))), *more))
 
 
 def ticks_of(cadence: Cadence, shard: int) -> list[int]:
     """When the shard is due, as the definition says it."""
-    fragment, last = cadence.fragment_of[shard], cadence.ticks - 1
-    return [t for t in range(cadence.ticks) if fragment in (EVERY_TICK, t % cadence.fragments) or t == last]
+    index, last = cadence.turn_of[shard], cadence.ticks - 1
+    turn = Turn(1, 0) if index == EVERY_TICK else cadence.turns[index]
+    theirs = range(turn.first, cadence.ticks, turn.every)
+    return [tick for tick in range(cadence.ticks) if tick in theirs or tick == last]
 
 
 @given(cadences())
 @PURE
-def test_a_fragment_is_due_in_turn_and_everything_is_at_the_end(cadence: Cadence) -> None:
-    for shard in range(len(cadence.fragment_of)):
+def test_a_shard_is_due_at_its_turns_and_everything_is_at_the_end(cadence: Cadence) -> None:
+    for shard in range(len(cadence.turn_of)):
         assert [t for t in range(cadence.ticks) if cadence.due(shard, t)] == ticks_of(cadence, shard)
-    assert all(cadence.due(shard, cadence.ticks - 1) for shard in range(len(cadence.fragment_of)))
+    assert all(cadence.due(shard, cadence.ticks - 1) for shard in range(len(cadence.turn_of)))
 
 
 @given(cadences())
 @PURE
 def test_a_shard_s_own_version_is_the_number_of_ticks_at_which_it_was_due(cadence: Cadence) -> None:
-    for shard in range(len(cadence.fragment_of)):
+    for shard in range(len(cadence.turn_of)):
         due = ticks_of(cadence, shard)
         for tick in range(cadence.ticks + 1):
             assert cadence.updates_before(shard, tick) == sum(t < tick for t in due)
@@ -46,7 +51,7 @@ def test_a_shard_s_own_version_is_the_number_of_ticks_at_which_it_was_due(cadenc
 @given(cadences())
 @PURE
 def test_a_version_is_right_from_the_tick_after_its_update_to_the_next_one_that_is_due(cadence: Cadence) -> None:
-    for shard in range(len(cadence.fragment_of)):
+    for shard in range(len(cadence.turn_of)):
         for tick in range(-1, cadence.ticks + 3):
             version = cadence.updates_before(shard, tick)
             assert cadence.tick_of(shard, version) == cadence.next_due(shard, tick)
@@ -61,13 +66,30 @@ def test_a_version_is_right_from_the_tick_after_its_update_to_the_next_one_that_
 @PURE
 def test_every_tick_has_one_witness_and_it_is_due(cadence: Cadence) -> None:
     for tick in range(cadence.ticks):
-        assert cadence.due(cadence.witness(tick), tick)
+        witness = cadence.witness(tick)
+        assert cadence.due(witness, tick)
+        assert cadence.turn_of[witness] != EVERY_TICK, "to which replica 0 alone contributes"
+
+
+@given(cadences(), st.integers(-3, 30))
+@PURE
+def test_a_tick_before_the_first_or_after_the_last_has_a_witness_too(cadence: Cadence, tick: int) -> None:
+    assert 0 <= cadence.witness(tick) < len(cadence.turn_of)
+
+
+@given(st.lists(TURNS, min_size=1, max_size=4))
+@PURE
+def test_the_first_tick_that_nothing_is_due_at_is_found_within_a_cycle(turns: list[Turn]) -> None:
+    due = {tick for turn in turns for tick in range(turn.first, 2 * cycle(turns), turn.every)}
+    empty = [tick for tick in range(2 * cycle(turns)) if tick not in due]
+    assert first_empty(turns) == (empty[0] if empty else None)
+    assert all((tick + cycle(turns) in due) == (tick in due) for tick in range(cycle(turns)))
 
 
 @given(st.integers(-1, 50), st.integers(0, 9), st.integers(0, 40))
 @PURE
-def test_with_one_fragment_ticks_and_versions_are_the_same_numbers(tick: int, shard: int, ticks: int) -> None:
-    for cadence in (Cadence(), Cadence(1, ticks)):
+def test_where_no_shard_takes_turns_ticks_and_versions_are_the_same_numbers(tick: int, shard: int, ticks: int) -> None:
+    for cadence in (Cadence(), Cadence((), ticks)):
         assert cadence.due(shard, tick)
         assert cadence.updates_before(shard, tick) == cadence.next_due(shard, tick) == tick
         assert cadence.tick_of(shard, tick) == cadence.begun(shard, tick) == tick

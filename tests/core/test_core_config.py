@@ -25,9 +25,9 @@ from rallypoint.config import (
     settings_applied,
     settings_of,
 )
-from rallypoint.core.cadence import Cadence
+from rallypoint.core.cadence import Cadence, Turn
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.optimizer import SGD, Adam, AdamW
+from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
 from rallypoint.core.policy import Async, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, cosine, linear, step_decay
 from rallypoint.errors import ConfigError
@@ -55,6 +55,7 @@ _LRS = st.one_of(
 _OPTIMIZERS = st.one_of(
     st.builds(AdamW, lr=_LRS, weight_decay=st.floats(0, 1)),
     st.builds(Adam, lr=_LRS, eps=st.floats(1e-10, 1e-3)),
+    st.builds(Adagrad, lr=_LRS, lr_decay=st.floats(0, 1), initial_accumulator_value=st.floats(0, 1)),
     st.builds(SGD, lr=_LRS, momentum=st.floats(0.1, 0.99), nesterov=st.booleans()),
 )
 _CONFIGS = st.builds(
@@ -134,6 +135,9 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any
         ({"shard_bytes": 0}, "shard_bytes is 0"),
         ({"shard_bytes": 1 << 27}, "shard_bytes is 134217728"),
         ({"optimizer": SGD(nesterov=True)}, "nesterov=True needs a momentum"),
+        ({"optimizer": Adagrad(lr_decay=-0.1)}, "adagrad's lr_decay is -0.1"),
+        ({"optimizer": Adagrad(initial_accumulator_value=float("nan"))}, "adagrad's initial_accumulator_value is nan"),
+        ({"optimizer": Adagrad(eps=0.0)}, "would divide a gradient of 0 by 0"),
         ({"sync": LocalSteps(steps=0)}, "0 local steps"),
         ({"sync": LocalSteps(steps=4, outer=SGD(nesterov=True))}, "nesterov=True needs a momentum"),
         ({"sync": LocalSteps(steps=4, outer=SGD(lr=float("nan")))}, "a learning rate of nan"),
@@ -141,9 +145,23 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place(tree: dict[str, Any
         ({"sync": LocalSteps(steps=8, fragments=3)}, "fragments=3: it must divide the 8 local steps"),
         ({"sync": LocalSteps(steps=8, fragments=0)}, "fragments=0: it must divide"),
         ({"sync": LocalSteps(steps=8, fragments=2, keep_inner=False)}, "keep_inner=False with fragments"),
-        ({"sync": LocalSteps(steps=8, fragments=2, over=Async())}, "fragments need over=rp.Sync"),
+        ({"sync": LocalSteps(steps=8, fragments=2, over=Async())}, "fragments, sync_every and delay need over"),
         ({"sync": LocalSteps(steps=8, fragments=2), "nonfinite": "skip"}, "nonfinite='skip' is not supported with"),
         ({"sync": LocalSteps(steps=4), "codec": DGC(), "optimizer": SGD()}, "codec dgc has the momentum"),
+        ({"groups": [Group(match=("head.*",), sync_every=4)]}, r"head.\*: sync_every .* are for sync=rp.LocalSteps"),
+        *[({"sync": LocalSteps(steps=8), "groups": [Group(match=("a",), sync_every=every, sync_offset=offset)]},
+           f"group a: sync_every={every}, sync_offset={offset}: use a period of at least")
+          for every, offset in ((0, 0), (None, 1), (4, 4), (4, -1))],
+        *[({"sync": LocalSteps(steps=8, **more), "groups": [Group(match=("a",), sync_every=4)], **others}, sentence)
+          for more, others, sentence in (
+              ({"keep_inner": False}, {}, "keep_inner=False with fragments, sync_every"),
+              ({"over": Async()}, {}, "fragments, sync_every and delay need over=rp.Sync"),
+              ({"delay": 4}, {}, "delay=4, mix=0.5: the delay must be below the 4 steps from one"),
+              ({"delay": -1}, {}, "delay=-1"),
+              ({"delay": 1, "mix": 0.0}, {}, "mix above 0 and at most 1"),
+              ({"delay": 1, "mix": 1.5}, {}, "mix above 0 and at most 1"),
+              ({}, {"nonfinite": "skip"}, "nonfinite='skip' is not supported with fragments, sync_every"),
+          )],
     ],
 )  # fmt: skip
 def test_an_impossible_combination_is_refused_with_a_sentence(given: dict[str, Any], sentence: str) -> None:
@@ -166,6 +184,12 @@ def test_a_dotted_override_reaches_into_a_schedule_and_a_later_one_wins() -> Non
     assert config.optimizer == AdamW(lr=Cosine(2e-3, warmup=10))
     flat = resolve(script, overrides_from(None, ["optimizer.lr=0.5"]))
     assert flat.schedule == Constant(0.5)
+
+
+def test_adagrad_is_chosen_on_the_command_line() -> None:
+    script = {"optimizer": AdamW(lr=1e-3)}
+    config = resolve(script, overrides_from(None, ["optimizer.type=adagrad", "optimizer.lr=0.1"]))
+    assert config.optimizer == Adagrad(lr=0.1), "nothing of AdamW's settings is left"
 
 
 def test_override_values_are_toml_and_a_bare_word_is_a_string() -> None:
@@ -244,9 +268,72 @@ def test_fragments_are_runs_of_shards_of_about_as_many_bytes_and_a_round_is_a_tu
     config = JobConfig(steps=100, sync=LocalSteps(steps=12, fragments=3))
     assert (config.steps_per_round, config.rounds, config.steps_at(2)) == (4, 25, 8)
     record = record_of(config, _layout_of([16, 16, 32, 16, 48, 16], buffers=1))
-    assert record.cadence == Cadence(3, 25, (0, 0, 1, 1, 2, 2, -1)), "buffers take no turns"
+    turns = (Turn(3, 0), Turn(3, 1), Turn(3, 2))
+    assert record.cadence == Cadence(turns, 25, (0, 0, 1, 1, 2, 2, -1)), "buffers take no turns"
     assert (record.rounds, record.steps_per_round, record.sticky) == (25, 4, True)
     assert record_of(JobConfig(sync=LocalSteps(steps=12)), _layout_of([16])).cadence == Cadence()
+
+
+def _layout_in_groups(*groups: int) -> Layout:
+    shards = tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(groups))
+    return Layout((), shards, 16 * len(groups), "made up")
+
+
+def _periods(*own: tuple[int, int]) -> tuple[Group, ...]:
+    return tuple(Group(match=(f"{every}.*",), sync_every=every, sync_offset=offset) for every, offset in own)
+
+
+def test_a_group_with_a_period_of_its_own_is_due_after_the_steps_that_it_names() -> None:
+    groups = _periods((4, 0), (16, 4), (8, 4))
+    config = JobConfig(steps=100, sync=LocalSteps(steps=16, fragments=2), groups=groups)
+    assert (config.steps_per_round, config.rounds, config.takes_turns) == (4, 25, True)
+    cadence = record_of(config, _layout_in_groups(0, 0, 1, 2, 3, 4, 4, -1)).cadence
+    due = [[(tick + 1) * 4 for tick in range(24) if cadence.due(shard, tick)] for shard in range(8)]
+    halves = [[*range(8, 97, 16)], [*range(16, 97, 16)]]
+    assert due[:3] == [halves[0], halves[1], halves[1]]
+    assert due[3] == due[7] == [*range(4, 97, 4)], "buffers too"
+    assert due[4] == [*range(4, 97, 16)]
+    assert due[5] == due[6] == [*range(4, 97, 8)]
+    assert all(cadence.due(shard, 24) for shard in range(8))
+
+
+def test_periods_of_their_own_may_be_all_that_there_is() -> None:
+    config = JobConfig(steps=40, sync=LocalSteps(steps=16), groups=_periods((4, 0), (8, 0)))
+    assert record_of(config, _layout_in_groups(2, 3)).cadence == Cadence((Turn(1, 0), Turn(2, 1)), 10, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("every", "own", "sentence"),
+    [
+        (16, (24, 0), "nothing would be synchronised after step 8, but with periods of 16, 24 steps .* sync_every=8"),
+        (16, (16, 3), "nothing would be synchronised after step 1, .* sync_every=1"),
+        (8191, (8190, 0), "periods of 8190, 8191 steps come together only every 67084290 steps"),
+    ],
+)
+def test_periods_that_leave_a_tick_empty_are_refused(every: int, own: tuple[int, int], sentence: str) -> None:
+    config = JobConfig(steps=100, sync=LocalSteps(steps=every), groups=_periods(own))
+    with pytest.raises(ConfigError, match=sentence):
+        record_of(config, _layout_in_groups(0, 2))
+
+
+def test_a_tick_after_the_job_s_last_may_be_empty() -> None:
+    config = JobConfig(steps=8, sync=LocalSteps(steps=16), groups=_periods((24, 0)))
+    assert record_of(config, _layout_in_groups(0, 2)).cadence.ticks == 1
+
+
+@pytest.mark.parametrize(("steps", "ahead"), [(20, [3, 3, 3, 3, 3]), (18, [3, 3, 3, 3, 1]), (17, [3, 3, 3, 3, 0])])
+def test_a_short_last_tick_hears_of_the_version_before_its_last_step(steps: int, ahead: list[int]) -> None:
+    config = JobConfig(steps=steps, sync=LocalSteps(steps=8, fragments=2, delay=3))
+    assert [config.steps_ahead(round) for round in range(config.rounds)] == ahead
+    assert JobConfig(steps=20).steps_ahead(3) == 0
+
+
+def test_with_a_delay_replicas_go_on_from_tick_to_tick_and_buffers_are_refused() -> None:
+    config = JobConfig(steps=20, sync=LocalSteps(steps=8, delay=3))
+    assert config.takes_turns
+    assert record_of(config, _layout_of([16, 16])).cadence == Cadence((Turn(1, 0),), 3, (0, 0))
+    with pytest.raises(ConfigError, match="a delay is not supported for models with buffers"):
+        record_of(config, _layout_of([16, 16], buffers=1))
 
 
 def test_more_fragments_than_shards_are_refused() -> None:

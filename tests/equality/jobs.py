@@ -120,6 +120,14 @@ CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "groups": (rp.Group(match=("last.*",), lr_scale=0.1, weight_decay=0.0),), "clip": 0.3},
     ),
+    "adagrad": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "optimizer": rp.Adagrad(lr=rp.cosine(0.1), lr_decay=0.05, weight_decay=0.01), "clip": 1.0},
+    ),
+    "adagrad, resnet": Case(
+        _resnet, _classify,
+        {**_RESNET_SETTINGS, "optimizer": rp.Adagrad(lr=0.02, initial_accumulator_value=0.1), "steps": 12},
+    ),
     "no credit out of turn": Case(
         _sometimes, _sometimes_loss, {**_PLAIN, "replicas": 5, "hold_bytes": 0, "window": 1}
     ),
@@ -145,6 +153,10 @@ LOCAL_CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "groups": (rp.Group(match=("last.*",), lr_scale=0.1, weight_decay=0.0),), "sync": _FRESH},
     ),
+    "adagrad": Case(_resnet, _classify, {
+        **_RESNET_SETTINGS, "replicas": 3, "steps": 13, "sync": _KEPT,
+        "optimizer": rp.Adagrad(lr=0.01, initial_accumulator_value=0.1),
+    }),
     "plain averaging": Case(
         _sometimes, _sometimes_loss,
         {**_PLAIN, "optimizer": rp.SGD(lr=0.05, momentum=0.9),
@@ -159,6 +171,29 @@ LOCAL_CASES = {
     "fragments, sometimes unused, weighted": Case(
         _sometimes, _sometimes_loss,
         {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": rp.LocalSteps(steps=6, fragments=3)}, _weight,
+    ),
+    # Ticks of three steps: norms at each, the blocks in turn at every second, the rest every 12; the last has one step.
+    "periods": Case(_gpt, _gpt_loss, {
+        **_LOCAL_GPT, "sync": rp.LocalSteps(steps=12), "groups": (
+            rp.Group(match=("norm.*", "*.norm_*"), sync_every=3, weight_decay=0.0),
+            rp.Group(match=("blocks.0.*",), sync_every=6),
+            rp.Group(match=("blocks.1.*",), sync_every=6, sync_offset=3, lr_scale=0.5),
+        ),
+    }),
+    "periods, fragments, buffers": Case(
+        _resnet, _classify,
+        {**_RESNET_SETTINGS, "replicas": 2, "steps": 12, "sync": rp.LocalSteps(steps=8, fragments=2),
+         "groups": (rp.Group(match=("head.*", "stages.0.*"), sync_every=2),)},
+    ),
+    # What a tick of four steps has come to is mixed in after three of the next one (in the last, of two, after one).
+    "delay": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=12, fragments=3, delay=3)}),
+    "delay, whole rounds": Case(
+        _gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=4, delay=1, mix=0.75)}
+    ),
+    "delay, periods, weighted": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": rp.LocalSteps(steps=6, delay=1, mix=1.0),
+         "groups": (rp.Group(match=("last.*",), sync_every=3),)}, _weight,
     ),
     "fewer steps than a round": Case(
         _sometimes, _sometimes_loss, {**_PLAIN, "steps": 3, "sync": rp.LocalSteps(steps=50)}

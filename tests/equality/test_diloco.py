@@ -15,11 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 from jobs import LOCAL_CASES, local_reference_hash, train_locally_on_worker
 
 _reference_hash = cache(local_reference_hash)
+ON_ANY_NUMBER = ("fresh", "kept", "fragments", "periods", "delay")
 
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("case", ["fresh", "kept", "fragments"])
+@pytest.mark.parametrize("case", ON_ANY_NUMBER)
 def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_diloco(
     case: str, workers: int, servers: int
 ) -> None:
@@ -27,7 +28,7 @@ def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_diloco(
         assert cluster.run(train_locally_on_worker, case) == [_reference_hash(case)] * workers
 
 
-@pytest.mark.parametrize("case", [name for name in LOCAL_CASES if name not in ("fresh", "kept", "fragments")])
+@pytest.mark.parametrize("case", [name for name in LOCAL_CASES if name not in ON_ANY_NUMBER])
 def test_every_feature_gives_the_bytes_of_plain_diloco(case: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:
         assert cluster.run(train_locally_on_worker, case) == [_reference_hash(case)] * 2

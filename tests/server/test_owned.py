@@ -23,6 +23,8 @@ OPTIMIZERS = (
     rp.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     rp.Adam(lr=0.1, weight_decay=0.1),
     rp.AdamW(lr=0.1, weight_decay=0.1),
+    rp.Adagrad(lr=0.1),
+    rp.Adagrad(lr=0.1, weight_decay=0.1),
 )
 
 

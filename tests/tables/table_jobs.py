@@ -1,4 +1,4 @@
-"""Jobs with tables, and the same in one process with plain PyTorch: a sparse embedding under SparseAdam or SGD."""
+"""Jobs with tables, and the same in one process with plain PyTorch: a sparse embedding under torch's own optimizers."""
 
 from __future__ import annotations
 
@@ -130,6 +130,8 @@ class Reference:
         spec = self.config.optimizer
         if isinstance(spec, rp.SGD):
             self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD([*self.tables, *dense])]
+        elif isinstance(spec, rp.Adagrad):
+            self.optimizers = [torch.optim.Adagrad([*self.tables, *dense], lr_decay=spec.lr_decay, eps=spec.eps)]
         else:
             self.optimizers = [
                 torch.optim.SparseAdam(self.tables, betas=spec.betas, eps=spec.eps),

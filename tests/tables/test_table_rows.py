@@ -100,8 +100,11 @@ def test_a_sum_of_rows_has_the_bytes_of_the_sum_of_whole_tables(parts: list[list
         (rp.AdamW(lr=rp.cosine(0.3, warmup=2), weight_decay=0.0), lambda p: torch.optim.SparseAdam([p])),
         (rp.Adam(lr=0.2, betas=(0.8, 0.9), eps=1e-3),
          lambda p: torch.optim.SparseAdam([p], lr=0.2, betas=(0.8, 0.9), eps=1e-3)),
+        (rp.Adagrad(lr=rp.cosine(0.3, warmup=2)), lambda p: torch.optim.Adagrad([p])),
+        (rp.Adagrad(lr=0.2, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3),
+         lambda p: torch.optim.Adagrad([p], lr=0.2, lr_decay=0.1, initial_accumulator_value=0.5, eps=1e-3)),
     ],
-    ids=["sgd", "adamw", "adam"],
+    ids=["sgd", "adamw", "adam", "adagrad", "adagrad with all its settings"],
 )  # fmt: skip
 def test_an_update_has_the_bytes_of_torchs_sparse_optimizer(spec: Any, peer: Any) -> None:
     config = resolve({"optimizer": spec, "steps": 6})
@@ -118,7 +121,7 @@ def test_an_update_has_the_bytes_of_torchs_sparse_optimizer(spec: Any, peer: Any
 
 
 @pytest.mark.parametrize("spec", [rp.AdamW(lr=0.1, weight_decay=0.5), rp.Adam(lr=0.1, weight_decay=0.5),
-                                  rp.SGD(lr=0.1, weight_decay=0.5)])  # fmt: skip
+                                  rp.SGD(lr=0.1, weight_decay=0.5), rp.Adagrad(lr=0.1, weight_decay=0.5)])  # fmt: skip
 def test_weight_decay_is_for_the_rows_touched(spec: Any) -> None:
     ours = RowsOptimizer(resolve({"optimizer": spec}), 0, ROWS, COLUMNS)
     ours.master.fill_(1.0)
@@ -189,7 +192,9 @@ def test_a_version_before_is_told_exactly_while_it_is_kept() -> None:
     assert torch.equal(seen[3], seen[4]), "a step that is skipped changes no row"
 
 
-@pytest.mark.parametrize("optimizer", [rp.AdamW(lr=0.1), rp.SGD(lr=0.1)], ids=["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "optimizer", [rp.AdamW(lr=0.1), rp.SGD(lr=0.1), rp.Adagrad(lr=0.1, lr_decay=0.1)], ids=["adamw", "sgd", "adagrad"]
+)
 def test_a_backup_that_is_filled_and_fed_holds_the_primarys_rows_and_versions(optimizer: Any) -> None:
     primary, backup = _part(optimizer), _part(optimizer)
     for version in (1, 2):

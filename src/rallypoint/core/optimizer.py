@@ -41,4 +41,18 @@ class SGD(msgspec.Struct, frozen=True, tag="sgd", kw_only=True, forbid_unknown_f
     weight_decay: float = 0.0
 
 
-Optimizer = AdamW | Adam | SGD
+class Adagrad(msgspec.Struct, frozen=True, tag="adagrad", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.Adagrad (Duchi, Hazan and Singer, 2011).
+
+    Each element's rate is `lr` over the root of the sum of its squared gradients so far. `lr_decay` divides the
+    schedule's rate by 1 + lr_decay * n after n updates of the shard, those that were skipped not counted.
+    """
+
+    lr: Schedule | float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+
+Optimizer = AdamW | Adam | SGD | Adagrad

@@ -192,7 +192,12 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
     With more than one of `fragments` it is streaming DiLoCo (Douillard et al., 2025): the parameters are cut into so
     many runs of shards, each is synchronised every `steps` steps, and they take turns: a round, then called a tick, has
     steps / fragments steps and moves one of them. At the last tick all are moved. Parameters that are not due go on
-    from where their replica has left them.
+    from where their replica has left them. Groups of parameters may have a period of their own (`Group.sync_every`),
+    whatever `steps` is.
+
+    With a `delay` the exchange is overlapped with computing (there, section 2.3): the replicas hear of what a tick has
+    come to only after so many steps of the next one (fewer than a tick has), and mix it with their own values:
+    mix * version + (1 - mix) * own. Which version is mixed in at which step does not depend on when it comes.
     """
 
     steps: int
@@ -200,6 +205,8 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
     keep_inner: bool = True
     over: Sync | Async = Sync()
     fragments: int = 1
+    delay: int = 0
+    mix: float = 0.5
 
 
 Mode = Sync | BoundedStaleness | Async | LocalSteps

@@ -40,7 +40,7 @@ class Plan:
 
     def rounds_of(self, index: int) -> int:
         """The shard's own version at the end of the job."""
-        return self.rounds if self.cadence.fragments == 1 else self.cadence.updates(index)
+        return self.rounds if self.cadence.together else self.cadence.updates(index)
 
     def machine(self, index: int, *, primary: bool) -> ShardMachine:
         """A new machine for the shard."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rallypoint.config import GroupSettings, JobConfig, settings_applied
-from rallypoint.core.optimizer import SGD, Adam, AdamW, Optimizer
+from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
 from rallypoint.core.schedule import rate_at
 
 
@@ -27,6 +27,11 @@ def build_optimizer(
             return torch.optim.SGD(
                 param_groups, lr=0.0, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True
             )
+        case Adagrad():
+            return torch.optim.Adagrad(
+                param_groups, lr=0.0, lr_decay=spec.lr_decay, eps=spec.eps, foreach=True,
+                initial_accumulator_value=spec.initial_accumulator_value,
+            )  # fmt: skip
 
 
 def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
@@ -37,6 +42,8 @@ def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
             return [before, ({"exp_avg", "exp_avg_sq"}, {"step"})]
         case SGD():
             return [before, ({"momentum_buffer"}, set())]
+        case Adagrad():
+            return [({"sum"}, {"step"})]  # torch makes it with the optimizer
 
 
 class ShardOptimizer:
@@ -59,7 +66,7 @@ class ShardOptimizer:
         self._parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The optimizer's state: tensors as long as the shard (not copies), and numbers; both empty before a step."""
+        """The optimizer's state: tensors as long as the shard (not copies), and numbers (see `state_names`)."""
         kept = self._optimizer.state.get(self._parameter, {})
         arrays = {n: t for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == self.master.shape}
         scalars = {n: float(v) for n, v in kept.items() if n not in arrays and v is not None}

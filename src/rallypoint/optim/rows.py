@@ -1,7 +1,8 @@
 """torch.optim's optimizers on one part of a table: an update touches the rows of its gradient and no others.
 
 Adam is lazy as in torch.optim.SparseAdam: a row's moments decay when it has a gradient, while the bias corrections
-count all updates. So does weight decay, decoupled (AdamW) or as a part of the gradient: it is for the rows touched.
+count all updates. Adagrad's sums of squares grow where there is a gradient, as torch's do. Weight decay, decoupled
+(AdamW) or as a part of the gradient, is for the rows touched.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import torch
 
 from rallypoint.config import GroupSettings, JobConfig, settings_applied
-from rallypoint.core.optimizer import SGD, Adam, AdamW, Optimizer
+from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
 from rallypoint.core.schedule import rate_at
 
 
 def refusal(spec: Optimizer) -> str:
     """Why tables cannot be updated by this optimizer, as a sentence; "" if they can."""
     if isinstance(spec, SGD) and spec.momentum:
-        return "momentum would move every row at every step: use rp.SGD without momentum, rp.AdamW or rp.Adam"
+        return (
+            "momentum would move every row at every step: use rp.SGD without momentum, rp.AdamW, rp.Adam or rp.Adagrad"
+        )
     if isinstance(spec, (AdamW, Adam)) and not spec.eps > 0:
         return f"eps is {spec.eps}: torch's SparseAdam, which updates tables, needs a positive one"
     return ""
@@ -25,7 +28,13 @@ def refusal(spec: Optimizer) -> str:
 def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
     """The names of a part's state, as (tensors, numbers): before its first step, and after."""
     before: tuple[set[str], set[str]] = (set(), set())
-    return [before] if isinstance(spec, SGD) else [before, ({"exp_avg", "exp_avg_sq"}, {"step"})]
+    match spec:
+        case AdamW() | Adam():
+            return [before, ({"exp_avg", "exp_avg_sq"}, {"step"})]
+        case SGD():
+            return [before]
+        case Adagrad():
+            return [({"sum"}, {"step"})]  # torch makes it with the optimizer
 
 
 class RowsOptimizer:
@@ -51,25 +60,35 @@ class RowsOptimizer:
         self._parameter.grad = torch.sparse_coo_tensor(
             ids.unsqueeze(0), values, self.master.shape, is_coalesced=True, check_invariants=False
         )
-        self._optimizer.step()
+        with torch.sparse.check_sparse_tensor_invariants(enable=False):  # type: ignore[no-untyped-call]
+            self._optimizer.step()
         self._parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The optimizer's state: tensors shaped as the part (not copies), and numbers; both empty before a step."""
+        """The optimizer's state: tensors shaped as the part (not copies), and numbers (see `state_names`)."""
         kept = self._optimizer.state.get(self._parameter, {})
-        arrays = {name: value for name, value in kept.items() if isinstance(value, torch.Tensor)}
+        shape = self.master.shape
+        arrays = {n: t for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == shape}
         return arrays, {name: float(v) for name, v in kept.items() if name not in arrays and v is not None}
 
     def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
         """Take over the state that another server, or a snapshot, holds (copied)."""
         kept: dict[str, torch.Tensor | int] = {n: t.view_as(self.master).clone() for n, t in arrays.items()}
-        kept |= {name: int(value) for name, value in scalars.items()}
+        counted = torch.tensor if isinstance(self._spec, Adagrad) else int  # each has its own way
+        kept |= {name: counted(value) for name, value in scalars.items()}
         self._optimizer.state.clear()
         if kept:
             self._optimizer.state[self._parameter] = kept
 
 
 def _build(spec: Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-    if isinstance(spec, SGD):
-        return torch.optim.SGD([parameter], lr=1.0, foreach=False)
-    return torch.optim.SparseAdam([parameter], lr=1.0, betas=spec.betas, eps=spec.eps)
+    match spec:
+        case AdamW() | Adam():
+            return torch.optim.SparseAdam([parameter], lr=1.0, betas=spec.betas, eps=spec.eps)
+        case SGD():
+            return torch.optim.SGD([parameter], lr=1.0, foreach=False)
+        case Adagrad():
+            return torch.optim.Adagrad(
+                [parameter], lr=1.0, lr_decay=spec.lr_decay, eps=spec.eps, foreach=False,
+                initial_accumulator_value=spec.initial_accumulator_value,
+            )  # fmt: skip

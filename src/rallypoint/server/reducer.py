@@ -405,7 +405,7 @@ class Reducer:
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
         """With its place in the schedule as the job counts rounds."""
-        if self._cadence.fragments == 1:
+        if self._cadence.together:
             return effect
         return replace(effect, step=self._cadence.tick_of(index, effect.step))
 

@@ -15,7 +15,7 @@ import torch
 
 from rallypoint.config import JobConfig, settings_of
 from rallypoint.core.clip import clip_scale, total_norm
-from rallypoint.core.optimizer import SGD, Adam, AdamW, Optimizer
+from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MapDataset, MicroBatches, seed_everything
@@ -127,6 +127,11 @@ def plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torc
             return torch.optim.Adam(param_groups, betas=spec.betas, eps=spec.eps, fused=spec.fused or None)
         case SGD():
             return torch.optim.SGD(param_groups, momentum=spec.momentum, nesterov=spec.nesterov)
+        case Adagrad():
+            return torch.optim.Adagrad(
+                param_groups, lr_decay=spec.lr_decay, eps=spec.eps,
+                initial_accumulator_value=spec.initial_accumulator_value,
+            )  # fmt: skip
 
 
 @torch.no_grad()

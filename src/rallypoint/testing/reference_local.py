@@ -2,8 +2,9 @@
 
 Algorithm 1 of Douillard et al. (2023), replicas one after the other: an inner optimizer over the model's own parameters
 makes the round's steps, the outer gradient is the weighted mean over replicas of start - local, an outer torch SGD
-applies it. With fragments (Douillard et al., 2025) the replicas' parameters go on from tick to tick, but for the
-fragment that is due. As in `reference`, only what the job's definition fixes is shared with the engine.
+applies it. With fragments (Douillard et al., 2025) or periods of groups the replicas' parameters go on from tick to
+tick, but for what is due; with a delay that is mixed in some steps later. As in `reference`, only what the job's
+definition fixes is shared with the engine.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import math
 
 import torch
 
-from rallypoint.config import JobConfig, cadence_of, settings_of
+from rallypoint.config import JobConfig, settings_of
+from rallypoint.core.cadence import cut_evenly
+from rallypoint.core.layout import Shard
 from rallypoint.core.order import derive_seed
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.schedule import rate_at
@@ -31,9 +34,9 @@ def train_local_reference(
     round's mean what its steps do on average.
     """
     assert isinstance(config.sync, LocalSteps)
-    kind = _Reference if config.sync.fragments == 1 else _Streaming
+    kind = _Streaming if config.takes_turns else _Reference
     reference = kind(model, dataset, loss_fn, config, config.sync, weight_of or (lambda step, replica: 1.0))
-    size = config.sync.steps // config.sync.fragments
+    size = config.steps_per_round
     firsts = range(0, config.steps, size)
     return [reference.round(r, range(s, min(s + size, config.steps))) for r, s in enumerate(firsts)]
 
@@ -116,8 +119,9 @@ class _Streaming(_Reference):
     ) -> None:  # fmt: skip
         super().__init__(model, dataset, loss_fn, config, mode, weight_of)
         shards = self.tensors.layout.shards
-        self.cadence = cadence_of(config, shards)
         self.shards = [shard for shard in shards if shard.role == "parameters"]
+        self.when = self.periods()
+        self.late: list[tuple[Shard, torch.Tensor]] = []  # with a delay: what the tick before has come to
         self.local = [self.vector() for _ in range(config.replicas)]
         self.start = [torch.nn.Parameter(self.local[0][s.start : s.stop].clone()) for s in self.shards]
         self.outer = plain_optimizer(mode.outer, [{"params": self.start, "weight_decay": mode.outer.weight_decay}])
@@ -139,13 +143,13 @@ class _Streaming(_Reference):
 
     def round(self, number: int, steps: range) -> float:
         buffers, kept = [b.clone() for b in self.buffers], [b.clone() for b in self.buffers]
-        due = [(s, start) for s, start in zip(self.shards, self.start, strict=True) if self.is_due(s.index, number)]
+        due = [(s, start) for s, start in zip(self.shards, self.start, strict=True) if self.is_due(s.index, steps.stop)]
         sums = [torch.zeros_like(start) for _, start in due]
         total, losses = 0.0, []
         for replica in range(self.config.replicas):
             self.load(self.local[replica])
             copy_all(self.buffers, buffers)
-            loss = math.fsum(self.step(step, replica) for step in steps) / len(steps)
+            loss = self.steps(steps, replica) / len(steps)
             weight = math.fsum(self.weight_of(step, replica) for step in steps) / len(steps)
             local = self.local[replica] = self.vector()
             deltas = [(start.detach() - local[s.start : s.stop]) * weight for s, start in due]
@@ -157,14 +161,43 @@ class _Streaming(_Reference):
         for (_, start), delta in zip(due, sums, strict=True):
             start.grad = delta * (1.0 / total)
         self.outer.step()
-        for shard, start in due:
+        new = [(shard, start.detach().clone()) for shard, start in due]
+        self.late = new if self.mode.delay else []
+        for shard, values in new if not self.late or steps.stop == self.config.steps else ():
             for local in self.local:
-                local[shard.start : shard.stop] = start.detach()
+                local[shard.start : shard.stop] = values
         copy_all(self.buffers, kept)
         self.load(self.local[0])  # after the last tick, at which all are due, it is every replica's
         return math.fsum(losses) / total
 
-    def is_due(self, shard: int, tick: int) -> bool:
-        """From the definition: its fragment's turn, or the last tick."""
-        last = tick == -(-self.config.steps * self.mode.fragments // self.mode.steps) - 1
-        return last or self.cadence.fragment_of[shard] == tick % self.mode.fragments
+    def steps(self, steps: range, replica: int) -> float:
+        """A tick's steps of one replica; the sum of their losses."""
+        losses = []
+        for index, step in enumerate(steps):
+            if index == min(self.mode.delay, len(steps) - 1) and self.late:
+                local = self.vector()
+                for shard, new in self.late:
+                    own = local[shard.start : shard.stop]
+                    own.copy_(new if self.mode.mix == 1.0 else own * (1.0 - self.mode.mix) + new * self.mode.mix)
+                self.load(local)
+            losses.append(self.step(step, replica))
+        return math.fsum(losses)
+
+    def periods(self) -> dict[int, tuple[int, int]]:
+        """Of each shard after which steps it is due: those that are `offset` modulo `every`, as (every, offset)."""
+        when, turns = {}, []
+        for shard in self.shards:
+            group = self.config.groups[shard.group - 2] if shard.group >= 2 else None
+            if group is not None and group.sync_every is not None:
+                when[shard.index] = (group.sync_every, group.sync_offset)
+            else:
+                turns.append(shard)
+        every, fragments = self.mode.steps, self.mode.fragments
+        for shard, fragment in zip(turns, cut_evenly([s.nbytes for s in turns], fragments), strict=True):
+            when[shard.index] = (every, (fragment + 1) * every // fragments % every)
+        return when
+
+    def is_due(self, shard: int, end: int) -> bool:
+        """After so many steps: is it the shard's turn, or the end of the job?"""
+        every, offset = self.when[shard]
+        return end == self.config.steps or end % every == offset

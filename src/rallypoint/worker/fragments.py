@@ -32,6 +32,9 @@ class FragmentsSource(LocalStepsSource):
             for placed, start, stop in self._tensors.parts_in(shard):
                 first = placed.entry.start
                 self._start[start:stop].copy_(placed.words()[start - first : stop - first])
+        self._replace(new)
+
+    def _replace(self, new: Sequence[Shard]) -> None:
         for inner in self._inner.values():
             if inner.drift is not None and inner.drift.left is not None:
                 for shard in new:
@@ -50,7 +53,7 @@ class FragmentsSource(LocalStepsSource):
         inner = self._inner_of(round, replica)
         self._optimizer = inner.optimizer
         if (drift := inner.drift) is None:
-            inner.drift = Drift(round, self._start.clone())
+            inner.drift = Drift(round, self._start.clone(), fresh=round)
             self._load(self._start)
         elif drift.round == round:
             drift.away = False

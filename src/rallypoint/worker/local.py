@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from rallypoint.config import JobConfig, settings_of
+from rallypoint.config import JobConfig, cadence_of, settings_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import ViewNumber
@@ -46,6 +46,7 @@ class LocalStepsSource:
         self._tensors, self._config, self._exchange, self._staging, self._say = tensors, config, exchange, staging, say
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._parts = [(s, tensors.parts_in(s)) for s in exchange.layout.shards if s.role == "parameters"]
+        self._cadence = cadence_of(config, exchange.layout.shards)
         self._start = torch.zeros(exchange.layout.words)
         self._moved = False  # does the model hold something else than `_start`?
         self._inner: dict[int, _Inner] = {}
@@ -193,6 +194,8 @@ class Drift:
     began: torch.Tensor
     left: torch.Tensor | None = None
     away: bool = False
+    fresh: int = 0  # the round that the replica has begun at the version
+    earlier: torch.Tensor | None = None  # with a delay: what the round before began with
 
 
 @dataclass(slots=True)
@@ -206,8 +209,9 @@ class _Inner:
     optimizer: torch.optim.Optimizer
     round: int
     whole: bool = False  # has it made all steps of the round?
-    drift: Drift | None = None  # with fragments: where its parameters are
+    drift: Drift | None = None  # where shards take turns: where its parameters are
     before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    earlier: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # with a delay: the round before's
 
     def begin(self, round: int) -> None:
         """It goes on to the next round."""

@@ -18,6 +18,7 @@ from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.observe.trace import Tracer
+from rallypoint.worker.delayed import Ahead, DelayedSource
 from rallypoint.worker.exchange import Exchange, Rewound
 from rallypoint.worker.micro import Micro
 from rallypoint.worker.source import DeltaSource
@@ -51,6 +52,8 @@ class Run:
         self._weights: list[float] = []
         self._evaluated = 0  # the last step at which it was
         self._started = False
+        self._delayed = source if isinstance(source, DelayedSource) else None
+        self._ahead: Ahead | None = None
 
     # ---- what the user sees ----
 
@@ -98,7 +101,10 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        while (action := self._next_action()) is not None:
+        while True:
+            yield from self._go_ahead()
+            if (action := self._next_action()) is None:
+                break
             match action:
                 case machine.Initialise():
                     self._exchange.initialise(self._tensors.part)
@@ -126,13 +132,17 @@ class Run:
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         self._restore_buffers()
-        self._losses, self._weights = [], []
         began, since = time.monotonic(), self._exchange.view.since
         self._exchange.begin_replica(replica)
-        self._source.begin_replica(round, replica)
+        done = self._resume(round, replica)
+        if done is None:
+            self._losses, self._weights = [], []
+            self._source.begin_replica(round, replica)
+        else:
+            self._losses, self._weights, began = done.losses, done.weights, began - done.seconds
         steps = self._config.steps_of(round)
         try:
-            for step in steps:
+            for step in steps[0 if done is None else done.steps :]:
                 yield from self._step(step, replica)
             self._source.end_replica(replica)
         except Rewound:
@@ -141,6 +151,35 @@ class Run:
         items = len(steps) * self._config.batch * self._config.items_per_sample
         seconds = time.monotonic() - began
         self._coordinator.send(Report(round, replica, _mean(self._losses), _mean(self._weights), items, seconds, since))
+
+    def _go_ahead(self) -> Iterator[Micro]:
+        """With a delay, while the version is on its way: the first steps of the replica that will be the next one."""
+        if self._delayed is None or (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
+            return
+        since = self._exchange.view.since
+        (round, replica), ahead = upcoming, self._ahead
+        if ahead is not None and (ahead.round, ahead.replica, ahead.since) == (round, replica, since):
+            return
+        if not self._delayed.may_go_ahead(round, replica):
+            return
+        self._losses, self._weights = [], []
+        began, count = time.monotonic(), self._config.steps_ahead(round)
+        self._delayed.begin_replica(round, replica)
+        for step in self._config.steps_of(round)[:count]:
+            yield from self._step(step, replica)
+        seconds = time.monotonic() - began
+        self._ahead = Ahead(round, replica, since, count, seconds, self._losses, self._weights)
+
+    def _resume(self, round: int, replica: int) -> Ahead | None:
+        """What has been made of this round, and holds; another round of that replica begins anew."""
+        ahead = self._ahead
+        if self._delayed is None or ahead is None or ahead.replica != replica:
+            return None
+        self._ahead = None
+        if ahead.round != round or ahead.since != self._exchange.view.since:
+            return None
+        self._delayed.resume_replica(round, replica)
+        return ahead
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
         self._source.begin_step(step)
@@ -203,7 +242,9 @@ class Run:
         """Load the next round's first micro-batch while versions come in; on this thread, so its randomness is safe."""
         if (upcoming := self._exchange.upcoming) is None:
             return
-        place = (self._config.steps_at(upcoming[0]), upcoming[1], 0)
+        round, replica = upcoming
+        gone = self._ahead is not None and (self._ahead.round, self._ahead.replica) == upcoming
+        place = (self._config.steps_at(round) + (self._config.steps_ahead(round) if gone else 0), replica, 0)
         if self._exchange.idle and (self._prefetched is None or self._prefetched[0] != place):
             self._prefetched = (place, self._load(*place))
 
@@ -212,6 +253,8 @@ class Run:
     def _install(self, version: int) -> None:
         with self._tracer.span("install", version=version):
             vector, shards = self._exchange.begin_install(), self._exchange.installing
+            if self._delayed is not None:
+                self._delayed.show_version()  # what a replica has moved is not to be overwritten
             if shards is None:
                 self._tensors.read_from(vector)
             else:

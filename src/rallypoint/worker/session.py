@@ -35,6 +35,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
+from rallypoint.worker.delayed import DelayedSource
 from rallypoint.worker.exchange import Exchange, Surroundings
 from rallypoint.worker.fragments import FragmentsSource
 from rallypoint.worker.hooks import GradientHooks
@@ -101,7 +102,7 @@ class Job:
         if config.local is None:
             clip = None if config.clips_on_servers else config.clip
             return GradientHooks(tensors, self._exchange, self._staging, clip=clip)
-        kind = LocalStepsSource if config.local.fragments == 1 else FragmentsSource
+        kind = LocalStepsSource if not config.takes_turns else DelayedSource if config.local.delay else FragmentsSource
         return kind(model, tensors, config, self._exchange, self._staging, self._say)
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rallypoint.config import JobConfig, cadence_of, record_of
+from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.clip import clip_scale, total_norm
 from rallypoint.core.job import JobRecord
@@ -29,7 +29,8 @@ class SimulatedJob:
     """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
 
     With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
-    With fragments (LocalSteps of as many steps) a step is a tick.
+    With fragments (LocalSteps of as many steps) a step is a tick. `periods` are those of groups of their own, as
+    (sync_every, sync_offset), among which and the others the parameters' shards are dealt in turn.
     """
 
     shards: int = 6
@@ -40,6 +41,7 @@ class SimulatedJob:
     skip: bool = False
     compute_s: float = 0.2  # a replica's, on a worker of speed 1
     sync: Sync | BoundedStaleness | Async | LocalSteps = field(default_factory=Sync)
+    periods: tuple[tuple[int, int], ...] = ()
     buffer_shards: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,11 +56,14 @@ class SimulatedJob:
         return JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
             nonfinite="skip" if self.skip else "stop", sync=self.sync,
+            groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
         )  # fmt: skip
 
     @property
     def _layout(self) -> tuple[Shard, ...]:
-        return tuple(Shard(i, -1 if i in self.buffer_shards else 0, 16 * i, 16 * i + 16) for i in range(self.shards))
+        groups = (0, *range(2, 2 + len(self.periods)))
+        of = [-1 if i in self.buffer_shards else groups[i % len(groups)] for i in range(self.shards)]
+        return tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(of))
 
     @cached_property
     def cadence(self) -> Cadence:

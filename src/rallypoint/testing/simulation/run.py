@@ -261,7 +261,7 @@ class Simulation:
     def _final_contents(self, shard: int) -> list[int]:
         """The last version wherever it is: on any server (the last view may not have come to all), in a snapshot."""
         job, contents = self.plan.job, []
-        last = job.steps if job.cadence.fragments == 1 else job.cadence.updates(shard)
+        last = job.steps if job.cadence.together else job.cadence.updates(shard)
         for server in self.servers.values():
             machine = server.machine.machine(shard)
             at = -1 if machine is None else machine.slowest if machine.policy.streaming else machine.version

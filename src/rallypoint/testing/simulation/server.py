@@ -369,7 +369,7 @@ class SimulatedServer:
         assert machine is not None
         tally, job = machine.tally, self.job
         wrong = f"{self.node.name}: shard {index}: {tally}"
-        updates = job.cadence.updates(index) if job.cadence.fragments > 1 else job.steps
+        updates = job.steps if job.cadence.together else job.cadence.updates(index)
         assert tally.applied + tally.folded + tally.dropped == updates * machine.expected, wrong
         assert tally.applied + tally.folded == len(self.held[index].master), wrong
         if job.policy.streaming:

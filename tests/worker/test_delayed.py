@@ -1,0 +1,133 @@
+"""A delay under local steps: what is kept aside, what an evaluation sees, what a roll-back makes void."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_rewind import Cluster, Once, loss_of
+
+import rallypoint as rp
+from rallypoint.config import resolve
+from rallypoint.core.worker import WorkerMachine
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.testing.reference_local import train_local_reference
+from rallypoint.worker.tensors import ModelTensors, weights_hash
+
+SETTINGS: dict[str, Any] = {
+    "replicas": 2, "batch": 8, "steps": 16, "clip": 0.5, "shard_bytes": 256, "optimizer": rp.AdamW(lr=1e-2),
+    "sync": rp.LocalSteps(steps=6, fragments=3, delay=1),
+}  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+def build() -> tuple[torch.nn.Sequential, torch.utils.data.TensorDataset]:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.LayerNorm(16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3)
+    )
+    return model, torch.utils.data.TensorDataset(torch.randn(40, 6), torch.randn(40, 3))
+
+
+def undisturbed(**settings: Any) -> str:
+    model, data = build()
+    train_local_reference(model, data, loss_of, resolve({**SETTINGS, **settings}))
+    return weights_hash(model)
+
+
+def masters(servers: Any) -> dict[int, torch.Tensor]:
+    return {i: shard.master.clone() for s in servers for i, shard in s._reducer._owned.items()}
+
+
+def in_shards(model: torch.nn.Module) -> list[torch.Tensor]:
+    tensors = ModelTensors(model, resolve(SETTINGS))
+    return [tensors.part(shard.start, shard.stop) for shard in tensors.layout.shards]
+
+
+@pytest.fixture
+def slow_install(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Version 5 is not found to be here before the event is set: replica 0 goes ahead, into step 10."""
+    found = threading.Event()
+    ready = WorkerMachine._ready
+
+    def late(self: WorkerMachine) -> bool:
+        return (self.step != 4 or found.is_set()) and ready(self)
+
+    monkeypatch.setattr(WorkerMachine, "_ready", late)
+    return found
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_an_evaluation_sees_the_version_and_changes_nothing(replicas: int, slow_install: threading.Event) -> None:
+    """Also in the midst of a round that has been begun before its version was here."""
+    model, data = build()
+    seen: list[bool] = []
+    with EmbeddedJob(servers=2) as job:
+        run = job.train(model, data, **{**SETTINGS, "replicas": replicas})
+
+        @run.every(1)
+        def evaluate(step: int) -> None:
+            owned = masters(job._servers)
+            seen.append(all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model))))
+
+        for micro in run:
+            with micro:
+                if micro.step == 10:
+                    assert slow_install.is_set() == (micro.replica != 0)
+                    slow_install.set()
+                micro.backward(loss_of(model, micro.batch))
+    assert seen == [True] * 8
+    assert weights_hash(model) == undisturbed(replicas=replicas)
+
+
+def test_without_the_mixing_or_with_another_share_the_end_is_another_one() -> None:
+    hashes = set()
+    for delay, mix in ((0, 0.5), (1, 0.5), (1, 1.0)):
+        hashes.add(undisturbed(sync=rp.LocalSteps(steps=6, fragments=3, delay=delay, mix=mix)))
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in its own round", "ahead of its version"])
+def test_after_a_roll_back_every_replica_begins_at_the_version_of_the_snapshot(
+    cluster: Cluster, ahead: bool, slow_install: threading.Event
+) -> None:
+    model, data = build()
+    disturb = Once((10 if ahead else 9, 0, 0), cluster.lose_the_server)
+    begun: dict[int, bool] = {}
+    with cluster.job as job:
+        for micro in job.train(model, data, **SETTINGS):
+            if disturb.done and micro.replica not in begun:
+                owned = masters(cluster.servers[-1:])
+                begun[micro.replica] = all(torch.equal(s, owned[index]) for index, s in enumerate(in_shards(model)))
+            disturb.where = (micro.step, micro.replica, micro.index)
+            disturb()
+            if disturb.done:
+                slow_install.set()
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+        owned = masters(cluster.servers[-1:])
+        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
+    assert begun == {0: True, 1: True}
+
+
+def test_the_worker_holds_where_this_round_and_the_one_before_began() -> None:
+    model, data = build()
+    with EmbeddedJob() as job:
+        run = job.train(model, data, **SETTINGS)
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+        source: Any = run._source
+    for inner in source._inner.values():
+        drift = inner.drift
+        assert all(kept.numel() == source._start.numel() for kept in (drift.began, drift.earlier, drift.left))
