@@ -20,7 +20,16 @@ from rallypoint.core.cadence import EVERY_TICK, TOGETHER, Cadence, cut_evenly
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import SHARD_BYTES, Layout, Role, Shard
 from rallypoint.core.optimizer import SGD, AdamW, Optimizer
-from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Mode, ServerPolicy, Sync, server_policy
+from rallypoint.core.policy import (
+    AllReduce,
+    Async,
+    BoundedStaleness,
+    LocalSteps,
+    Mode,
+    ServerPolicy,
+    Sync,
+    server_policy,
+)
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
 from rallypoint.errors import ConfigError
 
@@ -46,7 +55,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
         batch: samples of one replica at one step.
         steps: updates to make.
-        optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations).
+        optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations; under
+            AllReduce: what every worker does with the mean gradient).
         sync: how workers and servers keep in step.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
@@ -99,6 +109,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def streaming(self) -> bool:
         """Does each replica have a clock of its own?"""
         return self.policy.streaming
+
+    @property
+    def stateful_workers(self) -> bool:
+        """Do workers step the optimizer, each its own, and servers only average?"""
+        return isinstance(self.sync, AllReduce)
 
     @property
     def local(self) -> LocalSteps | None:
@@ -217,7 +232,7 @@ def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | Non
     """What the members of the job must agree on."""
     return JobRecord(
         msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round, config.sticky,
-        config.streaming, cadence_of(config, layout.shards),
+        config.streaming, cadence_of(config, layout.shards), config.stateful_workers,
     )  # fmt: skip
 
 

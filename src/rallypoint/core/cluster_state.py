@@ -34,6 +34,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     furthest: int
     workers_max: int
     last_word: Finish | Abort | None = None
+    carriers: dict[str, int] = {}
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, workers_to_begin: int) -> str | None:

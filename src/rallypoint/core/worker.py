@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.shard import VERSIONS_KEPT
 from rallypoint.core.slots import (
     Action,
     Arriving,
@@ -54,6 +55,7 @@ class WorkerMachine(SlotMachine):
     """
 
     cadence: Cadence = TOGETHER
+    in_order: bool = False  # the model goes from each version to the next, and may leave none out (AllReduce)
     _held: list[int] = field(init=False)  # the version in a slot that is landing or landed
     _newest: list[int] = field(init=False)  # the newest version known to exist, -1 when nothing is known
     _asked: list[int] = field(init=False)  # the version that was fetched and has not come
@@ -61,6 +63,7 @@ class WorkerMachine(SlotMachine):
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
     _installing: int = -1  # the version that the main thread is copying out of the slots
+    _finishing: bool = False  # it still does, although that version is void: the model is to be whole all the same
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
@@ -81,7 +84,14 @@ class WorkerMachine(SlotMachine):
         if self._installing >= 0:
             return self._installing
         known = min(self._newest)
+        if self.in_order and self.step >= 0 <= known:
+            return self.step + 1
         return -1 if known < 0 else max(self.step + 1, known)
+
+    @property
+    def lost_track(self) -> bool:
+        """Is the version not kept any more that has to be installed next?"""
+        return self.in_order and 0 <= self.step < max(self._newest) - VERSIONS_KEPT
 
     def next_action(self) -> Action | None:
         """What the main thread is to do now; None when it has to wait."""
@@ -169,8 +179,9 @@ class WorkerMachine(SlotMachine):
                     self._slots[shard] = Slot.LANDED
                 return self._seek() if self._held[shard] != self._right(shard, self.target) else []
             case Installed():
-                if self._installing < 0:
-                    return []  # rewound meanwhile
+                if self._installing < 0:  # rewound meanwhile
+                    self._finishing = False
+                    return self._seek()
                 version, self._installing = self._installing, -1
                 return self._begin_step(version)
             case ToWait():
@@ -216,9 +227,9 @@ class WorkerMachine(SlotMachine):
         # A slot still QUEUED is no obstacle: that the version exists means the server needs nothing more from this
         # step, so whatever else leaves from these bytes will be dropped as a repeat (I2).
         right = self._right(shard, target)
-        has_room = self._slots[shard] in (Slot.FREE, Slot.QUEUED) or (
+        has_room = not self._finishing and (self._slots[shard] in (Slot.FREE, Slot.QUEUED) or (
             self._slots[shard] is Slot.LANDED and self._held[shard] != right
-        )
+        ))  # fmt: skip
         # Before anything is known of the other shards (the first version, a late joiner), take what comes.
         if has_room and version > self._right(shard, self.step) and right in (-1, version):
             self._slots[shard] = Slot.LANDING
@@ -249,6 +260,7 @@ class WorkerMachine(SlotMachine):
     def _rewind(self, view: View) -> None:
         """All members go back to `view.origin`."""
         self._void(view)
+        self._finishing = self._finishing or (self.in_order and self._installing >= 0)
         self._installing = -1
         self._wanted = frozenset()
         self._held = [-1] * self.shards
@@ -308,7 +320,7 @@ class WorkerMachine(SlotMachine):
     def _seek(self) -> list[Effect]:
         """Fetch what exists of the target, is not here, and is not coming by itself."""
         target = self.target
-        if target < 0 or not self.following:
+        if target < 0 or not self.following or self._finishing:
             return []
         effects: list[Effect] = []
         for shard, slot in enumerate(self._slots):
