@@ -16,6 +16,7 @@ EXPORTED = [
     "SGD",
     "Adam",
     "AdamW",
+    "AllReduce",
     "Async",
     "BoundedStaleness",
     "Group",

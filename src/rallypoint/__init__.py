@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rallypoint.config import Group, JobConfig
     from rallypoint.core.optimizer import SGD, Adam, AdamW
-    from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+    from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
     from rallypoint.launch.join import join
     from rallypoint.worker.micro import Micro
@@ -27,6 +27,7 @@ _HOMES = {
     "SGD": "rallypoint.core.optimizer",
     "Adam": "rallypoint.core.optimizer",
     "AdamW": "rallypoint.core.optimizer",
+    "AllReduce": "rallypoint.core.policy",
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
     "Group": "rallypoint.config",
@@ -47,6 +48,7 @@ __all__ = [
     "SGD",
     "Adam",
     "AdamW",
+    "AllReduce",
     "Async",
     "BoundedStaleness",
     "Group",

@@ -131,6 +131,14 @@ CASES = {
     ),
 }  # fmt: skip
 
+_ALL = {"sync": rp.AllReduce()}
+ALL_REDUCE_CASES = {
+    name: Case(case.build, case.loss, {**case.settings, **_ALL}, case.weight_of) for name, case in CASES.items()
+} | {
+    "adam, fused": Case(_gpt, _gpt_loss, {**_GPT_SETTINGS, **_ALL, "optimizer": rp.Adam(lr=3e-3, fused=True)}),
+    "plain descent": Case(_sometimes, _sometimes_loss, {**_PLAIN, **_ALL, "optimizer": rp.SGD(lr=0.05)}),
+}  # fmt: skip
+
 _FRESH, _KEPT = rp.LocalSteps(steps=4, keep_inner=False), rp.LocalSteps(steps=4, keep_inner=True)
 _LOCAL_GPT = {**_GPT_SETTINGS, "replicas": 3, "accumulate": 2, "steps": 22}  # the last round has two steps
 
@@ -174,6 +182,14 @@ def reference_hash(name: str) -> str:
     return weights_hash(model)
 
 
+def all_reduce_reference_hash(name: str) -> str:
+    """The weights' hash of plain PyTorch in this process, for a case whose optimizer is the workers'."""
+    case = ALL_REDUCE_CASES[name]
+    model, dataset = case.build()
+    train_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of)
+    return weights_hash(model)
+
+
 def local_reference_hash(name: str) -> str:
     """The weights' hash of plain PyTorch in this process, for a case with local steps."""
     case = LOCAL_CASES[name]
@@ -185,6 +201,11 @@ def local_reference_hash(name: str) -> str:
 def train_locally_on_worker(job: rp.Job, name: str) -> str:
     """The weights' hash on one worker of a real cluster, for a case with local steps."""
     return _train(job, LOCAL_CASES[name])
+
+
+def train_stepping_on_worker(job: rp.Job, name: str) -> str:
+    """The weights' hash on one worker of a real cluster, for a case whose optimizer is the workers'."""
+    return _train(job, ALL_REDUCE_CASES[name])
 
 
 def train_on_worker(job: rp.Job, name: str) -> str:

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.cadence import TOGETHER, Cadence
-from rallypoint.core.shard import VERSIONS_KEPT
 from rallypoint.core.slots import (
     Action,
     Arriving,
@@ -58,6 +57,7 @@ class WorkerMachine(SlotMachine):
     in_order: bool = False  # the model goes from each version to the next, and may leave none out (AllReduce)
     _held: list[int] = field(init=False)  # the version in a slot that is landing or landed
     _newest: list[int] = field(init=False)  # the newest version known to exist, -1 when nothing is known
+    _whole: list[int] = field(init=False)  # the newest of which that can be begun with, likewise
     _asked: list[int] = field(init=False)  # the version that was fetched and has not come
     _delivered: list[set[int]] = field(init=False)  # replicas of this step sent to the shard's primary
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
@@ -69,6 +69,7 @@ class WorkerMachine(SlotMachine):
         SlotMachine.__post_init__(self)
         self._held = [-1] * self.shards
         self._newest = [-1] * self.shards
+        self._whole = [-1] * self.shards
         self._asked = [-1] * self.shards
         self._delivered = [set() for _ in range(self.shards)]
 
@@ -84,14 +85,9 @@ class WorkerMachine(SlotMachine):
         if self._installing >= 0:
             return self._installing
         known = min(self._newest)
-        if self.in_order and self.step >= 0 <= known:
-            return self.step + 1
+        if self.in_order and known >= 0:
+            return self.step + 1 if self.step >= 0 else min(self._whole)
         return -1 if known < 0 else max(self.step + 1, known)
-
-    @property
-    def lost_track(self) -> bool:
-        """Is the version not kept any more that has to be installed next?"""
-        return self.in_order and 0 <= self.step < max(self._newest) - VERSIONS_KEPT
 
     def next_action(self) -> Action | None:
         """What the main thread is to do now; None when it has to wait."""
@@ -221,17 +217,19 @@ class WorkerMachine(SlotMachine):
             return [Discard(shard)]
         before = self.target
         self._newest[shard] = max(self._newest[shard], version)
+        self._whole[shard] = max(self._whole[shard], version if event.whole else -1)
         target = self.target
         if self._asked[shard] == version:
             self._asked[shard] = -1
         # A slot still QUEUED is no obstacle: that the version exists means the server needs nothing more from this
         # step, so whatever else leaves from these bytes will be dropped as a repeat (I2).
         right = self._right(shard, target)
-        has_room = not self._finishing and (self._slots[shard] in (Slot.FREE, Slot.QUEUED) or (
+        usable = not self._finishing and (event.whole or self.step >= 0)
+        has_room = self._slots[shard] in (Slot.FREE, Slot.QUEUED) or (
             self._slots[shard] is Slot.LANDED and self._held[shard] != right
-        ))  # fmt: skip
+        )
         # Before anything is known of the other shards (the first version, a late joiner), take what comes.
-        if has_room and version > self._right(shard, self.step) and right in (-1, version):
+        if usable and has_room and version > self._right(shard, self.step) and right in (-1, version):
             self._slots[shard] = Slot.LANDING
             self._held[shard] = version
             landing: list[Effect] = [Land(shard)]
@@ -265,6 +263,7 @@ class WorkerMachine(SlotMachine):
         self._wanted = frozenset()
         self._held = [-1] * self.shards
         self._newest = [-1] * self.shards
+        self._whole = [-1] * self.shards
         self._asked = [-1] * self.shards
         self._delivered = [set() for _ in range(self.shards)]
         self._assists.clear()
@@ -279,6 +278,7 @@ class WorkerMachine(SlotMachine):
         self.following = following
         if following:
             self._newest = [-1] * self.shards  # nothing was heard for a while
+            self._whole = [-1] * self.shards
         return [Follow(server, following) for server in sorted(self._links)]
 
     def _forget(self, shards: Iterable[int]) -> None:

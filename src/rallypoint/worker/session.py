@@ -14,6 +14,7 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, record_of, resolve
 from rallypoint.core.job import JobRecord
+from rallypoint.core.slots import Store
 from rallypoint.core.view import View
 from rallypoint.data.loader import MapDataset, MicroBatches
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
@@ -21,6 +22,7 @@ from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import (
     Aborted,
     Assist,
+    Capture,
     Done,
     Finished,
     GiveUp,
@@ -35,6 +37,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
+from rallypoint.worker.allreduce import WorkerOptimizer
 from rallypoint.worker.exchange import Exchange, Surroundings
 from rallypoint.worker.fragments import FragmentsSource
 from rallypoint.worker.hooks import GradientHooks
@@ -68,6 +71,7 @@ class Job:
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
         self._run: Run | None = None
+        self._wanted: Store | None = None  # of a snapshot, by the coordinator
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, token=token, role="worker", id=id,
             on_message=self._on_message, on_lost=self._on_lost, on_admitted=self._on_admitted,
@@ -91,7 +95,7 @@ class Job:
         self._run = Run(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
             source=self._source(model, tensors, config), coordinator=self._link, tracer=self._tracer, done=self.done,
-            leads=self._leads,
+            leads=self._leads, optimizer=WorkerOptimizer(tensors, config) if config.stateful_workers else None,
         )  # fmt: skip
         return self._run
 
@@ -117,11 +121,13 @@ class Job:
         exchange = Exchange(record.layout, config, around, pinned=pinned)
         with self._changed:
             self._exchange = exchange
-            view, failure, finished = self._view, self._failure, self._finished
+            view, failure, finished, wanted = self._view, self._failure, self._finished, self._wanted
         if finished:  # while the exchange was being made: nobody would say it again
             raise JobAborted(_TOO_LATE)
         assert view is not None
         exchange.turn(view)
+        if wanted is not None:
+            exchange.store(wanted)
         if failure is not None:
             exchange.fail(failure)
         if self._leaving:
@@ -221,6 +227,8 @@ class Job:
             case Assist(step=step, replica=replica):
                 if self._exchange is not None:
                     self._exchange.assist(step, replica)
+            case Capture(snapshot=snapshot, version=version, writers=writers):
+                self._store(Store(snapshot, version, writers))
             case Finished(lead=lead):
                 with self._changed:
                     self._finished, self._lead = True, lead
@@ -231,6 +239,13 @@ class Job:
                 self._fail(JobAborted(reason))
             case _:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
+
+    def _store(self, wanted: Store) -> None:
+        with self._changed:
+            self._wanted = wanted
+            exchange = self._exchange
+        if exchange is not None:
+            exchange.store(wanted)
 
     def _turn(self, view: View) -> None:
         with self._changed:

@@ -10,7 +10,7 @@ from rallypoint.core import slots as machine
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View
 from rallypoint.core.worker import WorkerMachine
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -156,7 +156,8 @@ class SimulatedWorker:
             return
         match message:
             case ("version", number, shard, version, content, replica, clock):
-                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock))
+                whole = not isinstance(content, Mean)
+                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock, whole))
                 self._run(effects)
                 if machine.Land(shard) in effects:
                     self.slots[shard] = GARBAGE
@@ -194,7 +195,6 @@ class SimulatedWorker:
         self._acting = False
         if self._replica >= 0 or self._blocked or self._installing:
             return
-        assert not (isinstance(self.machine, WorkerMachine) and self.machine.lost_track), f"{self.machine} lost track"
         self._store_share()
         if not self.done and self.machine.step == self.job.steps:
             self.done = True

@@ -1,0 +1,33 @@
+"""A shard's whole state on its way from one worker to others (AllReduce): is it what it says it is?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rallypoint.config import JobConfig
+from rallypoint.core.layout import Shard
+from rallypoint.errors import DamagedSnapshot, ProtocolError
+from rallypoint.optim.flat import state_names
+from rallypoint.store.record import ShardRecord, decode_record
+
+MASTER = "master"
+
+
+def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int, config: JobConfig) -> ShardRecord:
+    """The record in `data`, of that shard at that version: parameters and moments as fp32, one for each word.
+
+    ProtocolError when it is something else (I9).
+    """
+    try:
+        record = decode_record(bytes(data))
+    except DamagedSnapshot as error:
+        raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
+    if (record.shard, record.version) != (shard.index, version):
+        raise ProtocolError(
+            f"a state of shard {record.shard} at version {record.version} under the name of {shard.index} at {version}"
+        )
+    known = (record.arrays.keys() - {MASTER}, record.scalars.keys()) in state_names(config.applied)
+    right = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
+    if MASTER not in record.arrays or not known or not right or record.clocks:
+        raise ProtocolError(f"a state of shard {shard.index} that does not fit this job's layout and optimizer")
+    return record
