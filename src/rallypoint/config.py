@@ -58,6 +58,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations; under
             AllReduce: what every worker does with the mean gradient).
         sync: how workers and servers keep in step.
+        own_optimizer: the class of the workers' own optimizer, which under AllReduce takes the place of `optimizer`;
+            `job.train(own_optimizer=...)` sets it.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
         seed: of the sample order and of every replica's randomness.
@@ -80,6 +82,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     steps: int = 100
     optimizer: Optimizer = AdamW()
     sync: Mode = Sync()
+    own_optimizer: str = ""
     accumulate: int = 1
     clip: float | None = None
     seed: int = 0
@@ -333,6 +336,7 @@ def _check(config: JobConfig) -> None:
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
     _check_mode(config)
+    _check_own_optimizer(config)
     if not (config.table_std >= 0 and math.isfinite(config.table_std)):
         raise ConfigError(f"table_std is {config.table_std}: use a finite number that is not negative")
     if config.hold_bytes < 0:
@@ -356,6 +360,20 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ConfigError(f"step_decay(every={schedule.every}): it must be at least 1")
     if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum <= 0:
         raise ConfigError("nesterov=True needs a momentum above 0")
+
+
+def _check_own_optimizer(config: JobConfig) -> None:
+    if not config.own_optimizer:
+        return
+    if not config.stateful_workers:
+        raise ConfigError(
+            "own_optimizer needs sync=rp.AllReduce(): in other modes it is the servers that step, with optimizer="
+        )
+    for group in config.groups:
+        if group.weight_decay is not None or group.lr_scale != 1.0:
+            raise ConfigError(
+                "groups cannot set a decay or a rate where own_optimizer steps: give them to its own param_groups"
+            )
 
 
 def _check_mode(config: JobConfig) -> None:

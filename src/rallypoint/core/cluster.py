@@ -417,8 +417,8 @@ class ClusterMachine:
             return []
         if event.snapshot == "" and self._stateful_workers:
             return self._abort(
-                "no worker is left that has the model's state, and there is no snapshot to go back to: keep more workers, "
-                "or set snapshots to every so many seconds"
+                "no worker is left that has the model's state, and there is no snapshot to go back to: use more "
+                "workers, or set snapshots to every so many seconds"
             )
         if event.snapshot == "":
             return self._abort(

@@ -206,9 +206,9 @@ class AllReduce(msgspec.Struct, frozen=True, tag="all-reduce", forbid_unknown_fi
     """Servers only average, as under Sync (the same order, the same idempotence); what they publish as version t+1 is
     the mean gradient of step t, and every worker steps an optimizer of its own with it, in order and without a gap.
 
-    So workers have a state, the model with its optimizer's, and servers have none. Whoever has to have the state and has
-    not (a worker that joins, or was away) gets it from one that has, through the servers, in a view from which all begin
-    again there; if nobody is left who has it, from the last snapshot.
+    So workers have a state, the model with its optimizer's, and servers have none. Whoever is to have the state and has
+    not (a worker that joins, or was away) gets it from one that has, through the servers, in a view from which all
+    begin again there; if nobody is left who has it, from the last snapshot.
     """
 
 

@@ -32,9 +32,9 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.server.averaged import AveragedShard
 from rallypoint.server.owned import OwnedShard
 from rallypoint.server.rows import Ids, OwnedRows
-from rallypoint.store.writer import SnapshotWriter, own_copy
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.writer import SnapshotWriter, own_copy
 
 _LEDGER = 64  # entries that are said again to a coordinator that took over
 _ACCOUNT_EVERY = 32  # updates

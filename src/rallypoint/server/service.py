@@ -44,10 +44,10 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.server.owned import fits
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.rows import fits_rows
-from rallypoint.store.writer import SnapshotWriter
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import decode_record
 from rallypoint.store.state import read_state
+from rallypoint.store.writer import SnapshotWriter
 
 VIEW_TIMEOUT_S = 60.0  # a coordinator may be away for a while
 

@@ -11,10 +11,12 @@ from rallypoint.optim.flat import state_names
 from rallypoint.store.record import ShardRecord, decode_record
 
 MASTER = "master"
+OWN = "own"  # the names of what an optimizer of the user's own keeps begin like that
 
 
 def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int, config: JobConfig) -> ShardRecord:
-    """The record in `data`, of that shard at that version: parameters and moments as fp32, one for each word.
+    """The record in `data`, of that shard at that version: parameters and moments as fp32, one for each word; of an
+    optimizer of the user's own whatever it keeps, as bytes.
 
     ProtocolError when it is something else (I9).
     """
@@ -26,8 +28,15 @@ def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int,
         raise ProtocolError(
             f"a state of shard {record.shard} at version {record.version} under the name of {shard.index} at {version}"
         )
-    known = (record.arrays.keys() - {MASTER}, record.scalars.keys()) in state_names(config.applied)
-    right = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
-    if MASTER not in record.arrays or not known or not right or record.clocks:
+    kept = {name: array for name, array in record.arrays.items() if name != MASTER}
+    if config.own_optimizer:
+        right = all(name.startswith(OWN) and array.dtype == np.uint8 for name, array in kept.items())
+        known = not record.scalars
+    else:
+        right = all(len(array) == shard.words and array.dtype == np.float32 for array in kept.values())
+        known = (kept.keys(), record.scalars.keys()) in state_names(config.applied)
+    master = record.arrays.get(MASTER)
+    whole = master is not None and len(master) == shard.words and master.dtype == np.float32
+    if not whole or not known or not right or record.clocks:
         raise ProtocolError(f"a state of shard {shard.index} that does not fit this job's layout and optimizer")
     return record

@@ -525,6 +525,9 @@ class Exchange:
             return "the other workers to finish"
         if not self._machine.takes_part:
             return ""  # standing by is no wait that anybody need hear of
+        if self._config.stateful_workers and self._machine.step < 0 and view.first:
+            brings = f", which {view.first} is to bring" if not view.origin else ""
+            return f"the model's state{brings}: {self._by_server(self._machine.missing)}"
         return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 
     def _by_server(self, shards: list[int]) -> str:

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
@@ -17,7 +18,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.slots import Store
 from rallypoint.core.view import View
 from rallypoint.data.loader import MapDataset, MicroBatches
-from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import (
     Aborted,
@@ -37,11 +38,12 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
-from rallypoint.worker.allreduce import WorkerOptimizer
+from rallypoint.worker.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.exchange import Exchange, Surroundings
 from rallypoint.worker.fragments import FragmentsSource
 from rallypoint.worker.hooks import GradientHooks
 from rallypoint.worker.local import LocalStepsSource
+from rallypoint.worker.own import OwnStepper
 from rallypoint.worker.run import Run
 from rallypoint.worker.source import DeltaSource
 from rallypoint.worker.staging import Staging, staging_for
@@ -49,6 +51,10 @@ from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
 _TOO_LATE = "the job was over before this worker took part in it"
+
+
+OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
 
 
 class Job:
@@ -78,24 +84,33 @@ class Job:
         )  # fmt: skip
         self._link.start()
 
-    def train(self, model: torch.nn.Module, dataset: MapDataset, **settings: Unpack[Settings]) -> Run:
+    def train(
+        self, model: torch.nn.Module, dataset: MapDataset, *, own_optimizer: OwnOptimizer = (),
+        own_schedule: OwnSchedule = (), **settings: Unpack[Settings],
+    ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
+
+        With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some) may take
+        the place of `optimizer`: the job steps it after every step, then `own_schedule`.
 
         Returns once all workers and servers are here and agree. ConfigError, ModelError, DataError on bad input;
         JobAborted when the job ends before it begins.
         """
         if self._exchange is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
-        config = resolve(settings, self._link.welcome.overrides)
+        own = [own_optimizer] if isinstance(own_optimizer, torch.optim.Optimizer) else list(own_optimizer)
+        kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
+        config = resolve({**settings, "own_optimizer": kinds}, self._link.welcome.overrides)
         tensors = ModelTensors(model, config)
         batches = MicroBatches(dataset, config, tensors.device)
+        optimizer = _optimizer(tensors, config, own, own_schedule)
         record = record_of(config, tensors.layout, tensors.frozen_hashes())
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
         self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
             source=self._source(model, tensors, config), coordinator=self._link, tracer=self._tracer, done=self.done,
-            leads=self._leads, optimizer=WorkerOptimizer(tensors, config) if config.stateful_workers else None,
+            leads=self._leads, optimizer=optimizer,
         )  # fmt: skip
         return self._run
 
@@ -266,6 +281,20 @@ class Job:
             self._changed.notify_all()
         if self._exchange is not None:
             self._exchange.fail(error)
+
+
+def _optimizer(
+    tensors: ModelTensors, config: JobConfig, own: Sequence[torch.optim.Optimizer], schedules: OwnSchedule
+) -> WorkerOptimizer | None:
+    """What steps on this worker, if anything does."""
+    after = [schedules] if isinstance(schedules, torch.optim.lr_scheduler.LRScheduler) else list(schedules)
+    if bool(config.own_optimizer) != bool(own) or (after and not own):
+        raise ConfigError(
+            "own_optimizer, and with it own_schedule, are arguments of job.train; without, set optimizer and its lr"
+        )
+    if not config.stateful_workers:
+        return None
+    return WorkerOptimizer(tensors, OwnStepper(tensors, own, after) if own else SpecifiedStepper(tensors, config))
 
 
 def _sentence(error: BaseException) -> str:
