@@ -58,8 +58,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations; under
             AllReduce: what every worker does with the mean gradient).
         sync: how workers and servers keep in step.
-        own_optimizer: the class of the workers' own optimizer, which under AllReduce takes the place of `optimizer`;
-            `job.train(own_optimizer=...)` sets it.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
         seed: of the sample order and of every replica's randomness.
@@ -82,7 +80,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     steps: int = 100
     optimizer: Optimizer = AdamW()
     sync: Mode = Sync()
-    own_optimizer: str = ""
     accumulate: int = 1
     clip: float | None = None
     seed: int = 0
@@ -117,6 +114,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer, each its own, and servers only average?"""
         return isinstance(self.sync, AllReduce)
+
+    @property
+    def own_optimizer(self) -> str:
+        """The class of the optimizer that a worker steps in place of `optimizer`; "" if it steps that one, or none."""
+        return self.sync.own if isinstance(self.sync, AllReduce) else ""
 
     @property
     def local(self) -> LocalSteps | None:
@@ -362,14 +364,25 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         raise ConfigError("nesterov=True needs a momentum above 0")
 
 
-def _check_own_optimizer(config: JobConfig) -> None:
-    if not config.own_optimizer:
-        return
-    if not config.stateful_workers:
+def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
+    """The configuration of a job whose script has an optimizer of its own, of this class; or ("") has none.
+
+    ConfigError where workers step none, or the configuration says something else.
+    """
+    if kind and not isinstance(config.sync, AllReduce):
         raise ConfigError(
             "own_optimizer needs sync=rp.AllReduce(): in other modes it is the servers that step, with optimizer="
         )
-    for group in config.groups:
+    if config.own_optimizer not in ("", kind):
+        raise ConfigError(f"sync.own is {config.own_optimizer}: leave it to job.train, which has own_optimizer")
+    if not kind:
+        return config
+    assert isinstance(config.sync, AllReduce)
+    return parse(msgspec.to_builtins(msgspec.structs.replace(config, sync=AllReduce(own=kind))))
+
+
+def _check_own_optimizer(config: JobConfig) -> None:
+    for group in config.groups if config.own_optimizer else ():
         if group.weight_decay is not None or group.lr_scale != 1.0:
             raise ConfigError(
                 "groups cannot set a decay or a rate where own_optimizer steps: give them to its own param_groups"

@@ -39,9 +39,9 @@ class Carriers:
         """All begin again."""
         self.moved, self.safe = False, safe
 
-    def bringer(self, able: Sequence[str], present: Iterable[str]) -> str:
-        """The worker that is to bring the state: the furthest of those that go on computing, or of all; "" if none."""
-        for among in (able, present):
+    def bringer(self, *preferred: Iterable[str]) -> str:
+        """The worker that is to bring the state: the furthest of the first of these groups that has it; "" if none."""
+        for among in preferred:
             if having := [worker for worker in among if worker in self.reached]:
                 return max(having, key=lambda worker: (self.reached[worker], worker))
         return ""

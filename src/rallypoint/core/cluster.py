@@ -402,7 +402,8 @@ class ClusterMachine:
         before, self.phase = self.phase, Phase.RECOVERING
         self._members.done.clear()
         self._snapshots.abandon()
-        bringer = self._carriers.bringer(self._active(), self._members.present)
+        computing = [w for w in self._active() if self.view is not None and self.view.takes_part(w, self.furthest + 1)]
+        bringer = self._carriers.bringer(computing, self._active(), self._members.present)
         if not self._members.servers or (bringer and not self._active()):
             return []
         if not bringer:

@@ -209,7 +209,12 @@ class AllReduce(msgspec.Struct, frozen=True, tag="all-reduce", forbid_unknown_fi
     So workers have a state, the model with its optimizer's, and servers have none. Whoever is to have the state and has
     not (a worker that joins, or was away) gets it from one that has, through the servers, in a view from which all
     begin again there; if nobody is left who has it, from the last snapshot.
+
+    Attributes:
+        own: the class of the optimizer that workers have in place of the job's; set by `job.train(own_optimizer=...)`.
     """
+
+    own: str = ""
 
 
 Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce

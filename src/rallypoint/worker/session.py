@@ -13,7 +13,7 @@ from typing import Unpack
 
 import torch
 
-from rallypoint.config import JobConfig, Settings, record_of, resolve
+from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
 from rallypoint.core.slots import Store
 from rallypoint.core.view import View
@@ -100,7 +100,7 @@ class Job:
             raise UsageError("this job has its run already: one job.train for one rp.join")
         own = [own_optimizer] if isinstance(own_optimizer, torch.optim.Optimizer) else list(own_optimizer)
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
-        config = resolve({**settings, "own_optimizer": kinds}, self._link.welcome.overrides)
+        config = with_own_optimizer(resolve(settings, self._link.welcome.overrides), kinds)
         tensors = ModelTensors(model, config)
         batches = MicroBatches(dataset, config, tensors.device)
         optimizer = _optimizer(tensors, config, own, own_schedule)
@@ -288,10 +288,8 @@ def _optimizer(
 ) -> WorkerOptimizer | None:
     """What steps on this worker, if anything does."""
     after = [schedules] if isinstance(schedules, torch.optim.lr_scheduler.LRScheduler) else list(schedules)
-    if bool(config.own_optimizer) != bool(own) or (after and not own):
-        raise ConfigError(
-            "own_optimizer, and with it own_schedule, are arguments of job.train; without, set optimizer and its lr"
-        )
+    if after and not own:
+        raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
     if not config.stateful_workers:
         return None
     return WorkerOptimizer(tensors, OwnStepper(tensors, own, after) if own else SpecifiedStepper(tensors, config))
