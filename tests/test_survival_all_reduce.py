@@ -12,6 +12,30 @@ import torch
 from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command
 
 ALL_REDUCE = ("--set", "sync.type=all-reduce")
+OWN_SCRIPT = f"""
+import math, sys, time
+from pathlib import Path
+import torch, rallypoint as rp
+from rallypoint.worker.tensors import weights_hash
+gate = Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 3))
+data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
+matrices, others = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
+own = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.RMSprop(others, lr=1e-2, momentum=0.9)]
+schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, {STEPS}) for optimizer in own]
+with rp.join() as job:
+    run = job.train(model, data, replicas=3, batch=8, steps={STEPS}, accumulate=2, nonfinite="skip", clip=0.5,
+                    shard_bytes=256, sync=rp.AllReduce(), own_optimizer=own, own_schedule=schedules)
+    for micro in run:
+        with micro:
+            loss = torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1])
+            while micro.replica > 0 and micro.step >= int(gate.read_text()):
+                time.sleep(0.005)
+            micro.backward(loss * math.nan if (micro.step, micro.replica) == (5, 1) else loss)
+    if run.lead:
+        (run.folder / "hash").write_text(weights_hash(model))
+"""
 
 
 @pytest.fixture
@@ -44,6 +68,20 @@ def _ends_like(cluster: Cluster, other: Cluster) -> None:
 def _computing(cluster: Cluster) -> list[str]:
     computing: list[str] = cluster.events("Members")[-1]["workers"]
     return computing
+
+
+@pytest.fixture(scope="module")
+def undisturbed_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A run with optimizers of its own that nothing happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("own"))
+    cluster.script.write_text(OWN_SCRIPT)
+    try:
+        cluster.open(STEPS)
+        cluster.run("--workers", "1", "--servers", "1")
+        assert cluster.ended() == 0, cluster.output
+        yield cluster
+    finally:
+        cluster.close()
 
 
 def _until_stored(cluster: Cluster) -> None:
@@ -159,3 +197,18 @@ def test_what_is_exported_is_what_is_exported_under_sync(cluster: Cluster, under
         assert kept.keys() == same.keys()
         assert all(torch.equal(torch.as_tensor(same[key]), torch.as_tensor(kept[key])) for key in kept)
     assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
+
+
+@pytest.mark.parametrize("victims", [("worker0",), ("server0",), ("worker0", "worker1")], ids=str)
+def test_what_own_optimizers_keep_survives_with_buffers_schedules_and_skipped_steps(
+    cluster: Cluster, undisturbed_own: Cluster, victims: tuple[str, ...]
+) -> None:
+    cluster.script.write_text(OWN_SCRIPT)
+    cluster.run("--workers", "2", "--servers", "2", "--snapshot-steps", "3")
+    _until_stored(cluster)
+    for victim in victims:
+        cluster.processes()[victim].kill()
+    cluster.until(lambda: cluster.output.count("starting another") == len(victims))
+    _ends_like(cluster, undisturbed_own)
+    assert ("going back" in cluster.output) == (len(victims) == 2)
+    assert cluster.events("Skipped")
