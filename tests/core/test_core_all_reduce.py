@@ -119,6 +119,17 @@ def test_without_any_server_the_job_waits_for_one_and_goes_on_from_a_worker_s_st
     assert (job.view.first, job.view.origin) == ("w1", "")
 
 
+def test_with_too_few_workers_the_job_waits_for_more_and_the_one_that_is_left_brings_the_state() -> None:
+    job = _begun(steps=4, workers_min=2)
+    _gone(job, "s0", "s1")
+    _gone(job, "w1")
+    job.come("s2")
+    assert job.machine.waiting_for() == "workers to go on with the state that is here (at least 2 are wanted)"
+    job.come("w2")
+    assert (job.view.first, job.view.origin) == ("w0", "")
+    assert job.machine.waiting_for() is None
+
+
 def test_a_bringer_that_dies_before_its_state_is_known_to_be_whole_is_followed_by_another() -> None:
     job = _begun(steps=4)
     _gone(job, "s0")

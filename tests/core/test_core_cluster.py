@@ -1127,7 +1127,7 @@ def test_a_snapshot_is_taken_again_when_shards_have_changed_hands_under_it() -> 
     job.play(Left("s0", "x"))
     assert job.play(Captured("s1", capture.snapshot, tuple(SHARDS))) == []
     (again,) = _of(Capture, job.tick(0.1))
-    assert again.servers == ("s1",)
+    assert again.writers == ("s1",)
     assert again.snapshot != capture.snapshot
 
 

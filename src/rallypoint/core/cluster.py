@@ -81,7 +81,7 @@ class ClusterMachine:
         """To be written down when `revision` has risen."""
         return ClusterState(
             self.record, self.view, tuple(sorted(self._views.in_step)), self._members.births, self._views.epoch,
-            self._begun, self.furthest, self._workers_max, self.last_word, self._carriers.reached,
+            self._begun, self.furthest, self._workers_max, self.last_word, dict(self._carriers.reached),
         )  # fmt: skip
 
     def _recover(self, state: ClusterState) -> None:
@@ -122,6 +122,8 @@ class ClusterMachine:
 
     def waiting_for(self) -> str | None:
         """What the job waits for as a whole, as a phrase (I8); None when it is a step."""
+        if self.phase is Phase.RECOVERING and self._carriers.reached and self._members.servers:
+            return f"workers to go on with the state that is here (at least {self.terms.workers_min} are wanted)"
         return awaited(self.phase, self._members, self.terms, self._workers_to_begin)
 
     def lateness(self) -> Mapping[str, tuple[float, float]]:

@@ -18,7 +18,7 @@ class Phase(enum.Enum):
 
     GATHERING = "gathering"  # waiting for members and for what they bring
     RUNNING = "running"
-    RECOVERING = "recovering"  # shards were lost: looking for a snapshot, or for servers to load it
+    RECOVERING = "recovering"  # the state was lost: looking for a snapshot, or for servers to take it
     OVER = "over"
 
 

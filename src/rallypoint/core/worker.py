@@ -176,8 +176,8 @@ class WorkerMachine(SlotMachine):
                 return self._seek() if self._held[shard] != self._right(shard, self.target) else []
             case Installed():
                 if self._installing < 0:  # rewound meanwhile
-                    self._finishing = False
-                    return self._seek()
+                    finishing, self._finishing = self._finishing, False
+                    return self._seek() if finishing else []
                 version, self._installing = self._installing, -1
                 return self._begin_step(version)
             case ToWait():
