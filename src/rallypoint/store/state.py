@@ -34,7 +34,7 @@ def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int,
         known = not record.scalars
     else:
         right = all(len(array) == shard.words and array.dtype == np.float32 for array in kept.values())
-        known = (kept.keys(), record.scalars.keys()) in state_names(config.applied)
+        known = (set(kept), set(record.scalars)) in state_names(config.applied)
     master = record.arrays.get(MASTER)
     whole = master is not None and len(master) == shard.words and master.dtype == np.float32
     if not whole or not known or not right or record.clocks:

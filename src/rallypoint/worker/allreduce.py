@@ -58,7 +58,8 @@ class WorkerOptimizer:
 
     def record(self, shard: Shard) -> ShardRecord:
         """A shard's state at `version`, in memory of its own: as servers store it in other modes."""
-        arrays, scalars = {MASTER: self._tensors.part(shard.start, shard.stop)}, {}
+        arrays = {MASTER: self._tensors.part(shard.start, shard.stop)}
+        scalars: dict[str, float] = {}
         if shard.role == "parameters":
             kept, scalars = self._stepper.state_in(shard)
             arrays |= kept
