@@ -13,7 +13,7 @@ from rallypoint.config import resolve
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard_effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
-from rallypoint.net.pool import Buffer, BufferPool, BufferPools
+from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.server.averaged import AveragedShard
 from rallypoint.store.record import ShardRecord, decode_record, encode_record
 
@@ -24,12 +24,13 @@ SHARD = Shard(index=0, start=0, stop=WORDS, group=0)
 class _Bench:
     def __init__(self, version: int = 5, **settings: object) -> None:
         config = resolve({"replicas": 2, "steps": 20, "sync": rp.AllReduce(), **settings})
-        self.pool, self.pools = BufferPool(WORDS), BufferPools()
-        self.owned = AveragedShard(SHARD, config, self.pool, self.pools, Scratch())
+        self.pool = BufferPool(WORDS)
+        self.owned = AveragedShard(SHARD, config, self.pool, Scratch())
         arrays = {name: np.arange(WORDS, dtype=np.float32) for name in ("master", "exp_avg", "exp_avg_sq")}
         self.record = ShardRecord(0, version, arrays, {"step": float(version)})
         self.data = encode_record(self.record, "none")
-        payload = self.pools.take(len(self.data))
+        self.once = BufferPool(-(-len(self.data) // 4), keeps=False)
+        payload = self.once.take()
         payload.bytes[: len(self.data)] = self.data
         self.owned.install(payload, version, len(self.data))
         self.version = version
@@ -90,7 +91,7 @@ def test_two_versions_are_kept_and_all_buffers_come_back() -> None:
     assert [version for version in range(20) if bench.owned.keeps(version)] == [10, 11]
     bench.owned.release()
     assert len(bench.pool.free) == bench.pool.made <= 4
-    assert all(len(pool.free) == pool.made == 1 for pool in bench.pools._pools.values())
+    assert bench.once.free == []  # the state, three times as large, is not kept for another time
 
 
 def test_a_snapshot_is_a_beginning_like_what_a_worker_brings() -> None:

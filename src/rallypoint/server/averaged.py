@@ -11,7 +11,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard_effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
-from rallypoint.net.pool import Buffer, BufferPool, BufferPools
+from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.server.owned import OwnedShard
 from rallypoint.store.record import ShardRecord, encode_record
 
@@ -24,12 +24,9 @@ class AveragedShard(OwnedShard):
     record, three times as much with Adam, goes with the second update.
     """
 
-    def __init__(
-        self, shard: Shard, config: JobConfig, pool: BufferPool, pools: BufferPools, scratch: Scratch
-    ) -> None:
+    def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
         super().__init__(shard, config, pool, scratch)
         self.master = torch.empty(0)
-        self._pools = pools
         self._begun_at, self._begun_bytes = -1, 0
         self._skipped: set[int] = set()
 
@@ -84,6 +81,6 @@ class AveragedShard(OwnedShard):
         """Begin with what a snapshot says."""
         self.release()
         data = encode_record(record, "none")
-        buffer = self._pools.take(len(data))
+        buffer = BufferPool(-(-len(data) // 4), keeps=False).take()
         buffer.bytes[: len(data)] = data
         self.install(buffer, record.version, len(data))

@@ -326,7 +326,7 @@ class Reducer:
 
     def _own(self, place: Shard) -> OwnedShard | OwnedRows:
         if self._config.stateful_workers and place.role == "parameters":
-            return AveragedShard(place, self._config, self._pool, self._pools, self._scratch)
+            return AveragedShard(place, self._config, self._pool, self._scratch)
         if place.part is None:
             return OwnedShard(place, self._config, self._pool, self._scratch)
         return OwnedRows(place, self._tables[place.part.table].name, self._config, self._pools)

@@ -336,8 +336,10 @@ class ServerService:
     def _receive_payload(self, channel: Channel, header: Header, sender: str) -> None:
         assert self._pool is not None
         self._check_payload(header)
-        fixed = self._place(header).part is None and header.kind is not Kind.STATE
-        buffer = self._pool.take() if fixed else self._pools.take(header.length)
+        if header.kind is Kind.STATE:
+            buffer = BufferPool(-(-header.length // 4), keeps=False).take()
+        else:
+            buffer = self._pool.take() if self._place(header).part is None else self._pools.take(header.length)
         try:
             with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):
                 header = self._receive_into(buffer, channel, header)

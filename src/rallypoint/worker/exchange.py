@@ -227,9 +227,11 @@ class Exchange:
 
         Not out of the buffer: this may have to be done again while versions land there already.
         """
-        since = self.view.since
         with self._changed:
             self._machine.initialised()
+            since, brings = self.view.since, self._machine.brings
+        if not brings:
+            return  # all begin again meanwhile, with what somebody else brings
         room = threading.Semaphore(_INITIAL_SHARDS)
         for shard in self.layout.shards:
             while not room.acquire(timeout=0.1):
@@ -348,9 +350,14 @@ class Exchange:
         self._computing = False
         self._handle(machine.ReplicaAbandoned())
 
-    def begin_install(self) -> torch.Tensor:
-        """The version in the buffer (see `installing`), which nobody writes until `installed`."""
+    def begin_install(self, version: int) -> torch.Tensor | None:
+        """The version in the buffer (see `installing`), which nobody writes until `installed`.
+
+        None if workers have a state and the version has become void meanwhile: what they have must not be spoilt.
+        """
         with self._changed:
+            if self._config.stateful_workers and self._machine.next_action() != machine.Install(version):
+                return None
             self._machine.install()
             self._taken, self._states = (self._states, bool(self._skipped)), {}
         return self.buffer

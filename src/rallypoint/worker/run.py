@@ -251,7 +251,9 @@ class Run:
 
     def _install(self, version: int) -> None:
         with self._tracer.span("install", version=version):
-            vector, shards = self._exchange.begin_install(), self._exchange.installing
+            vector, shards = self._exchange.begin_install(version), self._exchange.installing
+            if vector is None:
+                return
             if self._optimizer is not None:
                 states, skipped = self._exchange.take_states()
                 self._optimizer.install(version, vector, states, skipped=skipped)
