@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,10 +34,10 @@ def build() -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
     return model, torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randint(0, 4, (64,)))
 
 
-def train(servers: int) -> torch.nn.Module:
+def train(servers: int, **settings: Any) -> torch.nn.Module:
     model, dataset = build()
     with EmbeddedJob(servers=servers) as job:
-        for micro in job.train(model, dataset, **SETTINGS):
+        for micro in job.train(model, dataset, **SETTINGS, **settings):
             with micro:
                 x, y = micro.batch
                 assert x.is_cuda
@@ -54,3 +56,12 @@ def test_a_model_on_a_gpu_trains_as_plain_pytorch_does() -> None:
 
 def test_the_number_of_servers_changes_no_byte_on_a_gpu() -> None:
     assert weights_hash(train(servers=1)) == weights_hash(train(servers=3))
+
+
+def test_an_optimizer_on_the_gpu_trains_as_plain_pytorch_does_for_any_number_of_servers() -> None:
+    model = train(servers=2, sync=rp.AllReduce())
+    assert weights_hash(model) == weights_hash(train(servers=1, sync=rp.AllReduce()))
+    expected, dataset = build()
+    train_reference(expected, dataset, lambda m, b: F.cross_entropy(m(b[0]), b[1]), resolve(SETTINGS))
+    for (name, got), want in zip(model.state_dict().items(), expected.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")

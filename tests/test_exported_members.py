@@ -17,6 +17,7 @@ EXPORTED = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AllReduce",
     "Async",
     "BoundedStaleness",
     "Group",

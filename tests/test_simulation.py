@@ -16,7 +16,7 @@ import pytest
 
 from rallypoint.core import view_change
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.policy import Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard import ShardMachine
 from rallypoint.core.shard_effects import Effect, Publish
 from rallypoint.core.slots import Slot
@@ -33,7 +33,7 @@ FIXED = range(60)
 FIXED_OTHERS = range(40)  # of each policy that is not plain Sync
 ENOUGH = range(300)  # seeds within which a planted bug has to be found
 TURNS = (LocalSteps(2, fragments=2), LocalSteps(3, fragments=3))
-OTHERS = (BoundedStaleness(1), BoundedStaleness(3), Async(), Async(fold=3), Sync(quorum=2), *TURNS)
+OTHERS = (BoundedStaleness(1), BoundedStaleness(3), Async(), Async(fold=3), Sync(quorum=2), AllReduce(), *TURNS)
 
 
 def _failures(seeds: Iterable[int], policy: Played) -> list[str]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rallypoint.config import Group, JobConfig
     from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
-    from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+    from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
     from rallypoint.launch.join import join
     from rallypoint.worker.micro import Micro
@@ -28,6 +28,7 @@ _HOMES = {
     "Adagrad": "rallypoint.core.optimizer",
     "Adam": "rallypoint.core.optimizer",
     "AdamW": "rallypoint.core.optimizer",
+    "AllReduce": "rallypoint.core.policy",
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
     "Group": "rallypoint.config",
@@ -49,6 +50,7 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AllReduce",
     "Async",
     "BoundedStaleness",
     "Group",

@@ -20,7 +20,16 @@ from rallypoint.core.cadence import EVERY_TICK, TOGETHER, Cadence, Turn, cut_eve
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import SHARD_BYTES, Layout, Role, Shard
 from rallypoint.core.optimizer import SGD, Adagrad, AdamW, Optimizer
-from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Mode, ServerPolicy, Sync, server_policy
+from rallypoint.core.policy import (
+    AllReduce,
+    Async,
+    BoundedStaleness,
+    LocalSteps,
+    Mode,
+    ServerPolicy,
+    Sync,
+    server_policy,
+)
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
 from rallypoint.errors import ConfigError
 
@@ -52,7 +61,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
         batch: samples of one replica at one step.
         steps: updates to make.
-        optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations).
+        optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations; under
+            AllReduce: what every worker does with the mean gradient).
         sync: how workers and servers keep in step.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
@@ -105,6 +115,16 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def streaming(self) -> bool:
         """Does each replica have a clock of its own?"""
         return self.policy.streaming
+
+    @property
+    def stateful_workers(self) -> bool:
+        """Do workers step the optimizer, each its own, and servers only average?"""
+        return isinstance(self.sync, AllReduce)
+
+    @property
+    def own_optimizer(self) -> str:
+        """The class of the optimizer that a worker steps in place of `optimizer`; "" if it steps that one, or none."""
+        return self.sync.own if isinstance(self.sync, AllReduce) else ""
 
     @property
     def local(self) -> LocalSteps | None:
@@ -239,7 +259,7 @@ def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | Non
     """What the members of the job must agree on."""
     return JobRecord(
         msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round, config.sticky,
-        config.streaming, cadence_of(config, layout.shards),
+        config.streaming, cadence_of(config, layout.shards), config.stateful_workers,
     )  # fmt: skip
 
 
@@ -377,6 +397,7 @@ def _check(config: JobConfig) -> None:
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
     _check_mode(config)
+    _check_own_optimizer(config)
     if not (config.table_std >= 0 and math.isfinite(config.table_std)):
         raise ConfigError(f"table_std is {config.table_std}: use a finite number that is not negative")
     if config.hold_bytes < 0:
@@ -413,6 +434,31 @@ def _check_adagrad(spec: Adagrad) -> None:
             "adagrad with eps=0 and initial_accumulator_value=0 would divide a gradient of 0 by 0, as every unused "
             "parameter has it: give one of them a small positive value"
         )
+
+
+def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
+    """The configuration of a job whose script has an optimizer of its own, of this class; or ("") has none.
+
+    ConfigError where workers step none, or the configuration says something else.
+    """
+    if kind and not isinstance(config.sync, AllReduce):
+        raise ConfigError(
+            "own_optimizer needs sync=rp.AllReduce(): in other modes it is the servers that step, with optimizer="
+        )
+    if config.own_optimizer not in ("", kind):
+        raise ConfigError(f"sync.own is {config.own_optimizer}: leave it to job.train, which has own_optimizer")
+    if not kind:
+        return config
+    assert isinstance(config.sync, AllReduce)
+    return parse(msgspec.to_builtins(msgspec.structs.replace(config, sync=AllReduce(own=kind))))
+
+
+def _check_own_optimizer(config: JobConfig) -> None:
+    for group in config.groups if config.own_optimizer else ():
+        if group.weight_decay is not None or group.lr_scale != 1.0:
+            raise ConfigError(
+                "groups cannot set a decay or a rate where own_optimizer steps: give them to its own param_groups"
+            )
 
 
 def _check_mode(config: JobConfig) -> None:

@@ -143,7 +143,7 @@ class _Job:
     def store(self, taken: Capture) -> list[Effect]:
         """Every server stores its part, and the manifest is written."""
         effects = []
-        for server in taken.servers:
+        for server in taken.writers:
             parts = tuple(self.view.shards_of(server))
             effects += self.play(Captured(server, taken.snapshot, parts))
         assert _of(Commit, effects) == [Commit(taken.snapshot, taken.version)]
@@ -991,7 +991,7 @@ def test_nothing_is_computed_before_the_first_weights_are_stored() -> None:
     publish, capture = effects[-2:]
     assert publish.view.deals == ()
     assert publish.view.first == "w0"
-    assert (capture.version, sorted(capture.servers)) == (0, ["s0", "s1"])
+    assert (capture.version, sorted(capture.writers)) == (0, ["s0", "s1"])
     stored = job.store(capture)
     assert len(_of(Publish, stored)) == 1
     assert sorted(r for hand in job.view.hands(0).values() for r in hand) == [0, 1, 2, 3]
@@ -1127,7 +1127,7 @@ def test_a_snapshot_is_taken_again_when_shards_have_changed_hands_under_it() -> 
     job.play(Left("s0", "x"))
     assert job.play(Captured("s1", capture.snapshot, tuple(SHARDS))) == []
     (again,) = _of(Capture, job.tick(0.1))
-    assert again.servers == ("s1",)
+    assert again.writers == ("s1",)
     assert again.snapshot != capture.snapshot
 
 

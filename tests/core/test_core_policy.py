@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rallypoint.core.policy import (
+    AllReduce,
     Async,
     BoundedStaleness,
     Ledger,
@@ -36,6 +37,12 @@ class TestSync(PolicyContract):
 
     def needed(self, replicas: int) -> int:
         return replicas
+
+
+class TestAllReduce(TestSync):
+    @pytest.fixture
+    def policy(self) -> Policy:
+        return server_policy(AllReduce())
 
 
 @pytest.mark.parametrize("quorum", [1, 2, 3])
@@ -143,12 +150,15 @@ def test_what_is_folded_counts_as_often_as_what_is_not() -> None:
     (Async(fold=2), Async(fold=2)),
     (LocalSteps(4), Sync()),
     (LocalSteps(4, over=Async()), Async()),
+    (AllReduce(), Sync()),
 ], ids=str)  # fmt: skip
 def test_what_a_server_does_under_each_mode(mode: Mode, policy: ServerPolicy) -> None:
     assert server_policy(mode) == policy
 
 
-@pytest.mark.parametrize("mode", [Sync(quorum=3), BoundedStaleness(2), Async(fold=2), LocalSteps(4)], ids=str)
+@pytest.mark.parametrize("mode", [
+    Sync(quorum=3), BoundedStaleness(2), Async(fold=2), LocalSteps(4), AllReduce(own="torch.optim.Muon"),
+], ids=str)  # fmt: skip
 def test_a_mode_travels_in_the_job_s_record(mode: Mode) -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(mode), type=Mode) == mode  # type: ignore[arg-type]
 

@@ -27,6 +27,7 @@ class Case:
     loss: Callable[[torch.nn.Module, Any], torch.Tensor]
     settings: dict[str, Any]
     weight_of: Callable[[int, int], float] | None = None
+    own: Callable[[torch.nn.Module], tuple[list[Any], list[Any]]] | None = None
 
     @property
     def config(self) -> JobConfig:
@@ -139,6 +140,30 @@ CASES = {
     ),
 }  # fmt: skip
 
+def _muon(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+    """As its author has it: matrices inside, AdamW for all else; and a schedule of each."""
+    inside = [p for name, p in model.named_parameters() if p.dim() == 2 and "blocks" in name]
+    others = [p for name, p in model.named_parameters() if not (p.dim() == 2 and "blocks" in name)]
+    optimizers = [torch.optim.Muon(inside, lr=2e-3), torch.optim.AdamW(others, lr=3e-3)]
+    return optimizers, [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / 5)) for o in optimizers]
+
+
+def _rmsprop(model: torch.nn.Module) -> tuple[list[Any], list[Any]]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.RMSprop(trained, lr=1e-3, momentum=0.9, centered=True)
+    return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 24)]
+
+
+_ALL = {"sync": rp.AllReduce()}
+ALL_REDUCE_CASES = {
+    name: Case(case.build, case.loss, {**case.settings, **_ALL}, case.weight_of) for name, case in CASES.items()
+} | {
+    "adam, fused": Case(_gpt, _gpt_loss, {**_GPT_SETTINGS, **_ALL, "optimizer": rp.Adam(lr=3e-3, fused=True)}),
+    "own muon": Case(_gpt, _gpt_loss, {**_GPT_SETTINGS, **_ALL, "steps": 20}, own=_muon),
+    "own rmsprop": Case(_sometimes, _sometimes_loss, {**_PLAIN, **_ALL, "accumulate": 3}, _weight, _rmsprop),
+    "plain descent": Case(_sometimes, _sometimes_loss, {**_PLAIN, **_ALL, "optimizer": rp.SGD(lr=0.05)}),
+}  # fmt: skip
+
 _FRESH, _KEPT = rp.LocalSteps(steps=4, keep_inner=False), rp.LocalSteps(steps=4, keep_inner=True)
 _LOCAL_GPT = {**_GPT_SETTINGS, "replicas": 3, "accumulate": 2, "steps": 22}  # the last round has two steps
 
@@ -209,6 +234,14 @@ def reference_hash(name: str) -> str:
     return weights_hash(model)
 
 
+def all_reduce_reference_hash(name: str) -> str:
+    """The weights' hash of plain PyTorch in this process, for a case whose optimizer is the workers'."""
+    case = ALL_REDUCE_CASES[name]
+    model, dataset = case.build()
+    train_reference(model, dataset, case.loss, case.config, weight_of=case.weight_of, own=case.own)
+    return weights_hash(model)
+
+
 def local_reference_hash(name: str) -> str:
     """The weights' hash of plain PyTorch in this process, for a case with local steps."""
     case = LOCAL_CASES[name]
@@ -220,6 +253,11 @@ def local_reference_hash(name: str) -> str:
 def train_locally_on_worker(job: rp.Job, name: str) -> str:
     """The weights' hash on one worker of a real cluster, for a case with local steps."""
     return _train(job, LOCAL_CASES[name])
+
+
+def train_stepping_on_worker(job: rp.Job, name: str) -> str:
+    """The weights' hash on one worker of a real cluster, for a case whose optimizer is the workers'."""
+    return _train(job, ALL_REDUCE_CASES[name])
 
 
 def train_on_worker(job: rp.Job, name: str) -> str:
@@ -234,7 +272,8 @@ def _train(job: rp.Job, case: Case) -> str:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.normal_()
-    for micro in job.train(model, dataset, **case.settings):
+    optimizers, schedules = case.own(model) if case.own else ([], [])
+    for micro in job.train(model, dataset, own_optimizer=optimizers, own_schedule=schedules, **case.settings):
         with micro:
             weight = case.weight_of(micro.step, micro.replica) if case.weight_of else 1.0
             micro.backward(case.loss(model, micro.batch), weight=weight)

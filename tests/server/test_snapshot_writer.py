@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rallypoint.net.messages import NotStored, Stored
-from rallypoint.server.snapshots import SnapshotWriter, own_copy
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.record import ShardRecord
+from rallypoint.store.writer import SnapshotWriter, own_copy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 

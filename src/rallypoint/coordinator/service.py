@@ -67,7 +67,7 @@ from rallypoint.store.retention import Retention
 SILENCE_S = 5.0  # without news for so long, say what the job waits for
 _FAREWELL_S = 2.0
 _MAY_SAY: dict[str, tuple[type, ...]] = {
-    "worker": (Propose, Beat, Report, Leaving, Metrics, Say, Done, GiveUp),
+    "worker": (Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
     "server": (Beat, Applied, Accounted, InStep, Stored, NotStored, Skipped, Say, GiveUp),
     "observer": (SnapshotWanted, Resize),
 }
@@ -382,10 +382,10 @@ class CoordinatorService:
     def _run_snapshot_effect(self, effect: cluster_effects.Effect) -> None:
         keeper = self._keeper
         match effect:
-            case cluster_effects.Capture(snapshot=snapshot, version=version, servers=servers) if keeper is not None:
+            case cluster_effects.Capture(snapshot=snapshot, version=version, writers=writers) if keeper is not None:
                 keeper.begin(snapshot)
-                for server in servers:
-                    self._send(server, Capture(snapshot, version))
+                for writer in writers:
+                    self._send(writer, Capture(snapshot, version, writers))
             case cluster_effects.Commit(snapshot=snapshot, version=version) if keeper is not None:
                 assert self._machine.record is not None
                 keeper.commit(

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rallypoint.core import cluster_events as events
+from rallypoint.core.carriers import Carriers
 from rallypoint.core.cluster_effects import (
     Abort,
     Admit,
@@ -54,6 +57,7 @@ class ClusterMachine:
     _begun: bool = False  # the first weights are safe, or a step has been computed: they cannot be brought again
     _members: Membership = field(default_factory=Membership)
     _speeds: Speeds = field(default_factory=Speeds)
+    _carriers: Carriers = field(default_factory=Carriers)
     _now: float = 0.0
     _origin: str = ""
     _views: ViewSequence = field(init=False)
@@ -77,7 +81,7 @@ class ClusterMachine:
         """To be written down when `revision` has risen."""
         return ClusterState(
             self.record, self.view, tuple(sorted(self._views.in_step)), self._members.births, self._views.epoch,
-            self._begun, self.furthest, self._workers_max, self.last_word,
+            self._begun, self.furthest, self._workers_max, self.last_word, dict(self._carriers.reached),
         )  # fmt: skip
 
     def _recover(self, state: ClusterState) -> None:
@@ -89,12 +93,16 @@ class ClusterMachine:
         self._views.view = state.view if state.record is not None else None
         self._views.in_step = set(state.in_step)
         self.record, self._begun, self.furthest = state.record, state.begun, state.furthest
+        self._carriers.reached = dict(state.carriers)
         self._workers_max, self.last_word = state.workers_max, state.last_word
         if self.view is None or state.last_word is not None:
             self.phase = Phase.GATHERING if state.last_word is None else Phase.OVER
             return
         self.phase = Phase.RUNNING
         self._members.expect(self.view)
+        if self._stateful_workers:
+            self._views.replication = 1
+            self._carriers.moved = bool(self.view.deals) or self._begun
 
     # ---- questions the shell asks ----
 
@@ -106,10 +114,16 @@ class ClusterMachine:
     @property
     def exposed(self) -> int:
         """How many shards would be lost with one server."""
-        return self._views.exposed
+        return 0 if self._stateful_workers else self._views.exposed
+
+    @property
+    def _stateful_workers(self) -> bool:
+        return self.record is not None and self.record.stateful_workers
 
     def waiting_for(self) -> str | None:
         """What the job waits for as a whole, as a phrase (I8); None when it is a step."""
+        if self.phase is Phase.RECOVERING and self._carriers.reached and self._members.servers:
+            return f"workers to go on with the state that is here (at least {self.terms.workers_min} are wanted)"
         return awaited(self.phase, self._members, self.terms, self._workers_to_begin)
 
     def lateness(self) -> Mapping[str, tuple[float, float]]:
@@ -162,12 +176,13 @@ class ClusterMachine:
         effects: list[Effect] = []
         if self._members.is_taken(member.id, role):  # by an old process: it is gone, whether or not we have noticed
             effects += self._left(member.id, "another process came under its name")
+        self._carriers.reached.pop(member.id, None)  # whoever had that name
         effects.append(Admit(member.id, self._members.join(member, role)))
         if role == "server" and self.record is not None and self.phase is not Phase.GATHERING:
             effects.append(Prepare(member.id, self.record))
         if self.phase is Phase.GATHERING:
             return [*effects, *self._begin_when_gathered()]
-        if self.phase is Phase.RECOVERING:
+        if self.phase is Phase.RECOVERING and not self._stateful_workers:
             return [*effects, *([FindSnapshot()] if role == "server" else [])]
         return [*effects, *(self._turn() if role == "server" else [])]
 
@@ -221,6 +236,7 @@ class ClusterMachine:
         was_worker, polite = member in self._members.workers, member in self._members.leaving
         self._members.remove(member)
         self._speeds.forget(member)
+        had_state = self._carriers.reached.pop(member, -1) >= 0
         if self.phase is Phase.GATHERING:
             if not self._members.proposed and self.resume is None:
                 self.record = None
@@ -230,6 +246,11 @@ class ClusterMachine:
             return [said]
         if was_worker and not self._begun and self.view is not None and member == self.view.first:
             return [said, *self._start_over("")]  # it may have brought half of the first weights
+        if was_worker and self._stateful_workers and self.view is not None:
+            self.revision += had_state
+            self._snapshots.abandon()  # it may have had a share in one
+            if member == self.view.first and not self._carriers.safe:
+                return [said, *self._hand_over(ending=self.view.ending)]
         return [said, *self._turn(), *self._finish_when_done()]
 
     def _is_current(self, since: ViewNumber) -> bool:
@@ -240,6 +261,7 @@ class ClusterMachine:
         if worker not in self._members.workers or self.phase is not Phase.RUNNING or self.record is None:
             return []
         self._members.done.add(worker)
+        self._has_state(worker, self.record.rounds)
         self.furthest = max(self.furthest, self.record.rounds - 1)
         effects: list[Effect] = []
         if self.view is not None and not self.view.ending:
@@ -296,10 +318,16 @@ class ClusterMachine:
         if not self._begun:
             self._begun = True
             self.revision += 1
+        self._has_state(event.worker, event.step)
         self._speeds.computed(event.worker, event.step, event.replica, event.seconds, self._now)
         self.furthest = max(self.furthest, event.step)
         self._snapshots.computed(event.step, event.replica)
         return []
+
+    def _has_state(self, worker: str, version: int) -> None:
+        """A worker says that it has come to this version, or further."""
+        if self._stateful_workers and worker in self._members.workers:
+            self.revision += self._carriers.has(worker, version)
 
     def _active(self) -> list[str]:
         """The workers that compute, the longest here first; the others stand by."""
@@ -333,6 +361,8 @@ class ClusterMachine:
     def _assist_stragglers(self) -> list[Effect]:
         if not self.terms.backup_tasks or self.view is None or self.record is None or self.record.sticky:
             return []  # (what a replica leaves on its worker the helper does not have)
+        if self.record.stateful_workers:
+            return []  # who is overtaken could not follow any more
         found = self._speeds.straggler(self.view.hands(self.furthest), self.furthest, self._active(), self._now)
         return [] if found is None else [Assist(*found)]
 
@@ -340,12 +370,16 @@ class ClusterMachine:
 
     def _turn(self, *, ending: bool = False) -> list[Effect]:
         """The view that follows from who is here now, if it differs from the one in force."""
+        if self.phase is Phase.RECOVERING and self._stateful_workers:
+            return self._hand_over()
         if self.phase is not Phase.RUNNING or self.view is None or self.record is None:
             return []
-        before = self.view
-        view = self._views.following(
-            self.record.layout.shards, self._members, self._deals(before), ending=before.ending or ending
-        )
+        before, deals, ending = self.view, self._deals(self.view), self.view.ending or ending
+        if self.record.stateful_workers and self._carriers.must_begin_again(
+            before, deals, self._members.workers, self._members.servers, self._members.present, ending=ending
+        ):
+            return self._hand_over(ending=ending)
+        view = self._views.following(self.record.layout.shards, self._members, deals, ending=ending)
         if view is None:
             return self._roll_back()
         if says_nothing_new(view, before, self.furthest):
@@ -363,9 +397,32 @@ class ClusterMachine:
             return [Say("parameters are lost with their servers: going back to the last snapshot"), FindSnapshot()]
         return self._start_over("")
 
+    def _hand_over(self, *, ending: bool = False) -> list[Effect]:
+        """Where workers are stateful: all begin again from what one of them brings, or from the last snapshot."""
+        if not self._begun:
+            return self._start_over("")
+        before, self.phase = self.phase, Phase.RECOVERING
+        self._members.done.clear()
+        self._snapshots.abandon()
+        computing = [w for w in self._active() if self.view is not None and self.view.takes_part(w, self.furthest + 1)]
+        bringer = self._carriers.bringer(computing, self._active(), self._members.present)
+        if not self._members.servers or (bringer and not self._active()):
+            return []
+        if not bringer:
+            lost = Say("the model's state is lost with the workers that had it: going back to the last snapshot")
+            return [*([lost] if before is Phase.RUNNING else []), FindSnapshot()]
+        self.phase = Phase.RUNNING
+        self.furthest = self._carriers.reached[bringer] - 1
+        return self._start_over("", bringer=bringer, ending=ending)
+
     def _found(self, event: events.Found) -> list[Effect]:
         if self.phase is not Phase.RECOVERING or not self._members.servers:
             return []
+        if event.snapshot == "" and self._stateful_workers:
+            return self._abort(
+                "no worker is left that has the model's state, and there is no snapshot to go back to: use more "
+                "workers, or set snapshots to every so many seconds"
+            )
         if event.snapshot == "":
             return self._abort(
                 "parameters were lost with their servers and there is no snapshot to go back to: set replication to 2, "
@@ -377,24 +434,29 @@ class ClusterMachine:
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}")
         return [said, *self._start_over(event.snapshot)]
 
-    def _start_over(self, origin: str) -> list[Effect]:
-        """A view from which everything before is void."""
+    def _start_over(self, origin: str, *, bringer: str = "", ending: bool = False) -> list[Effect]:
+        """A view from which everything before is void; `bringer` (else somebody) brings what all begin with."""
         assert self.record is not None
+        self._carriers.begin(safe=origin != "")
+        if self.record.stateful_workers:
+            self._views.replication = 1  # there is nothing on a server that could be lost
         self._speeds.restart()
         self._snapshots.restart()
         if not self._members.servers or (origin == "" and not self._active()):
             self.phase = Phase.GATHERING  # nobody to begin with
             return []
-        capture = self._capture(0, list(self._members.servers)) if origin == "" and self.terms.snapshots else []
+        first = bringer or min(self._active(), default="")
+        writers = [first] if self.record.stateful_workers else list(self._members.servers)
+        capture = self._capture(0, writers) if origin == "" and bringer == "" and self.terms.snapshots else []
         # The hands of a void past say nothing about who has computed what.
         view = self._views.first(
-            self.record.layout.shards, self._members, self._deals(None), bringer=min(self._active(), default=""),
-            origin=origin,
-        )  # fmt: skip
-        return [*self._publish(view, abandon=False), *capture]
+            self.record.layout.shards, self._members, self._deals(None), bringer=first, origin=origin
+        )
+        return [*self._publish(msgspec.structs.replace(view, ending=ending), abandon=False), *capture]
 
     def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
         self._views.adopt(view)
+        self._carriers.moved = self._carriers.moved or bool(view.deals)
         self.revision += 1
         if abandon:
             self._snapshots.abandon()
@@ -466,14 +528,17 @@ class ClusterMachine:
     def _take_snapshot(self) -> list[Effect]:
         if self.record is None or self.view is None or self._snapshots.final:
             return []
-        # Servers that are still to come back from an earlier coordinator could not hear of it.
-        self._snapshots.wanted = not self._members.awaited.isdisjoint(self._members.servers)
+        writers = [member.id for member in self.view.servers]
+        if self.record.stateful_workers:
+            writers = [worker for worker in self._active() if self.view.takes_part(worker, self.furthest + 1)]
+        # Those who are still to come back from an earlier coordinator could not hear of it.
+        self._snapshots.wanted = not writers or not self._members.awaited.isdisjoint(writers)
         if self._snapshots.wanted:
             return []
         version = self._snapshots.next_version(self.record, self.furthest, ending=self.view.ending)
-        return self._capture(version, [member.id for member in self.view.servers])
+        return self._capture(version, writers)
 
-    def _capture(self, version: int, servers: Sequence[str]) -> list[Effect]:
+    def _capture(self, version: int, writers: Sequence[str]) -> list[Effect]:
         assert self.record is not None
         id = self._snapshots.begin(version, (shard.index for shard in self.record.layout.shards), self._now)
-        return [Capture(id, version, tuple(servers))]
+        return [Capture(id, version, tuple(writers))]

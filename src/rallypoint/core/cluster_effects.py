@@ -53,11 +53,11 @@ class Assist:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Ask these servers for a snapshot."""
+    """Ask these members for a snapshot: servers, each for what it holds, or stateful workers, each for a share."""
 
     snapshot: str
     version: int
-    servers: tuple[str, ...]
+    writers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

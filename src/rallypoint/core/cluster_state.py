@@ -18,7 +18,7 @@ class Phase(enum.Enum):
 
     GATHERING = "gathering"  # waiting for members and for what they bring
     RUNNING = "running"
-    RECOVERING = "recovering"  # shards were lost: looking for a snapshot, or for servers to load it
+    RECOVERING = "recovering"  # the state was lost: looking for a snapshot, or for servers to take it
     OVER = "over"
 
 
@@ -34,6 +34,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     furthest: int
     workers_max: int
     last_word: Finish | Abort | None = None
+    carriers: dict[str, int] = {}
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, workers_to_begin: int) -> str | None:

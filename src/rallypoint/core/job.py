@@ -22,6 +22,7 @@ class JobRecord(msgspec.Struct, frozen=True):
         sticky: replicas leave something of use on the worker that computes them: none is moved for speed's sake.
         streaming: each replica has a clock of its own; no version is common to all shards.
         cadence: which shards each round is for; where they take turns, a version of the job is a tick.
+        stateful_workers: model and optimizer state are the workers', each has all of it, and servers only average.
     """
 
     config: dict[str, Any]
@@ -32,6 +33,7 @@ class JobRecord(msgspec.Struct, frozen=True):
     sticky: bool = False
     streaming: bool = False
     cadence: Cadence = TOGETHER
+    stateful_workers: bool = False
 
 
 def disagreement(first: JobRecord, other: JobRecord) -> str | None:

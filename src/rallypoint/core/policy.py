@@ -209,7 +209,22 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
     mix: float = 0.5
 
 
-Mode = Sync | BoundedStaleness | Async | LocalSteps
+class AllReduce(msgspec.Struct, frozen=True, tag="all-reduce", forbid_unknown_fields=True):
+    """Servers only average, as under Sync (the same order, the same idempotence); what they publish as version t+1 is
+    the mean gradient of step t, and every worker steps an optimizer of its own with it, in order and without a gap.
+
+    So workers have a state, the model with its optimizer's, and servers have none. Whoever is to have the state and has
+    not (a worker that joins, or was away) gets it from one that has, through the servers, in a view from which all
+    begin again there; if nobody is left who has it, from the last snapshot.
+
+    Attributes:
+        own: the class of the optimizer that workers have in place of the job's; set by `job.train(own_optimizer=...)`.
+    """
+
+    own: str = ""
+
+
+Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 ServerPolicy = Sync | BoundedStaleness | Async
 
 
@@ -218,7 +233,7 @@ def server_policy(mode: Mode) -> ServerPolicy:
     match mode:
         case LocalSteps():
             return mode.over
-        case BoundedStaleness(staleness=0):
+        case BoundedStaleness(staleness=0) | AllReduce():
             return Sync()
         case _:
             return mode

@@ -136,8 +136,8 @@ class ShardMachine:
                 return self._replicated(event)
             case events.Acked(version=version):
                 return self._acknowledged(version)
-            case events.Initialise(ticket=ticket):
-                return self._initialise(ticket)
+            case events.Initialise(ticket=ticket, version=version):
+                return self._initialise(ticket, version)
             case events.Decide():
                 return self._decide(event)
             case events.Fold():
@@ -156,11 +156,11 @@ class ShardMachine:
 
     # ---- the primary: contributions ----
 
-    def _initialise(self, ticket: events.Ticket) -> list[Effect]:
+    def _initialise(self, ticket: events.Ticket, version: int) -> list[Effect]:
         if self.version >= 0 or not self.primary:
             return [Drop(ticket)]
-        self.version = 0
-        return [Install(ticket), *self._captured(), *self._publish()]
+        self.version = version
+        return [Install(ticket, version), *self._captured(), *self._publish()]
 
     def _contribute(self, event: events.Contribute) -> list[Effect]:
         if not self.primary or self.version < 0:

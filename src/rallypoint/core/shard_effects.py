@@ -9,9 +9,10 @@ from rallypoint.core.shard_events import Ticket
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """The ticket's payload becomes the parameters at version 0."""
+    """The ticket's payload becomes the version that all begin with."""
 
     ticket: Ticket
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

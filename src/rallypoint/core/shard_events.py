@@ -10,9 +10,10 @@ EVERYTHING = -1  # wanted: no replica's next step, but the end of the job
 
 @dataclass(frozen=True, slots=True)
 class Initialise:
-    """The first worker brings version 0."""
+    """The first worker brings the version that all begin with."""
 
     ticket: Ticket
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

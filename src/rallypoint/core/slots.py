@@ -84,7 +84,8 @@ class ReplicaAbandoned:
 class Arriving:
     """A server is about to deliver a version of a shard, under the number of a view.
 
-    Under a streaming policy it is what was wanted for `replica`'s step `clock`.
+    Under a streaming policy it is what was wanted for `replica`'s step `clock`. A version that is not `whole` only says
+    what follows from the one before (AllReduce): nobody can begin with it.
     """
 
     shard: int
@@ -92,6 +93,7 @@ class Arriving:
     view: ViewNumber
     replica: int = 0
     clock: int = 0
+    whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +208,16 @@ class Install:
     version: int
 
 
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Store a share of a snapshot: the model has come to its version, or past it. Every n-th shard, from this worker's
+    place among the n `writers` on."""
+
+    snapshot: str
+    version: int
+    writers: tuple[str, ...]
+
+
 Action = Initialise | Compute | Install
 
 
@@ -293,6 +305,11 @@ class SlotMachine:
 
     def _brings_first_weights(self) -> bool:
         return self.view is not None and not self.view.origin and self.view.first == self.me and self.step < 0
+
+    @property
+    def brings(self) -> bool:
+        """Does this worker have to bring what all begin with (or has it just done so)?"""
+        return self._brings_first_weights()
 
     def _moved(self, before: View, view: View, stayed: set[str]) -> list[int]:
         """The shards whose primary is another process now."""

@@ -54,18 +54,22 @@ class WorkerMachine(SlotMachine):
     """
 
     cadence: Cadence = TOGETHER
+    in_order: bool = False  # the model goes from each version to the next, and may leave none out (AllReduce)
     _held: list[int] = field(init=False)  # the version in a slot that is landing or landed
     _newest: list[int] = field(init=False)  # the newest version known to exist, -1 when nothing is known
+    _whole: list[int] = field(init=False)  # the newest of which that can be begun with, likewise
     _asked: list[int] = field(init=False)  # the version that was fetched and has not come
     _delivered: list[set[int]] = field(init=False)  # replicas of this step sent to the shard's primary
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
     _installing: int = -1  # the version that the main thread is copying out of the slots
+    _finishing: bool = False  # it still does, although that version is void: the model is to be whole all the same
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
         self._held = [-1] * self.shards
         self._newest = [-1] * self.shards
+        self._whole = [-1] * self.shards
         self._asked = [-1] * self.shards
         self._delivered = [set() for _ in range(self.shards)]
 
@@ -81,6 +85,8 @@ class WorkerMachine(SlotMachine):
         if self._installing >= 0:
             return self._installing
         known = min(self._newest)
+        if self.in_order and known >= 0:
+            return self.step + 1 if self.step >= 0 else min(self._whole)
         return -1 if known < 0 else max(self.step + 1, known)
 
     def next_action(self) -> Action | None:
@@ -169,8 +175,9 @@ class WorkerMachine(SlotMachine):
                     self._slots[shard] = Slot.LANDED
                 return self._seek() if self._held[shard] != self._right(shard, self.target) else []
             case Installed():
-                if self._installing < 0:
-                    return []  # rewound meanwhile
+                if self._installing < 0:  # rewound meanwhile
+                    finishing, self._finishing = self._finishing, False
+                    return self._seek() if finishing else []
                 version, self._installing = self._installing, -1
                 return self._begin_step(version)
             case ToWait():
@@ -210,17 +217,19 @@ class WorkerMachine(SlotMachine):
             return [Discard(shard)]
         before = self.target
         self._newest[shard] = max(self._newest[shard], version)
+        self._whole[shard] = max(self._whole[shard], version if event.whole else -1)
         target = self.target
         if self._asked[shard] == version:
             self._asked[shard] = -1
         # A slot still QUEUED is no obstacle: that the version exists means the server needs nothing more from this
         # step, so whatever else leaves from these bytes will be dropped as a repeat (I2).
         right = self._right(shard, target)
+        usable = not self._finishing and (event.whole or self.step >= 0)
         has_room = self._slots[shard] in (Slot.FREE, Slot.QUEUED) or (
             self._slots[shard] is Slot.LANDED and self._held[shard] != right
         )
         # Before anything is known of the other shards (the first version, a late joiner), take what comes.
-        if has_room and version > self._right(shard, self.step) and right in (-1, version):
+        if usable and has_room and version > self._right(shard, self.step) and right in (-1, version):
             self._slots[shard] = Slot.LANDING
             self._held[shard] = version
             landing: list[Effect] = [Land(shard)]
@@ -249,10 +258,12 @@ class WorkerMachine(SlotMachine):
     def _rewind(self, view: View) -> None:
         """All members go back to `view.origin`."""
         self._void(view)
+        self._finishing = self._finishing or (self.in_order and self._installing >= 0)
         self._installing = -1
         self._wanted = frozenset()
         self._held = [-1] * self.shards
         self._newest = [-1] * self.shards
+        self._whole = [-1] * self.shards
         self._asked = [-1] * self.shards
         self._delivered = [set() for _ in range(self.shards)]
         self._assists.clear()
@@ -267,6 +278,7 @@ class WorkerMachine(SlotMachine):
         self.following = following
         if following:
             self._newest = [-1] * self.shards  # nothing was heard for a while
+            self._whole = [-1] * self.shards
         return [Follow(server, following) for server in sorted(self._links)]
 
     def _forget(self, shards: Iterable[int]) -> None:
@@ -308,7 +320,7 @@ class WorkerMachine(SlotMachine):
     def _seek(self) -> list[Effect]:
         """Fetch what exists of the target, is not here, and is not coming by itself."""
         target = self.target
-        if target < 0 or not self.following:
+        if target < 0 or not self.following or self._finishing:
             return []
         effects: list[Effect] = []
         for shard, slot in enumerate(self._slots):

@@ -3,15 +3,15 @@
     0  magic      4 bytes "RLPT"
     4  protocol   u8
     5  kind       u8
-    6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate), the version
-                        is not kept any more (Rows); bit 2: if it is not, the newest will do (PullRows; of the version
-                        LATEST, which never is, that is what is meant)
+    6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate; a mean's
+                        Version), the version is not kept any more (Rows); bit 2: if it is not, the newest will do
+                        (PullRows; of the version LATEST, which never is, that is what is meant)
     7  codec      u8    how the payload is written (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
-    24 step       u32   (Version, State, Ack, Replicate, PullRows, Rows: the version)
+    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version)
     28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
                         (PullRows, Rows: the pull's number)
     32 weight     f64   (Replicate: how many times the learning rate)

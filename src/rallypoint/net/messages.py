@@ -199,10 +199,12 @@ class Assist(_Message, frozen=True):
 
 
 class Capture(_Message, frozen=True):
-    """To servers: keep and store your shards at `version`."""
+    """To servers: keep and store your shards at `version`. To stateful workers: each its share of all shards, every
+    n-th from its place among the n `writers` on."""
 
     snapshot: str
     version: int
+    writers: tuple[str, ...] = ()
 
 
 class Finished(_Message, frozen=True):

@@ -28,16 +28,20 @@ class Buffer:
         """One holder less; the last one gives the buffer back."""
         with self._pool.lock:
             self._holders -= 1
-            if self._holders == 0:
+            if self._holders == 0 and self._pool.keeps:
                 self._pool.free.append(self)
             elif self._holders < 0:
                 raise AssertionError("a buffer was released more often than it was held")
 
 
 class BufferPool:
-    """Buffers of `words` words each, made when needed, kept for ever; the senders' window bounds their number."""
+    """Buffers of `words` words each, made when needed, kept for ever; the senders' window bounds their number.
 
-    def __init__(self, words: int) -> None:
+    What is needed once and not again comes from one that `keeps` none.
+    """
+
+    def __init__(self, words: int, *, keeps: bool = True) -> None:
+        self.keeps = keeps
         self.lock = threading.Lock()
         self.free: list[Buffer] = []
         self.made = 0

@@ -29,8 +29,8 @@ class OwnedShard:
     def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
         self.shard, self._seed = shard, config.seed
         self._pool = pool
-        is_buffers = shard.role == "buffers"
-        self._optimizer = None if is_buffers else ShardOptimizer(config, shard.group, shard.words)
+        none_here = shard.role == "buffers" or config.stateful_workers
+        self._optimizer = None if none_here else ShardOptimizer(config, shard.group, shard.words)
         self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
         self.wire: dict[int, Buffer] = {}
         self._codec = down_codec(config, shard, scratch)
@@ -51,10 +51,10 @@ class OwnedShard:
         assert self._sum is not None
         return self._sum.tensor[: self.shard.words]
 
-    def install(self, payload: Buffer) -> None:
-        """Version 0 has come: its buffer becomes the wire copy."""
+    def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
+        """The version that all begin with has come: its buffer becomes the wire copy."""
         self.master.copy_(payload.tensor[: self.shard.words])
-        self._keep(0, payload, 0)
+        self._keep(version, payload, version)
 
     def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
         """The first contribution's buffer becomes the sum; `base`: see `compensate`."""

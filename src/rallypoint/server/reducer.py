@@ -29,11 +29,12 @@ from rallypoint.net.frames import NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.messages import Accounted, Applied, InStep, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.averaged import AveragedShard
 from rallypoint.server.owned import OwnedShard
 from rallypoint.server.rows import Ids, OwnedRows
-from rallypoint.server.snapshots import SnapshotWriter, own_copy
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.writer import SnapshotWriter, own_copy
 
 _LEDGER = 64  # entries that are said again to a coordinator that took over
 _ACCOUNT_EVERY = 32  # updates
@@ -232,9 +233,11 @@ class Reducer:
         self._pulls.setdefault(header.shard, []).append(_Pull(channel, header, ids))
 
     def initialise(self, channel: Channel, header: Header, buffer: Buffer) -> None:
-        """A first worker's version 0 of a shard."""
+        """The version of a shard that all begin with: 0, or what the worker that brings it has come to."""
         if self._wanted(channel, header, buffer):
-            self._handle(header.shard, shard_events.Initialise(self._ticket(channel, header, buffer)))
+            ticket = self._ticket(channel, header, buffer)
+            version = header.step if self._config.stateful_workers else 0
+            self._handle(header.shard, shard_events.Initialise(ticket, version))
 
     def contribute(self, channel: Channel, worker: str, header: Header, buffer: Buffer) -> None:
         """A contribution to a shard's step, and what its worker wants next."""
@@ -322,6 +325,8 @@ class Reducer:
                     self.inbox.put(lambda verdict=effect: self._run_all(self.machine.decided(verdict)))  # type: ignore[misc]
 
     def _own(self, place: Shard) -> OwnedShard | OwnedRows:
+        if self._config.stateful_workers and place.role == "parameters":
+            return AveragedShard(place, self._config, self._pool, self._scratch)
         if place.part is None:
             return OwnedShard(place, self._config, self._pool, self._scratch)
         return OwnedRows(place, self._tables[place.part.table].name, self._config, self._pools)
@@ -349,8 +354,9 @@ class Reducer:
                 self._reply(index, effect)
             case shard_effects.Gather():
                 self._gathering[index] = None
-            case shard_effects.Install(ticket=ticket):
-                owned.install(self._settle(ticket))
+            case shard_effects.Install(ticket=ticket, version=version):
+                nbytes = self._tickets[ticket].nbytes
+                owned.install(self._settle(ticket), version, nbytes)
             case shard_effects.Abandon():
                 owned.abandon()
             case _:
@@ -506,6 +512,8 @@ class Reducer:
         last = version >= self.machine.plan.rounds_of(index)
         code, buffer, nbytes = owned.raw(version) if last else owned.encoded(version)
         header = Header(Kind.VERSION, self._number, shard=index, step=version, length=nbytes, codec=code)
+        if isinstance(owned, AveragedShard):
+            header = owned.named(header)
         channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
 
     def _disown(self, index: int) -> None:

@@ -44,7 +44,7 @@ class OwnedRows:
         self._sum = RowSum(shard.columns)
         self._nothing = pools.take(0)
 
-    def install(self, payload: Buffer) -> None:
+    def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Version 0 begins: its rows are made here."""
         payload.release()
         step = max(1, _VALUES_AT_ONCE // self.shard.columns)

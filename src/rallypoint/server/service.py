@@ -44,9 +44,10 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.server.owned import fits
 from rallypoint.server.reducer import Reducer
 from rallypoint.server.rows import fits_rows
-from rallypoint.server.snapshots import SnapshotWriter
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import decode_record
+from rallypoint.store.state import read_state
+from rallypoint.store.writer import SnapshotWriter
 
 VIEW_TIMEOUT_S = 60.0  # a coordinator may be away for a while
 
@@ -301,7 +302,7 @@ class ServerService:
         trace = self._link.welcome.trace
         self._tracer.on = trace[0] <= header.step < trace[1]
         match header.kind:
-            case Kind.PUSH | Kind.INITIAL:
+            case Kind.PUSH | Kind.INITIAL | Kind.STATE:
                 self._receive_payload(channel, header, worker)
             case Kind.WANT:
                 self._check_want(header)
@@ -335,7 +336,10 @@ class ServerService:
     def _receive_payload(self, channel: Channel, header: Header, sender: str) -> None:
         assert self._pool is not None
         self._check_payload(header)
-        buffer = self._pool.take() if self._place(header).part is None else self._pools.take(header.length)
+        if header.kind is Kind.STATE:
+            buffer = BufferPool(-(-header.length // 4), keeps=False).take()
+        else:
+            buffer = self._pool.take() if self._place(header).part is None else self._pools.take(header.length)
         try:
             with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):
                 header = self._receive_into(buffer, channel, header)
@@ -348,7 +352,7 @@ class ServerService:
             channel.send(Header(Kind.CREDIT, self._number, replica=1), urgent=True)
         elif header.kind is Kind.PUSH:
             self._reducer.inbox.put(lambda: self._reducer.contribute(channel, sender, header, buffer))
-        elif header.kind is Kind.INITIAL:
+        elif header.kind in (Kind.INITIAL, Kind.STATE):
             self._reducer.inbox.put(lambda: self._reducer.initialise(channel, header, buffer))
         else:
             self._reducer.inbox.put(lambda: self._reducer.replicated(channel, sender, header, buffer))
@@ -358,7 +362,9 @@ class ServerService:
         if not header.codec:
             channel.receive_into(buffer.bytes[: header.length])
             place = self._place(header)
-            if place.part is not None and header.length:
+            if header.kind is Kind.STATE:
+                read_state(buffer.bytes[: header.length], place, header.step, self._expect_job()[1])
+            elif place.part is not None and header.length:
                 check_gradient(buffer.bytes[: header.length], place.part.rows, place.columns)
             return header
         record, config = self._expect_job()
@@ -376,6 +382,10 @@ class ServerService:
         """ProtocolError unless the frame carries exactly one shard of the job, with a sensible weight."""
         self._check_shard(header)
         place = self._place(header)
+        if header.kind in (Kind.INITIAL, Kind.STATE):
+            self._check_beginning(header, place)
+            if header.kind is Kind.STATE:
+                return
         least = most = 0 if header.flags & SKIP else place.nbytes
         if place.part is not None:
             empty = header.flags & SKIP or header.kind is Kind.INITIAL  # servers make a table's first values themselves
@@ -387,6 +397,15 @@ class ServerService:
             raise ProtocolError(f"a contribution of weight {header.weight}: weights are positive")
         if header.kind is Kind.PUSH and header.wants:
             self._check_want(header)
+
+    def _check_beginning(self, header: Header, place: Shard) -> None:
+        """ProtocolError unless what all begin with comes as what it is: of stateful workers' parameters the state."""
+        _, config = self._expect_job()
+        has_state = config.stateful_workers and place.role == "parameters"
+        if (header.kind is Kind.STATE) != has_state or not 0 <= header.step <= config.rounds or header.flags:
+            raise ProtocolError(
+                f"a {header.kind.name} frame of shard {header.shard} at version {header.step}: this job has none"
+            )
 
     def _check_want(self, header: Header) -> None:
         """ProtocolError unless it wants something that the job has, in a mode in which one asks."""

@@ -18,8 +18,8 @@ from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, Snaps
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.state import MASTER, OWN
 
-MASTER = "master"
 _NAMED = 3  # frozen parameters named in the summary
 
 OptimizerState = dict[str, dict[str, torch.Tensor | float]]
@@ -90,7 +90,8 @@ class _Flat:
         if master is None or master.dtype.name != "float32" or master.size != shard.words:
             raise self._damaged(f"shard {shard.index} has no master weights of {shard.words} words")
         # An array of another length is not one value per element: nothing that could be cut.
-        names = [name for name, array in record.arrays.items() if takes(name) and array.size == shard.words]
+        mine = [name for name in record.arrays if name.partition(".")[0] != OWN]
+        names = [name for name in mine if takes(name) and record.arrays[name].size == shard.words]
         self._present[shard.index] = set(names)
         self._scalars[shard.index] = record.scalars
         for name in names:

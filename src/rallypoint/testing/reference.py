@@ -8,8 +8,8 @@ norm of the shards' norms), the choice of optimizer groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -25,15 +25,27 @@ LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 WeightFunction = Callable[[int, int], float]
 
 
+class Steps(Protocol):
+    """An optimizer, or a schedule of its rate."""
+
+    def step(self) -> object:
+        """Once after every step."""
+
+
+OwnOptimizers = Callable[[torch.nn.Module], tuple[Sequence[Steps], Sequence[Steps]]]
+
+
 def train_reference(
     model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, *,
-    weight_of: WeightFunction | None = None,
+    weight_of: WeightFunction | None = None, own: OwnOptimizers | None = None,
 ) -> list[float]:  # fmt: skip
     """Train `model` in place for `config.steps` updates; the mean loss of every step.
 
-    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``.
+    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``; `own(model)` are the
+    optimizers and the schedules that the loop passes as `own_optimizer` and `own_schedule` (AllReduce).
     """
     reference = _Reference(model, dataset, loss_fn, config, weight_of or (lambda step, replica: 1.0))
+    reference.own = own(model) if own is not None else None
     return [reference.step(step) for step in range(config.steps)]
 
 
@@ -57,6 +69,7 @@ class _Reference:
             {"params": members, "weight_decay": s.weight_decay} for members, s in zip(by_group, settings, strict=True)
         ]
         self.optimizer = plain_optimizer(config.optimizer, param_groups)
+        self.own: tuple[Sequence[Steps], Sequence[Steps]] | None = None
         self.stepped = [p for members in by_group for p in members]  # in layout order, as self.parameters
 
     def step(self, step: int) -> float:
@@ -101,11 +114,21 @@ class _Reference:
                 return
             scale = clip_scale(norm, self.config.clip)
             gradients = [g * scale for g in gradients]
+        if self.own is not None:
+            self.step_own(gradients)
+            return
         for group, settings in zip(self.optimizer.param_groups, map(self.settings, self.groups), strict=True):
             group["lr"] = rate_at(self.config.schedule, step, self.config.steps) * settings
         for p, g in zip(self.stepped, gradients, strict=True):
             p.grad = g
         self.optimizer.step()
+
+    def step_own(self, gradients: list[torch.Tensor]) -> None:
+        assert self.own is not None
+        for p, g in zip(self.parameters, gradients, strict=True):
+            p.grad = g
+        for stepping in (*self.own[0], *self.own[1]):
+            stepping.step()
 
     def settings(self, group: int) -> float:
         return settings_of(self.config, group).lr_scale

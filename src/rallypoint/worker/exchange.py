@@ -25,6 +25,8 @@ from rallypoint.net.pool import bytes_of
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
+from rallypoint.store.record import ShardRecord, encode_record
+from rallypoint.store.state import read_state
 from rallypoint.worker.encoder import Encoder
 from rallypoint.worker.link import ServerLink
 from rallypoint.worker.pull import Pull
@@ -77,6 +79,12 @@ class Exchange:
         self._pull: Pull | None = None
         self._pulls = 0
         self._streaming = config.streaming
+        self._config = config
+        self.holds = -1  # where workers are stateful: the version that is here, also while all begin again
+        self._states: dict[int, ShardRecord] = {}  # of the version that all begin with, as they land
+        self._taken: tuple[dict[int, ShardRecord], bool] = ({}, False)  # those, and what is skipped, of an install
+        self._skipped: set[int] = set()  # shards whose landed version says that its step is skipped
+        self._to_store: machine.Store | None = None
         self._connections: dict[str, int] = {}  # those that stand, each with a number of its own
         self._connected = 0
         self._turning = threading.Lock()  # one view after the other
@@ -93,7 +101,9 @@ class Exchange:
             with self._changed:
                 before = self._machine.view
                 effects = self._machine.handle(machine.Viewed(view))
-                self._void = self._void or (before is not None and before.since != view.since)
+                if before is not None and before.since != view.since:
+                    self._void = True
+                    self._states.clear()
                 self._changed.notify_all()
             self._run(effects)
             for server in view.servers:
@@ -107,6 +117,12 @@ class Exchange:
     def assist(self, step: int, replica: int) -> None:
         """The coordinator asks for one more replica."""
         self._handle(machine.Assisted(step, replica))
+
+    def store(self, wanted: machine.Store) -> None:
+        """The coordinator asks for a share of a snapshot."""
+        with self._changed:
+            self._to_store = wanted
+            self._changed.notify_all()
 
     def finish(self) -> None:
         """The job is over: nobody waits for anything any more."""
@@ -178,28 +194,44 @@ class Exchange:
         with self._changed:
             return self._machine.next_action() is None
 
-    def next_action(self) -> machine.Action | None:
+    def next_action(self) -> machine.Action | machine.Store | None:
         """What to do now; waits until there is something. None when the job is over, or this worker is to go."""
         with self._changed:
-            self._wait(lambda: self._over() or self._machine.next_action() is not None, self._where_missing)
-            return None if self._over() else self._machine.next_action()
+            self._wait(lambda: self._over() or self._to_do() is not None, self._where_missing)
+            if self._over():
+                return None
+            action = self._to_do()
+            if action is self._to_store:
+                self._to_store = None
+            return action
+
+    def _to_do(self) -> machine.Action | machine.Store | None:
+        if self._to_store is not None and self.holds >= self._to_store.version:
+            return self._to_store
+        return self._machine.next_action()
 
     @property
     def gone(self) -> bool:
         """Has this worker handed back everything, as it was told?"""
-        return self._leaving and self._machine.view is not None and not self._machine.takes_part
+        brings = self._config.stateful_workers and self._machine.brings  # perhaps nobody else could
+        return self._leaving and self._machine.view is not None and not self._machine.takes_part and not brings
 
     def _over(self) -> bool:
         return self._finished or self.gone
 
-    def initialise(self, words: Callable[[int, int], torch.Tensor]) -> None:
-        """Push ``words(start, stop)`` (1-D fp32 CPU) of every shard as version 0, a few shards at a time.
+    def initialise(
+        self, words: Callable[[int, int], torch.Tensor], state: Callable[[Shard], ShardRecord] | None = None
+    ) -> None:
+        """Push ``words(start, stop)`` (1-D fp32 CPU) of every shard as version 0, a few shards at a time; of parameters
+        ``state(shard)`` instead, if workers have one, as the version that this one `holds`.
 
         Not out of the buffer: this may have to be done again while versions land there already.
         """
-        since = self.view.since
         with self._changed:
             self._machine.initialised()
+            since, brings = self.view.since, self._machine.brings
+        if not brings:
+            return  # all begin again meanwhile, with what somebody else brings
         room = threading.Semaphore(_INITIAL_SHARDS)
         for shard in self.layout.shards:
             while not room.acquire(timeout=0.1):
@@ -207,11 +239,15 @@ class Exchange:
             view = self.view
             if view.since != since:
                 return  # another beginning, perhaps somebody else's
-            header = Header(Kind.INITIAL, view.number, shard=shard.index, length=shard.slot_bytes)
-            if (link := self._links.get(view.primary[shard.index])) is not None:
-                link.push(header, bytes_of(words(shard.start, shard.stop)), sent=room.release)
-            else:
+            version = max(0, self.holds)
+            header = Header(Kind.INITIAL, view.number, shard=shard.index, step=version, length=shard.slot_bytes)
+            if (link := self._links.get(view.primary[shard.index])) is None:
                 room.release()
+            elif state is not None and shard.role == "parameters":
+                data = memoryview(encode_record(state(shard), "none"))
+                link.push(header._replace(kind=Kind.STATE, length=len(data)), data, sent=room.release)
+            else:
+                link.push(header, bytes_of(words(shard.start, shard.stop)), sent=room.release)
 
     def begin_replica(self, replica: int) -> None:
         """Begin to compute this replica."""
@@ -314,10 +350,16 @@ class Exchange:
         self._computing = False
         self._handle(machine.ReplicaAbandoned())
 
-    def begin_install(self) -> torch.Tensor:
-        """The version in the buffer (see `installing`), which nobody writes until `installed`."""
+    def begin_install(self, version: int) -> torch.Tensor | None:
+        """The version in the buffer (see `installing`), which nobody writes until `installed`.
+
+        None if workers have a state and the version has become void meanwhile: what they have must not be spoilt.
+        """
         with self._changed:
+            if self._config.stateful_workers and self._machine.next_action() != machine.Install(version):
+                return None
             self._machine.install()
+            self._taken, self._states = (self._states, bool(self._skipped)), {}
         return self.buffer
 
     @property
@@ -327,6 +369,12 @@ class Exchange:
             return None
         changed = self._machine.changed
         return None if len(changed) == len(self.layout.shards) else [self.layout.shards[index] for index in changed]
+
+    def take_states(self) -> tuple[dict[int, ShardRecord], bool]:
+        """What is being installed, where workers have a state: that of the shards, if it is what all begin with, and
+        whether the step is skipped."""
+        taken, self._taken = self._taken, ({}, False)
+        return taken
 
     def installed(self) -> None:
         """The model holds the version that was to be installed; the slots are free."""
@@ -342,17 +390,35 @@ class Exchange:
     def arriving(self, header: Header) -> memoryview | None:
         shard, version, nbytes = header.shard, header.step, header.length
         known = 0 <= shard < len(self.layout.shards)
-        if not known or (header.codec == 0 and nbytes != self.layout.shards[shard].slot_bytes):
+        skips = bool(header.flags & SKIP) and self._config.stateful_workers
+        if not known or (header.codec == 0 and nbytes != (0 if skips else self.layout.shards[shard].slot_bytes)):
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard}, which is not in this job's layout")
+        wanted = 0 if header.wanted is None else header.wanted
+        whole = not self._config.stateful_workers or self.layout.shards[shard].role == "buffers"
+        lands = self._arrives(machine.Arriving(shard, version, header.view, wanted, header.base, whole), skips=skips)
+        return self._slot_bytes(shard)[:nbytes if skips else None] if lands else None
+
+    def state(self, header: Header, data: bytearray) -> None:
+        if not self._config.stateful_workers or not 0 <= header.shard < len(self.layout.shards):
+            raise ProtocolError(f"a state of shard {header.shard}, which this job has not")
+        record = read_state(data, self.layout.shards[header.shard], header.step, self._config)
+        if self._arrives(machine.Arriving(header.shard, header.step, header.view), record):
+            self.landed(header.shard)
+
+    def _arrives(self, event: machine.Arriving, record: ShardRecord | None = None, *, skips: bool = False) -> bool:
+        """Something of a version comes: may it land? A state has landed then."""
         with self._changed:
-            wanted = 0 if header.wanted is None else header.wanted
-            event = machine.Arriving(shard, version, header.view, wanted, header.base)
             effects = self._machine.handle(event)
+            lands = isinstance(effects[0], machine.Land)
+            if lands:
+                (self._skipped.add if skips else self._skipped.discard)(event.shard)
+            if lands and record is not None:
+                self._states[event.shard] = record
             moved_on = self._machine.target > self._machine.step + 1 or self._claiming
             if moved_on:
                 self._changed.notify_all()
         self._run(effects[1:])
-        return self._slot_bytes(shard) if isinstance(effects[0], machine.Land) else None
+        return lands
 
     def decode(self, shard: int, payload: memoryview) -> None:
         place = self.layout.shards[shard]
@@ -466,6 +532,9 @@ class Exchange:
             return "the other workers to finish"
         if not self._machine.takes_part:
             return ""  # standing by is no wait that anybody need hear of
+        if self._config.stateful_workers and self._machine.step < 0 and view.first:
+            brings = f", which {view.first} is to bring" if not view.origin else ""
+            return f"the model's state{brings}: {self._by_server(self._machine.missing)}"
         return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 
     def _by_server(self, shards: list[int]) -> str:
@@ -486,7 +555,9 @@ def _machine_for(me: str, layout: Layout, config: JobConfig) -> StreamMachine | 
     shards, buffers = layout.shards, frozenset(s.index for s in layout.shards if config.contributors(s.role) == 1)
     if config.streaming:
         return StreamMachine(me, len(shards), buffers, config.rounds)
-    return WorkerMachine(me, len(shards), buffers, config.rounds, cadence=cadence_of(config, shards))
+    return WorkerMachine(
+        me, len(shards), buffers, config.rounds, cadence=cadence_of(config, shards), in_order=config.stateful_workers
+    )
 
 
 def _nothing() -> None:

@@ -34,6 +34,9 @@ class Arrivals(Protocol):
     def to_wait(self, replica: int, clock: int) -> None:
         """A replica's next step has to wait for others that are behind."""
 
+    def state(self, header: Header, data: bytearray) -> None:
+        """A shard's whole state has come, where workers have one. ProtocolError if it cannot be read."""
+
     def landed(self, shard: int) -> None:
         """The version that `arriving` made room for is whole."""
 
@@ -143,6 +146,8 @@ class ServerLink:
             match header.kind:
                 case Kind.VERSION:
                     self._receive_version(channel, header)
+                case Kind.STATE:
+                    self._arrivals.state(header, channel.receive_bytes(header))
                 case Kind.ROWS:
                     self._arrivals.rows(header, channel.receive_bytes(header))
                 case Kind.CREDIT:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -16,8 +16,11 @@ from rallypoint.core.order import derive_seed
 from rallypoint.data.loader import MicroBatches, seed_everything
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Metrics, Report, Say
+from rallypoint.net.messages import Metrics, NotStored, Report, Say
 from rallypoint.observe.trace import Tracer
+from rallypoint.store.manifest import Compression
+from rallypoint.store.writer import SnapshotWriter
+from rallypoint.worker.allreduce import WorkerOptimizer
 from rallypoint.worker.delayed import Ahead, DelayedSource
 from rallypoint.worker.exchange import Exchange, Rewound
 from rallypoint.worker.micro import Micro
@@ -37,11 +40,12 @@ class Run:
     def __init__(
         self, *, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, batches: MicroBatches,
         exchange: Exchange, source: DeltaSource, coordinator: CoordinatorLink, tracer: Tracer, done: Callable[[], None],
-        leads: Callable[[], bool],
+        leads: Callable[[], bool], optimizer: WorkerOptimizer | None = None,
     ) -> None:  # fmt: skip
         self._model, self._tensors, self._config, self._batches = model, tensors, config, batches
         self._exchange, self._source, self._coordinator, self._tracer = exchange, source, coordinator, tracer
-        self._done, self._leads = done, leads
+        self._done, self._leads, self._optimizer = done, leads, optimizer
+        self._writer: SnapshotWriter | None = None
         # A rewind unwinds a forward too, at the next module.
         self._checks = [m.register_forward_pre_hook(lambda *_: exchange.check()) for m in model.modules()]
         self._trace_steps = coordinator.welcome.trace
@@ -107,7 +111,7 @@ class Run:
                 break
             match action:
                 case machine.Initialise():
-                    self._exchange.initialise(self._tensors.part)
+                    self._initialise()
                 case machine.Install(version=version):
                     self._install(version)
                     if self._exchange.step != version:
@@ -117,13 +121,15 @@ class Run:
                         self._done()
                 case machine.Compute(step=round, replica=replica):
                     yield from self._replica(round, replica)
+                case machine.Store():
+                    self._store(action)
         if self._exchange.gone:
             raise SystemExit(0)  # told to go, and nothing is left here to be done
         if self._exchange.step < 0:
             raise JobAborted("the job was over before this worker had any of its parameters")
         self._end()
 
-    def _next_action(self) -> machine.Action | None:
+    def _next_action(self) -> machine.Action | machine.Store | None:
         self._prefetch()
         with self._tracer.span("wait", step=self._exchange.step):
             return self._exchange.next_action()
@@ -250,18 +256,58 @@ class Run:
 
     # ---- versions ----
 
+    def _initialise(self) -> None:
+        """Bring what all begin with: the model as it is, or, where workers are stateful, what it has come to."""
+        if self._optimizer is None:
+            self._exchange.initialise(self._tensors.part)
+            return
+        if self._optimizer.version < 0:
+            self._optimizer.version = self._exchange.holds = 0
+        else:
+            self._restore_buffers()
+        self._exchange.initialise(self._tensors.part, self._optimizer.record)
+
+    def _store(self, wanted: machine.Store) -> None:
+        """Store a share of a snapshot, if the model is still at its version."""
+        assert self._optimizer is not None
+        about = self._coordinator.welcome
+        if self._optimizer.version > wanted.version:
+            late = NotStored(wanted.snapshot, "a step was quicker than the word", self._optimizer.version)
+            self._coordinator.send(late)
+            return
+        me = self._exchange.me
+        shares = self._tensors.layout.shards[wanted.writers.index(me) :: len(wanted.writers)]
+        if not shares:
+            return
+        if self._buffers_at_start:
+            self._restore_buffers()
+        if self._writer is None:
+            self._writer = SnapshotWriter(
+                about.snapshots, cast(Compression, about.compression), me, self._coordinator.send
+            )
+        with self._tracer.span("capture", version=wanted.version):
+            self._writer.begin(wanted.snapshot, len(shares))
+            for shard in shares:
+                self._writer.put(self._optimizer.record(shard))
+
     def _install(self, version: int) -> None:
         with self._tracer.span("install", version=version):
-            vector, shards = self._exchange.begin_install(), self._exchange.installing
+            vector, shards = self._exchange.begin_install(version), self._exchange.installing
+            if vector is None:
+                return
             if self._delayed is not None:
                 self._delayed.show_version()  # what a replica has moved is not to be overwritten
-            if shards is None:
+            if self._optimizer is not None:
+                states, skipped = self._exchange.take_states()
+                self._optimizer.install(version, vector, states, skipped=skipped)
+                self._exchange.holds = version
+            elif shards is None:
                 self._tensors.read_from(vector)
             else:
                 self._tensors.read_shards_from(vector, shards)
         self._source.installed(shards)
-        self._exchange.installed()
         self._buffers_at_start = [placed.tensor.clone() for placed in self._tensors.buffers]
+        self._exchange.installed()
         self._tracer.on = self._trace_steps[0] <= self._exchange.step < self._trace_steps[1]
 
     @torch.no_grad()
@@ -292,6 +338,9 @@ class Run:
         self._source.remove()
         for check in self._checks:
             check.remove()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     def _end(self) -> None:
         self.release_model()

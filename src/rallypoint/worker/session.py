@@ -6,21 +6,24 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Unpack
 
 import torch
 
-from rallypoint.config import JobConfig, Settings, record_of, resolve
+from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
+from rallypoint.core.slots import Store
 from rallypoint.core.view import View
 from rallypoint.data.loader import MapDataset, MicroBatches
-from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import (
     Aborted,
     Assist,
+    Capture,
     Done,
     Finished,
     GiveUp,
@@ -35,11 +38,13 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
+from rallypoint.worker.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.delayed import DelayedSource
 from rallypoint.worker.exchange import Exchange, Surroundings
 from rallypoint.worker.fragments import FragmentsSource
 from rallypoint.worker.hooks import GradientHooks
 from rallypoint.worker.local import LocalStepsSource
+from rallypoint.worker.own import OwnStepper
 from rallypoint.worker.run import Run
 from rallypoint.worker.source import DeltaSource
 from rallypoint.worker.staging import Staging, staging_for
@@ -47,6 +52,10 @@ from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
 _TOO_LATE = "the job was over before this worker took part in it"
+
+
+OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
 
 
 class Job:
@@ -69,30 +78,40 @@ class Job:
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
         self._run: Run | None = None
+        self._wanted: Store | None = None  # of a snapshot, by the coordinator
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, token=token, role="worker", id=id,
             on_message=self._on_message, on_lost=self._on_lost, on_admitted=self._on_admitted,
         )  # fmt: skip
         self._link.start()
 
-    def train(self, model: torch.nn.Module, dataset: MapDataset, **settings: Unpack[Settings]) -> Run:
+    def train(
+        self, model: torch.nn.Module, dataset: MapDataset, *, own_optimizer: OwnOptimizer = (),
+        own_schedule: OwnSchedule = (), **settings: Unpack[Settings],
+    ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
+
+        With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some) may take
+        the place of `optimizer`: the job steps it after every step, then `own_schedule`.
 
         Returns once all workers and servers are here and agree. ConfigError, ModelError, DataError on bad input;
         JobAborted when the job ends before it begins.
         """
         if self._exchange is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
-        config = resolve(settings, self._link.welcome.overrides)
+        own = [own_optimizer] if isinstance(own_optimizer, torch.optim.Optimizer) else list(own_optimizer)
+        kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
+        config = with_own_optimizer(resolve(settings, self._link.welcome.overrides), kinds)
         tensors = ModelTensors(model, config)
         batches = MicroBatches(dataset, config, tensors.device)
+        optimizer = _optimizer(tensors, config, own, own_schedule)
         record = record_of(config, tensors.layout, tensors.frozen_hashes())
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
         self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
             source=self._source(model, tensors, config), coordinator=self._link, tracer=self._tracer, done=self.done,
-            leads=self._leads,
+            leads=self._leads, optimizer=optimizer,
         )  # fmt: skip
         return self._run
 
@@ -118,11 +137,13 @@ class Job:
         exchange = Exchange(record.layout, config, around, pinned=pinned)
         with self._changed:
             self._exchange = exchange
-            view, failure, finished = self._view, self._failure, self._finished
+            view, failure, finished, wanted = self._view, self._failure, self._finished, self._wanted
         if finished:  # while the exchange was being made: nobody would say it again
             raise JobAborted(_TOO_LATE)
         assert view is not None
         exchange.turn(view)
+        if wanted is not None:
+            exchange.store(wanted)
         if failure is not None:
             exchange.fail(failure)
         if self._leaving:
@@ -222,6 +243,8 @@ class Job:
             case Assist(step=step, replica=replica):
                 if self._exchange is not None:
                     self._exchange.assist(step, replica)
+            case Capture(snapshot=snapshot, version=version, writers=writers):
+                self._store(Store(snapshot, version, writers))
             case Finished(lead=lead):
                 with self._changed:
                     self._finished, self._lead = True, lead
@@ -232,6 +255,13 @@ class Job:
                 self._fail(JobAborted(reason))
             case _:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
+
+    def _store(self, wanted: Store) -> None:
+        with self._changed:
+            self._wanted = wanted
+            exchange = self._exchange
+        if exchange is not None:
+            exchange.store(wanted)
 
     def _turn(self, view: View) -> None:
         with self._changed:
@@ -252,6 +282,18 @@ class Job:
             self._changed.notify_all()
         if self._exchange is not None:
             self._exchange.fail(error)
+
+
+def _optimizer(
+    tensors: ModelTensors, config: JobConfig, own: Sequence[torch.optim.Optimizer], schedules: OwnSchedule
+) -> WorkerOptimizer | None:
+    """What steps on this worker, if anything does."""
+    after = [schedules] if isinstance(schedules, torch.optim.lr_scheduler.LRScheduler) else list(schedules)
+    if after and not own:
+        raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
+    if not config.stateful_workers:
+        return None
+    return WorkerOptimizer(tensors, OwnStepper(tensors, own, after) if own else SpecifiedStepper(tensors, config))
 
 
 def _sentence(error: BaseException) -> str:

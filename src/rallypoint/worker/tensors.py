@@ -148,6 +148,8 @@ def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, config: JobConf
         return "it must be fp32, trainable and not empty"
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
         return "padding_idx, max_norm and scale_grad_by_freq are not supported with sparse=True"
+    if config.stateful_workers:
+        return "under rp.AllReduce the worker would have to hold it; use another mode, or sparse=False"
     if config.local is not None:
         return "under rp.LocalSteps the worker would have to hold it; use another mode, or sparse=False"
     if isinstance(config.sync, Async) and config.sync.delay_compensation > 0:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from rallypoint.core.policy import Sync
+from rallypoint.core.policy import AllReduce, Sync
 from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 
@@ -22,7 +22,9 @@ def main(
     seeds: Annotated[int, typer.Option(min=1, help="How many seeds to play, in parallel.")] = 200,
     first: Annotated[int, typer.Option(help="The first seed; by default the time gives fresh ones.")] = -1,
     seed: Annotated[int, typer.Option(help="Replay this one seed and print what happened.")] = -1,
-    policy: Annotated[str, typer.Option(help="sync, quorum:K, ssp:S, async, fold:N or fragments:F.")] = "sync",
+    policy: Annotated[
+        str, typer.Option(help="sync, quorum:K, ssp:S, async, fold:N, fragments:F or all-reduce.")
+    ] = "sync",
 ) -> None:
     """Play seeded plans of faults on a simulated cluster, whatever happens: with `sync` the same bytes, else every
     contribution counted once; no stuck wait."""
@@ -40,7 +42,8 @@ def main(
     failures = [failure for failure in _play(range(first, first + seeds), sync) if failure]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
-    well = "all ended with the same bytes" if sync == Sync() else "all ended with every contribution counted once"
+    same = sync in (Sync(), AllReduce())
+    well = "all ended with the same bytes" if same else "all ended with every contribution counted once"
     verdict = f"{len(failures)} failed" if failures else well
     print(f"{policy}: {seeds} seeds from {first} in {time.monotonic() - start:.1f} s: {verdict}")
     raise typer.Exit(1 if failures else 0)

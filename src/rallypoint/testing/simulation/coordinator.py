@@ -125,9 +125,9 @@ class SimulatedCoordinator:
                         self._send(member, ("view", view))
                 case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                     self._send(worker, ("assist", step, replica))
-                case cluster_effects.Capture(snapshot=id, version=version, servers=servers):
-                    for server in servers:
-                        self._send(server, ("capture", id, version))
+                case cluster_effects.Capture(snapshot=id, version=version, writers=writers):
+                    for writer in writers:
+                        self._send(writer, ("capture", id, version, writers))
                 case cluster_effects.Commit():
                     self.node.later(self.node.world.latency() * 2, lambda e=effect: self._commit(e))  # type: ignore[misc]
                 case cluster_effects.FindSnapshot():

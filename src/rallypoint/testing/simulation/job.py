@@ -13,10 +13,24 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.clip import clip_scale, total_norm
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync, server_policy
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync, server_policy
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
+
+
+@dataclass(frozen=True)
+class State:
+    """Under AllReduce a shard's whole state, as a worker has brought it."""
+
+    content: Content
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Under AllReduce the mean of a step's contributions; None: the step changes nothing."""
+
+    content: Content
 
 
 def combine(*parts: int) -> int:
@@ -40,7 +54,7 @@ class SimulatedJob:
     clip: float | None = None
     skip: bool = False
     compute_s: float = 0.2  # a replica's, on a worker of speed 1
-    sync: Sync | BoundedStaleness | Async | LocalSteps = field(default_factory=Sync)
+    sync: Sync | BoundedStaleness | Async | LocalSteps | AllReduce = field(default_factory=Sync)
     periods: tuple[tuple[int, int], ...] = ()
     buffer_shards: frozenset[int] = field(init=False)
 
@@ -78,7 +92,16 @@ class SimulatedJob:
     @property
     def same_bytes(self) -> bool:
         """Does the job end with the same bytes whatever happens?"""
-        return self.sync == Sync()
+        return self.sync in (Sync(), AllReduce())
+
+    @property
+    def stateful_workers(self) -> bool:
+        """Do workers step the optimizer?"""
+        return isinstance(self.sync, AllReduce)
+
+    def averages(self, shard: int) -> bool:
+        """Do servers have no more of this shard than the mean of its contributions?"""
+        return self.stateful_workers and shard not in self.buffer_shards
 
     def add(self, total: Content, content: Content) -> Content:
         """A contribution joins the sum."""
@@ -134,6 +157,18 @@ class SimulatedJob:
             wanted = frozenset((tick, replica) for tick in due for replica in range(self.expected(shard)))
             wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
             assert content == wanted, f"shard {shard} at version {version}: {wrong}"
+
+    def after(self, content: Content, came: Content, version: int) -> Content:
+        """A worker's shard once it has installed what has come of `version`."""
+        match came:
+            case State(content=state):
+                return state
+            case Mean(content=None):
+                return content
+            case Mean(content=mean):
+                return self.update(content, mean, version - 1)
+            case _:
+                return came
 
     def written(self, replica: int, clock: int) -> frozenset[Any]:
         """What is there of this replica once its clock shows so much, where contents are sets of contributions."""

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 
-Played = Sync | BoundedStaleness | Async | LocalSteps
+Played = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 
 
 def parse_policy(text: str) -> Played:
-    """``sync``, ``quorum:K``, ``ssp:S``, ``async``, ``fold:N`` or ``fragments:F`` as a policy.
+    """``sync``, ``quorum:K``, ``ssp:S``, ``async``, ``fold:N``, ``fragments:F`` or ``all-reduce`` as a policy.
 
     ValueError for anything else.
     """
     name, colon, number = text.partition(":")
-    if not colon and name in ("sync", "async"):
-        return Sync() if name == "sync" else Async()
+    alone: dict[str, Played] = {"sync": Sync(), "async": Async(), "all-reduce": AllReduce()}
+    if not colon and name in alone:
+        return alone[name]
     if number.isdecimal():
         match name, int(number):
             case "ssp", staleness:
@@ -25,7 +26,7 @@ def parse_policy(text: str) -> Played:
                 return Async(fold=fold)
             case "fragments", fragments if fragments > 1:
                 return LocalSteps(fragments, fragments=fragments)
-    raise ValueError(f"no policy {text!r}: use sync, quorum:K, ssp:S, async or fold:N, or fragments:F")
+    raise ValueError(f"no policy {text!r}: use sync, quorum:K, ssp:S, async or fold:N, fragments:F or all-reduce")
 
 
 def word_for(policy: Played) -> str | None:
@@ -41,6 +42,8 @@ def word_for(policy: Played) -> str | None:
             word = "async"
         case Async(fold=fold):
             word = f"fold:{fold}"
+        case AllReduce():
+            word = "all-reduce"
         case LocalSteps(fragments=1):
             return None
         case LocalSteps(fragments=fragments):

@@ -146,7 +146,7 @@ class Simulation:
         """One more worker."""
         name = self._name("worker")
         speed = self.world.random.choice([1.0, 1.0, 0.4])
-        self.workers[name] = SimulatedWorker(self.world, name, self.plan.job, speed)
+        self.workers[name] = SimulatedWorker(self.world, name, self.plan.job, self.store, speed)
 
     def _name(self, role: str) -> str:
         self._named[role] += 1
@@ -232,7 +232,7 @@ class Simulation:
         for server in self.servers.values():
             server.check_tickets()
             server.check_staleness()
-        if job.sync != Sync():
+        if not job.same_bytes:
             self._check_accounts()
             self._check_wants()
         for worker in self.workers.values():
@@ -261,6 +261,8 @@ class Simulation:
     def _final_contents(self, shard: int) -> list[int]:
         """The last version wherever it is: on any server (the last view may not have come to all), in a snapshot."""
         job, contents = self.plan.job, []
+        if job.stateful_workers:
+            return [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
         last = job.steps if job.cadence.together else job.cadence.updates(shard)
         for server in self.servers.values():
             machine = server.machine.machine(shard)

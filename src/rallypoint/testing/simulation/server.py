@@ -13,7 +13,7 @@ from rallypoint.core.clip import Measure, Tell, Verdict
 from rallypoint.core.policy import BoundedStaleness, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.testing.simulation.job import Content, SimulatedJob
+from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
@@ -80,7 +80,7 @@ class SimulatedServer:
                 self._prepared = True
             case ("view", View() as view):
                 self._viewed(view)
-            case ("capture", id, version):
+            case ("capture", id, version, _):
                 self._snapshot = id
                 self._run(self.machine.capture(version))
 
@@ -143,8 +143,8 @@ class SimulatedServer:
                     self._want(wire, who, shard, wants)
             case ("want", _, shard, replica) if self.machine.is_primary(shard):
                 self._want(wire, who, shard, replica)
-            case ("initial", _, shard, content) if self.machine.is_primary(shard):
-                self._handle(shard, shard_events.Initialise(self._ticket(shard, content)))
+            case ("initial", _, shard, content, version) if self.machine.is_primary(shard):
+                self._handle(shard, shard_events.Initialise(self._ticket(shard, content), version))
             case ("follow", _, on):
                 self._unfollow(wire)
                 if on:
@@ -284,15 +284,17 @@ class SimulatedServer:
             if view is None or view.origin != effect.origin or not self.machine.is_primary(index):
                 continue
             version, (content, clocks) = self.store.read(effect.origin, index)
-            self.held[index].master = content
+            self.held[index].master = State(content) if self.job.averages(index) else content
             self.held[index].keep(version, version)
             self._handle(index, shard_events.Loaded(version, clocks))
 
     def _run_on(self, index: int, held: Held, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard_effects.Install(ticket=ticket):
+            case shard_effects.Install(ticket=ticket, version=version):
                 held.master = self._payload(ticket)
-                held.keep(0, 0)
+                if self.job.averages(index):
+                    held.master = State(held.master)
+                held.keep(version, version)
             case shard_effects.Take(ticket=ticket):
                 held.sum = self._payload(ticket)
             case shard_effects.Add(ticket=ticket):
@@ -341,7 +343,10 @@ class SimulatedServer:
         self.applied.append((index, apply.step))
         if apply.scale is not None:
             held.sum = self.job.scaled(held.sum, apply.scale)
-            held.master = self.job.update(held.master, held.sum, apply.step)
+            averages = self.job.averages(index)
+            held.master = Mean(held.sum) if averages else self.job.update(held.master, held.sum, apply.step)
+        elif self.job.averages(index):
+            held.master = Mean(None)
         if apply.replicate:
             update = (apply.version - 1, apply.scale is None, held.sum, apply.replica, apply.rate)
             self._to_backup(index, "replicate", *update)
@@ -350,7 +355,8 @@ class SimulatedServer:
     def _check_published(self, index: int, version: int) -> None:
         """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4)."""
         content = self.held[index].wire[version]
-        self.job.check_version(index, version, content)
+        if not isinstance(content, Mean):
+            self.job.check_version(index, version, content.content if isinstance(content, State) else content)
         view = self.machine.view
         if view is None or index not in self.machine.in_step:
             return

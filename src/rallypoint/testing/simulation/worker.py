@@ -10,9 +10,10 @@ from rallypoint.core import slots as machine
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View
 from rallypoint.core.worker import WorkerMachine
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.store import SimulatedStore
 
 RETRY_S = 0.1
 
@@ -20,7 +21,9 @@ RETRY_S = 0.1
 def _machine_for(name: str, job: SimulatedJob) -> StreamMachine | WorkerMachine:
     if job.policy.streaming:
         return StreamMachine(name, job.shards, job.replica_0_shards, job.steps)
-    return WorkerMachine(name, job.shards, job.replica_0_shards, job.steps, cadence=job.cadence)
+    return WorkerMachine(
+        name, job.shards, job.replica_0_shards, job.steps, cadence=job.cadence, in_order=job.stateful_workers
+    )
 
 
 class SimulatedWorker:
@@ -28,8 +31,12 @@ class SimulatedWorker:
 
     install_s = 0.01  # at most, to copy a version into the model
 
-    def __init__(self, world: World, name: str, job: SimulatedJob, speed: float = 1.0) -> None:
-        self.node, self.job, self.speed = Node(world, name), job, speed
+    def __init__(
+        self, world: World, name: str, job: SimulatedJob, store: SimulatedStore, speed: float = 1.0
+    ) -> None:
+        self.node, self.job, self.store, self.speed = Node(world, name), job, store, speed
+        self.holds = -1  # the version that the model is, where workers are stateful: also in a view in which it is void
+        self._to_store: tuple[str, int, tuple[str, ...]] | None = None
         self.machine = _machine_for(name, job)
         self.slots: list[Content] = [GARBAGE] * job.shards
         self.model: list[Content] = []
@@ -66,6 +73,9 @@ class SimulatedWorker:
                 self._viewed(view)
             case ("assist", step, replica):
                 self._handle(machine.Assisted(step, replica))
+            case ("capture", id, version, writers):
+                self._to_store = (id, version, writers)
+                self._poke()
             case ("finish",):
                 self.finished = True
 
@@ -146,7 +156,8 @@ class SimulatedWorker:
             return
         match message:
             case ("version", number, shard, version, content, replica, clock):
-                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock))
+                whole = not isinstance(content, Mean)
+                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock, whole))
                 self._run(effects)
                 if machine.Land(shard) in effects:
                     self.slots[shard] = GARBAGE
@@ -184,6 +195,7 @@ class SimulatedWorker:
         self._acting = False
         if self._replica >= 0 or self._blocked or self._installing:
             return
+        self._store_share()
         if not self.done and self.machine.step == self.job.steps:
             self.done = True
             self.membership.send(("done", self._since))
@@ -198,9 +210,14 @@ class SimulatedWorker:
 
     def _initialise(self) -> None:
         assert self.machine.view is not None
-        for shard in range(self.job.shards):
+        version, contents = 0, [self.job.first(shard) for shard in range(self.job.shards)]
+        if self.holds >= 0:
+            version, contents = self.holds, self.model
+        elif self.job.stateful_workers:
+            self.holds, self.model = version, contents
+        for shard, content in enumerate(contents):
             _, wire = self._links[self.machine.view.primary[shard]]
-            wire.send(0, ("initial", self._number, shard, self.job.first(shard)))
+            wire.send(0, ("initial", self._number, shard, content, version))
         if self.node.world.spring("drop first"):
             self.node.world.random.choice([wire for _, wire in self._links.values()]).cut()
         self.machine.initialised()
@@ -212,21 +229,45 @@ class SimulatedWorker:
         begun = {shard: self.slots[shard] for shard in new[::2]}
         if self.install_s:
             self._installing = True
-            self.node.later(self.install_s * self.node.world.random.random(), lambda: self._installed(new, begun))
+            seconds = self.install_s * self.node.world.random.random()
+            self.node.later(seconds, lambda: self._installed(version, new, begun))
         else:
-            self._installed(new, begun)
+            self._installed(version, new, begun)
 
-    def _installed(self, new: list[int], begun: dict[int, Content]) -> None:
+    def _installed(self, version: int, new: list[int], begun: dict[int, Content]) -> None:
         """Links have gone on meanwhile: half of the slots have been copied at the beginning, half at the end."""
         self._installing = False
         self.model = self.model or [GARBAGE] * self.job.shards
         for shard in new:
-            self.model[shard] = begun.get(shard, self.slots[shard])
+            self.model[shard] = self.job.after(self.model[shard], begun.get(shard, self.slots[shard]), version)
+        if self.job.stateful_workers:
+            self.holds = version
+            for shard, content in enumerate(self.model):  # also if all begin again meanwhile: it may have to bring it
+                self.job.check_version(shard, version, content)
         self._run(self.machine.handle(machine.Installed()))
         for shard, content in enumerate(self.model) if self.machine.step >= 0 else ():
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
         self._poke()
+
+    def _store_share(self) -> None:
+        """Of a snapshot of the version that the model holds, where workers are stateful."""
+        if self._to_store is None or self.holds < self._to_store[1]:
+            return
+        (id, version, writers), self._to_store = self._to_store, None
+        if self.holds > version:
+            self.membership.send(("snapshot lost", id, "too late", self.holds))
+            return
+        share = range(self.job.shards)[writers.index(self.node.name) :: len(writers)]
+        contents = {shard: self.model[shard] for shard in share}
+
+        def write() -> None:
+            if all(self.store.write(id, shard, version, (contents[shard], ())) for shard in share):
+                self.membership.send(("captured", id, tuple(share)))
+            else:
+                self.membership.send(("snapshot lost", id, "no space left", -1))
+
+        self.node.later(self.node.world.latency() * 2, write)
 
     def _compute(self, replica: int) -> None:
         self._replica, self._began = replica, self.node.world.now

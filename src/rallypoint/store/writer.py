@@ -1,4 +1,4 @@
-"""A server's part of a snapshot: shards are copied one by one as they come to its version, and stored from a thread.
+"""One member's part of a snapshot: its shards are copied at their version, and stored from a thread.
 
 Copy-on-write: a shard's moments are copied when its owner has nothing else to do, or else right before its next update;
 nobody waits for the store.

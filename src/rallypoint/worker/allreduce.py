@@ -1,0 +1,141 @@
+"""The optimizer on the worker (AllReduce): steps with the mean of each step's gradients, hands its state over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from rallypoint.config import JobConfig, settings_of
+from rallypoint.core.layout import Shard
+from rallypoint.core.schedule import rate_at
+from rallypoint.optim.flat import build_optimizer
+from rallypoint.store.record import ShardRecord
+from rallypoint.store.state import MASTER
+from rallypoint.worker.tensors import ModelTensors
+
+
+class Stepper(Protocol):
+    """A torch optimizer over the model's own parameters, whose state can be taken along."""
+
+    def step(self, step: int) -> None:
+        """Update number `step` (from 0) with what is in ``.grad``."""
+
+    def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """What a shard's record has of the state: 1-D tensors on the host, in memory of their own, and numbers."""
+
+    def load(self, states: Mapping[int, ShardRecord]) -> None:
+        """Become what the records of all shards of parameters say."""
+
+
+class WorkerOptimizer:
+    """A model and its optimizer's state, which are the same on all workers at the same `version` (-1: before any).
+
+    Parameters and state are as torch has them: in the parameters' own precision, next to them. A parameter without a
+    gradient gets zeros, as everywhere. All of it is called on the main thread.
+    """
+
+    def __init__(self, tensors: ModelTensors, stepper: Stepper) -> None:
+        self.version = -1
+        self._tensors, self._stepper = tensors, stepper
+
+    def install(
+        self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool
+    ) -> None:
+        """Come to `version`: with `states` (by shard) that of all parameters, else by one step with the mean gradient
+        in the flat fp32 `vector`, unless it is skipped. The buffers are in `vector` either way."""
+        if states:
+            self._load(states)
+        elif not skipped:
+            self._step(version - 1, vector)
+        with torch.no_grad():
+            for placed in self._tensors.buffers:
+                placed.tensor.copy_(placed.of(vector), non_blocking=True)
+        if self._tensors.device.type == "cuda":
+            torch.cuda.current_stream(self._tensors.device).synchronize()  # the vector will be written again
+        self.version = version
+
+    def record(self, shard: Shard) -> ShardRecord:
+        """A shard's state at `version`, in memory of its own: as servers store it in other modes."""
+        arrays = {MASTER: self._tensors.part(shard.start, shard.stop)}
+        scalars: dict[str, float] = {}
+        if shard.role == "parameters":
+            kept, scalars = self._stepper.state_in(shard)
+            arrays |= kept
+        return ShardRecord(shard.index, self.version, {n: a.numpy() for n, a in arrays.items()}, scalars)
+
+    def _step(self, step: int, vector: torch.Tensor) -> None:
+        for placed in self._tensors.parameters:
+            tensor = placed.tensor
+            tensor.grad = placed.of(vector).to(tensor.device, tensor.dtype, non_blocking=True)
+        self._stepper.step(step)
+        for placed in self._tensors.parameters:
+            placed.tensor.grad = None
+
+    @torch.no_grad()
+    def _load(self, states: Mapping[int, ShardRecord]) -> None:
+        for shard in (s for s in self._tensors.layout.shards if s.role == "parameters"):
+            master = torch.from_numpy(states[shard.index].arrays[MASTER])
+            for placed, start, stop in self._tensors.parts_in(shard):
+                placed.write(start, master[start - shard.start : stop - shard.start])
+        self._stepper.load(states)
+
+
+class SpecifiedStepper:
+    """The optimizer of the job's configuration, with its groups and its schedule.
+
+    Its state lies in the records element by element beside the parameters', as servers write it in other modes.
+    """
+
+    def __init__(self, tensors: ModelTensors, config: JobConfig) -> None:
+        self._tensors, self._config = tensors, config
+        of_group: dict[int, list[torch.nn.Parameter]] = {}
+        for placed in tensors.parameters:
+            assert isinstance(placed.tensor, torch.nn.Parameter)
+            of_group.setdefault(placed.entry.spec.group, []).append(placed.tensor)
+        settings = [settings_of(config, group) for group in of_group]
+        self._optimizer = build_optimizer(config.optimizer, list(zip(of_group.values(), settings, strict=True)))
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            group["lr_scale"] = own.lr_scale
+
+    def step(self, step: int) -> None:
+        rate = rate_at(self._config.schedule, step, self._config.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["lr_scale"]
+        self._optimizer.step()
+
+    def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        arrays: dict[str, torch.Tensor] = {}
+        scalars: dict[str, float] = {}
+        for placed, start, stop in self._tensors.parts_in(shard):
+            for name, value in self._optimizer.state.get(placed.tensor, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == placed.tensor.shape and name != "step":
+                    part = value.detach().reshape(-1)[start - placed.entry.start : stop - placed.entry.start]
+                    array = arrays.setdefault(name, torch.zeros(shard.words))
+                    array[start - shard.start : stop - shard.start].copy_(part)
+                elif value is not None:
+                    scalars[name] = float(value)
+        return arrays, scalars
+
+    @torch.no_grad()
+    def load(self, states: Mapping[int, ShardRecord]) -> None:
+        of_parameter: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for shard in (s for s in self._tensors.layout.shards if s.role == "parameters"):
+            record = states[shard.index]
+            for placed, start, stop in self._tensors.parts_in(shard):
+                kept = of_parameter.setdefault(placed.tensor, {})
+                for name, array in record.arrays.items():
+                    if name != MASTER:
+                        flat = kept.setdefault(name, torch.empty(placed.tensor.numel()))
+                        part = torch.from_numpy(array)[start - shard.start : stop - shard.start]
+                        flat[start - placed.entry.start : stop - placed.entry.start].copy_(part)
+                kept.update({name: torch.tensor(value) for name, value in record.scalars.items()})
+        order = [p for group in self._optimizer.param_groups for p in group["params"]]
+        state = {i: _shaped(p, of_parameter[p]) for i, p in enumerate(order) if of_parameter.get(p)}
+        self._optimizer.load_state_dict({**self._optimizer.state_dict(), "state": state})
+
+
+def _shaped(parameter: torch.Tensor, kept: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    like = torch.empty_like(parameter)
+    return {name: like.clone().copy_(t.view(parameter.shape)) if t.dim() else t for name, t in kept.items()}

@@ -1,0 +1,223 @@
+"""A torch optimizer of the user's own, under AllReduce: what it keeps goes along whatever it is, as bytes.
+
+Tensors of any shape and dtype, cut over the shards of their parameter; and one head of plain data (numbers, texts and
+lists of them), in the first shard. Nothing in either can run code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from rallypoint.core.layout import Shard
+from rallypoint.errors import ConfigError, ProtocolError
+from rallypoint.store.record import ShardRecord
+from rallypoint.store.state import OWN
+from rallypoint.worker.tensors import ModelTensors, Placed
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool,
+)}  # fmt: skip
+_FUNCTIONS = ("lr_lambdas", "lmbda_list")  # torch's LambdaLR: its state has them by name, for callable objects
+
+
+class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A tensor of the state: the name of its parameter, its own, what it is, and whether it is on the host anyway."""
+
+    parameter: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    host: bool
+
+
+class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All of the state that is no tensor: of parameters, of each optimizer's groups, of each schedule."""
+
+    tensors: list[_Tensor]
+    numbers: dict[str, dict[str, Any]]
+    groups: list[list[dict[str, Any]]]
+    schedules: list[dict[str, Any]]
+
+
+_heads = msgspec.msgpack.Decoder(_Head)
+
+
+class OwnStepper:
+    """`optimizers` that have each of the model's trained parameters once; `schedules` step after them.
+
+    ConfigError when they have others, or keep what cannot be taken along: a tensor or plain data is what they may keep
+    of a parameter, directly in its state.
+    """
+
+    def __init__(
+        self, tensors: ModelTensors, optimizers: Sequence[torch.optim.Optimizer],
+        schedules: Sequence[torch.optim.lr_scheduler.LRScheduler] = (),
+    ) -> None:  # fmt: skip
+        self._tensors, self._optimizers, self._schedules = tensors, optimizers, schedules
+        self._name_of = {id(placed.tensor): placed.entry.spec.name for placed in tensors.parameters}
+        self._placed = {p.entry.spec.name: p for p in tensors.parameters if p.tensor.numel()}
+        self._owner = self._check_parameters()
+        self._checked = False
+        self._head()  # what the groups have is known already
+
+    def step(self, step: int) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+        for schedule in self._schedules:
+            schedule.step()
+        if not self._checked:  # now, and not only when somebody joins
+            self._head()
+            self._checked = True
+
+    def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        arrays: dict[str, torch.Tensor] = {}
+        if shard.index == 0:  # the parameters come first
+            head = bytearray(msgspec.msgpack.encode(self._head()))
+            arrays[OWN] = torch.frombuffer(head, dtype=torch.uint8)
+        for placed, _, _ in self._tensors.parts_in(shard):
+            name = placed.entry.spec.name
+            for key, value in self._kept(name).items():
+                if isinstance(value, torch.Tensor):
+                    raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    start, stop = _share(placed, shard, len(raw))
+                    arrays[f"{OWN}.{key}.{name}"] = raw[start:stop].clone()
+        return arrays, {}
+
+    def load(self, states: Mapping[int, ShardRecord]) -> None:
+        try:
+            head = _heads.decode(states[0].arrays[OWN].tobytes())
+        except (KeyError, msgspec.DecodeError) as error:
+            raise ProtocolError(f"the state of an optimizer that cannot be read: {error}") from None
+        kept: dict[str, dict[str, Any]] = {name: dict(numbers) for name, numbers in head.numbers.items()}
+        for about in head.tensors:
+            kept.setdefault(about.parameter, {})[about.name] = self._whole(about, states)
+        groups = [len(optimizer.param_groups) for optimizer in self._optimizers]
+        if [len(came) for came in head.groups] != groups or len(head.schedules) != len(self._schedules):
+            raise ProtocolError("the state of other optimizers than these")
+        for optimizer, came in zip(self._optimizers, head.groups, strict=True):
+            known = optimizer.state_dict()["param_groups"]
+            merged = [_as_before(group, new) for group, new in zip(known, came, strict=True)]
+            self._load_into(optimizer, kept, merged)
+        for schedule, new in zip(self._schedules, head.schedules, strict=True):
+            schedule.load_state_dict(_as_before(schedule.state_dict(), new))
+
+    def _load_into(
+        self, optimizer: torch.optim.Optimizer, kept: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]
+    ) -> None:
+        """torch casts a state to its parameter's dtype, which may not be what the optimizer keeps: bytes are bytes."""
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        state = {i: kept[name] for i, p in enumerate(order) if (name := self._name_of[id(p)]) in kept}
+        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        for index, came in state.items():
+            loaded = optimizer.state[order[index]]
+            for key, value in came.items():
+                if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
+                    loaded[key] = value.to(loaded[key].device)
+
+    # ---- what there is ----
+
+    def _check_parameters(self) -> dict[str, torch.optim.Optimizer]:
+        """The optimizer of each parameter."""
+        owner: dict[str, torch.optim.Optimizer] = {}
+        for optimizer in self._optimizers:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                if (name := self._name_of.get(id(p))) is None:
+                    raise ConfigError(
+                        f"own_optimizer steps a tensor of shape {list(p.shape)} that is no trained parameter of this "
+                        "model: build it from the model's parameters, after freezing what is frozen"
+                    )
+                if name in owner:
+                    raise ConfigError(f"own_optimizer has parameter {name} twice: each is to be stepped once")
+                owner[name] = optimizer
+        if missing := sorted(set(self._name_of.values()) - owner.keys()):
+            raise ConfigError(
+                f"parameter {missing[0]} is trained, and own_optimizer does not step it: add it there, or freeze it "
+                "(requires_grad=False)"
+            )
+        return owner
+
+    def _head(self) -> _Head:
+        tensors: list[_Tensor] = []
+        numbers: dict[str, dict[str, Any]] = {}
+        for name in self._placed:
+            for key, value in self._kept(name).items():
+                if isinstance(value, torch.Tensor):
+                    kind, host = str(value.dtype).removeprefix("torch."), value.device.type == "cpu"
+                    if kind not in _DTYPES:
+                        raise _refused(f"{key} of {name}, a tensor of {kind}")
+                    tensors.append(_Tensor(name, key, kind, tuple(value.shape), host))
+                else:
+                    numbers.setdefault(name, {})[key] = _plain(f"{key} of {name}", value)
+        groups = [
+            [{k: _plain(f"{k} in a group", v) for k, v in group.items() if k != "params"} for group in o.param_groups]
+            for o in self._optimizers
+        ]
+        schedules = [
+            {k: _plain(f"{k} in its schedule", v) for k, v in schedule.state_dict().items() if k not in _FUNCTIONS}
+            for schedule in self._schedules
+        ]
+        return _Head(tensors, numbers, groups, schedules)
+
+    def _kept(self, name: str) -> Mapping[str, Any]:
+        state: Mapping[str, Any] = self._owner[name].state.get(self._placed[name].tensor, {})
+        return state
+
+    # ---- bytes and shards ----
+
+    def _whole(self, about: _Tensor, states: Mapping[int, ShardRecord]) -> torch.Tensor:
+        placed, dtype = self._placed.get(about.parameter), _DTYPES.get(about.dtype)
+        if placed is None or dtype is None or min(about.shape, default=0) < 0:
+            raise ProtocolError(f"the state of an optimizer with a {about.dtype} of {about.parameter}: there is none")
+        touched = self._tensors.layout.shards_touching(placed.entry.start, placed.entry.stop)
+        pieces = [states[shard].arrays.get(f"{OWN}.{about.name}.{about.parameter}") for shard in touched]
+        raw = np.concatenate([np.empty(0, np.uint8), *(piece for piece in pieces if piece is not None)])
+        count = math.prod(about.shape)
+        if len(raw) != count * dtype.itemsize:
+            raise ProtocolError(f"{about.name} of {about.parameter} has {len(raw)} bytes, which are not {about.shape}")
+        value = torch.from_numpy(raw).view(dtype) if count else torch.empty(0, dtype=dtype)
+        return value.view(about.shape).to("cpu" if about.host else placed.tensor.device)
+
+
+def _share(placed: Placed, shard: Shard, nbytes: int) -> tuple[int, int]:
+    """Which of so many bytes of the parameter's go with this shard: as much as of its words do."""
+    entry = placed.entry
+    words = entry.stop - entry.start
+    first, last = max(entry.start, shard.start) - entry.start, min(entry.stop, shard.stop) - entry.start
+    return nbytes * first // words, nbytes * last // words
+
+
+def _plain(what: str, value: Any) -> Any:
+    """`value`, if it is plain data; ConfigError if not."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, (list, tuple)):
+        return [_plain(what, item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, (str, int)) for key in value):
+        return {key: _plain(what, item) for key, item in value.items()}
+    raise _refused(f"{what}, a {type(value).__name__}")
+
+
+def _as_before(before: Mapping[str, Any], came: Mapping[str, Any]) -> dict[str, Any]:
+    """What came, where there was something of that name before; tuples are tuples again, tensors tensors."""
+    result = dict(before)
+    for key in before.keys() & came.keys():
+        value, old = came[key], before[key]
+        if isinstance(old, torch.Tensor):
+            value = torch.full_like(old, value)
+        result[key] = tuple(value) if isinstance(old, tuple) else value
+    return result
+
+
+def _refused(what: str) -> ConfigError:
+    return ConfigError(
+        f"own_optimizer keeps {what}: that cannot be given to a worker that joins, tensors and plain data can"
+    )

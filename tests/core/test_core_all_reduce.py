@@ -1,0 +1,349 @@
+"""Where workers have the state: who brings it to whom, and what a worker may begin with and go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _terms
+from test_core_worker import _view
+
+from rallypoint.config import group_of, resolve, with_own_optimizer
+from rallypoint.core.carriers import Carriers
+from rallypoint.core.cluster import ClusterMachine
+from rallypoint.core.cluster_effects import Abort, Assist, Capture, Effect, FindSnapshot, Say
+from rallypoint.core.cluster_events import Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
+from rallypoint.core.cluster_state import Phase
+from rallypoint.core.optimizer import SGD
+from rallypoint.core.policy import AllReduce, LocalSteps, Sync
+from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard_effects import Apply, Drop, Install
+from rallypoint.core.shard_effects import Publish as Published
+from rallypoint.core.shard_events import Contribute, Initialise
+from rallypoint.core.slots import Arriving, Compute, Discard, Fetch, Installed, Land, Landed, LinkUp, Viewed
+from rallypoint.core.slots import Install as InstallAction
+from rallypoint.core.worker import WorkerMachine
+from rallypoint.errors import ConfigError
+
+RECORD = _record(sync=AllReduce(), replicas=6)
+EVERYBODY = ("s0", "s1", "w0", "w1")
+
+
+def _begun(members: Sequence[str] = EVERYBODY, steps: int = 1, **terms: Any) -> _Job:
+    """Steps have been computed."""
+    job = _running(_terms(**terms), members, RECORD)
+    for step in range(steps):
+        job.step(step)
+    return job
+
+
+def _gone(job: _Job, *members: str) -> list[Effect]:
+    return job.play(*(Left(member, "test") for member in members))
+
+
+# ---- who brings the state ----
+
+
+def test_the_furthest_of_those_who_go_on_brings_the_state_or_else_of_all() -> None:
+    carriers = Carriers({"a": 3, "b": 7, "c": 9})
+    assert carriers.bringer(["a", "b", "new"], {"a", "b", "c"}) == "b"
+    assert carriers.bringer(["new"], {"a", "new", "c"}) == "c"
+    assert carriers.bringer(["new"], {"new"}) == ""
+
+
+def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings() -> None:
+    job = _begun(steps=5, workers=2)
+    job.step(5, only="w1")
+    before = job.view
+    job.machine._workers_max = 3
+    job.come("w2")
+    assert job.view.since == job.view.number > before.number
+    assert (job.view.first, job.view.origin) == ("w1", "")
+    assert [deal.start for deal in job.view.deals] == [0]  # whoever is dealt anything begins at once
+    assert sorted(job.view.hands(0)) == ["w0", "w1", "w2"]
+    assert job.machine.furthest == 4  # it is at version 5, or 6
+
+
+def test_a_worker_that_dies_makes_nobody_begin_again() -> None:
+    job = _begun()
+    before = job.view
+    _gone(job, "w1")
+    assert job.view.since == before.since
+    assert job.view.hands(1) == {"w0": (0, 1, 2, 3, 4, 5)}
+
+
+def test_a_worker_that_stands_by_gets_the_state_once_it_is_to_compute() -> None:
+    job = _begun((*EVERYBODY, "w2"))
+    before = job.view
+    assert "w2" not in before.hands(1)
+    _gone(job, "w0")
+    assert job.view.since > before.since
+    assert (job.view.first, sorted(job.view.hands(1))) == ("w1", ["w1", "w2"])
+
+
+def test_one_that_was_without_replicas_for_a_while_has_to_be_given_the_state_again() -> None:
+    job = _begun(steps=3)
+    job.play(Leaving("w1"))
+    view = job.view
+    job.machine._members.leaving.clear()
+    job.come("w2")
+    assert job.view.since > view.since
+    assert job.view.first == "w0"
+
+
+@pytest.mark.parametrize("replication", [1, 2])
+def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_that_joins(replication: int) -> None:
+    job = _begun(steps=4, replication=replication)
+    assert job.view.backup == {}
+    assert job.machine.exposed == 0
+    before = job.view
+    said = _gone(job, "s0")
+    assert job.view.since > before.since
+    assert (job.view.first, job.view.origin, set(job.view.primary.values())) == ("w1", "", {"s1"})
+    assert not [effect for effect in _of(Say, said) if "snapshot" in effect.text]
+    again = job.view
+    job.come("s2")
+    assert job.view.since > again.since
+    assert set(job.view.primary.values()) == {"s1", "s2"}
+
+
+def test_without_any_server_the_job_waits_for_one_and_goes_on_from_a_worker_s_state() -> None:
+    job = _begun(steps=4)
+    _gone(job, "s0", "s1")
+    assert job.machine.phase is Phase.RECOVERING
+    assert job.machine.waiting_for() == "1 more server"
+    effects = job.come("s2")
+    assert job.machine.phase is Phase.RUNNING
+    assert _of(FindSnapshot, effects) == []
+    assert (job.view.first, job.view.origin) == ("w1", "")
+
+
+def test_with_too_few_workers_the_job_waits_for_more_and_the_one_that_is_left_brings_the_state() -> None:
+    job = _begun(steps=4, workers_min=2)
+    _gone(job, "s0", "s1")
+    _gone(job, "w1")
+    job.come("s2")
+    assert job.machine.waiting_for() == "workers to go on with the state that is here (at least 2 are wanted)"
+    job.come("w2")
+    assert (job.view.first, job.view.origin) == ("w0", "")
+    assert job.machine.waiting_for() is None
+
+
+def test_a_bringer_that_dies_before_its_state_is_known_to_be_whole_is_followed_by_another() -> None:
+    job = _begun(steps=4)
+    _gone(job, "s0")
+    before = job.view
+    _gone(job, before.first)
+    assert job.view.since > before.since
+    assert job.view.first == "w0"
+
+
+def test_a_bringer_that_dies_after_somebody_has_gone_on_is_not_missed() -> None:
+    job = _begun(steps=4)
+    _gone(job, "s0")
+    job.step(4, only="w0")
+    before = job.view
+    _gone(job, before.first)
+    assert job.view.since == before.since
+
+
+def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
+    job = _begun(steps=4)
+    _gone(job, "w0", "w1")
+    said = job.come("w2")
+    assert _of(FindSnapshot, said) == [FindSnapshot()]
+    assert "the model's state is lost with the workers" in _of(Say, said)[0].text
+    job.play(Found("step-00000002-1", 2))
+    assert (job.view.origin, sorted(job.view.hands(2))) == ("step-00000002-1", ["w2"])
+    assert job.machine.furthest == 1
+
+
+def test_when_nobody_has_the_state_and_there_is_no_snapshot_the_job_ends_with_a_sentence() -> None:
+    job = _begun(steps=4)
+    _gone(job, "w0", "w1")
+    job.come("w2")
+    (abort,) = _of(Abort, job.play(Found("")))
+    assert "no worker is left that has the model's state" in abort.reason
+
+
+def test_before_a_step_is_known_to_be_computed_anybody_s_first_weights_will_do() -> None:
+    job = _running(_terms(), EVERYBODY, RECORD)
+    _gone(job, "s0")
+    assert (job.view.origin, job.view.first) == ("", "w0")
+    assert job.machine.phase is Phase.RUNNING
+
+
+def test_a_name_that_comes_again_has_not_the_state_of_the_one_before() -> None:
+    job = _begun(steps=4)
+    _gone(job, "w1")
+    job.step(4)
+    job.come("w1")
+    assert job.view.first == "w0"
+    _gone(job, "w0")  # before w1 has reported anything
+    assert job.machine.phase is Phase.RECOVERING
+
+
+def test_at_the_end_those_who_stood_by_are_given_the_last_state() -> None:
+    job = _begun((*EVERYBODY, "w2"), steps=STEPS)
+    before = job.view
+    job.done("w0")
+    assert job.view.ending
+    assert job.view.since > before.since
+    assert job.view.first == "w0"
+    after = job.view
+    assert job.tick(1.0) == []  # that is all
+    job.done("w0", "w1", "w2")
+    assert job.view == after
+    assert job.machine.phase is Phase.OVER
+
+
+def test_the_next_coordinator_knows_who_has_the_state() -> None:
+    job = _begun(steps=4)
+    again = _Job(_terms(), job.machine.state(), record=RECORD)
+    assert isinstance(again.machine, ClusterMachine)
+    again.births = job.births
+    for member in ("s0", "s1", "w0", "w1"):
+        again.join(member, birth=job.births[member])
+    again.play(Tick(1.0), Left("s0", "test"))
+    assert again.machine.phase is Phase.RUNNING
+    assert again.view.first in ("w0", "w1")
+    assert again.view.origin == ""
+
+
+def test_a_straggler_is_not_overtaken() -> None:
+    job = _begun(steps=6, backup_tasks=True)
+    job.step(6, only="w0")
+    assert _of(Assist, job.tick(2.0)) == []
+
+
+# ---- snapshots ----
+
+
+def test_stateful_workers_store_a_share_each() -> None:
+    job = _running(_terms(snapshots=True), EVERYBODY, RECORD)
+    taken = job.machine._snapshots.taking
+    assert taken is not None
+    job.play(Captured("w0", taken.id, tuple(SHARDS)))  # the first weights are the bringer's
+    since = job.view.since
+    job.play(Committed(taken.id))
+    assert job.view.since == since  # it has only to begin
+    job.step(0)
+    (capture,) = _of(Capture, job.play(SnapshotWanted()))
+    assert capture.writers == ("w0", "w1")
+    _gone(job, "w1")
+    assert job.machine._snapshots.under_way(capture.snapshot) is None  # its share will not come
+
+
+# ---- the shard's machine ----
+
+
+def test_a_shard_begins_at_the_version_that_is_brought() -> None:
+    machine = ShardMachine(Sync(), 2, rounds=9)
+    assert machine.handle(Initialise(1, 5)) == [Install(1, 5), Published(5)]
+    assert machine.handle(Initialise(2, 6)) == [Drop(2)]
+    assert machine.handle(Contribute(4, 0, 1.0, 3)) == [Drop(3)]  # of a past that is void
+    machine.handle(Contribute(5, 0, 1.0, 4))
+    effects = machine.handle(Contribute(5, 1, 1.0, 5))
+    assert [(effect.version, effect.step, effect.oldest) for effect in effects if isinstance(effect, Apply)] == [
+        (6, 5, 5)
+    ]
+
+
+# ---- the worker's machine ----
+
+
+class _Bench:
+    """A machine of two shards that may leave no version out."""
+
+    def __init__(self) -> None:
+        self.machine = WorkerMachine("me", 2, frozenset(), 10, in_order=True)
+        self.view(count=1)
+
+    def view(self, *, count: int, since: int = 1) -> None:
+        view = _view(2, count=count, since=since)
+        self.machine.handle(Viewed(view))
+        for server in view.servers:
+            self.machine.handle(LinkUp(server.id))
+
+    def arrive(self, shard: int, version: int, *, whole: bool = False) -> list[Any]:
+        assert self.machine.view is not None
+        return self.machine.handle(Arriving(shard, version, self.machine.view.number, whole=whole))
+
+    def land(self, version: int, *, whole: bool = False) -> None:
+        for shard in range(2):
+            assert Land(shard) in self.arrive(shard, version, whole=whole)
+            self.machine.handle(Landed(shard))
+
+    def install(self, version: int, *, whole: bool = False) -> None:
+        self.land(version, whole=whole)
+        assert self.machine.next_action() == InstallAction(version)
+        self.machine.install()
+        self.machine.handle(Installed())
+
+
+def test_a_worker_begins_with_a_whole_version_and_with_no_other() -> None:
+    bench = _Bench()
+    for shard in range(2):
+        assert bench.arrive(shard, 7) == [Discard(shard)]
+    assert bench.machine.next_action() is None
+    assert bench.machine.target == -1
+    bench.install(6, whole=True)
+    assert bench.machine.step == 6
+
+
+def test_a_mean_that_came_while_the_state_was_copied_is_fetched_then() -> None:
+    bench = _Bench()
+    bench.land(6, whole=True)
+    assert bench.machine.next_action() == InstallAction(6)
+    bench.machine.install()
+    assert [bench.arrive(shard, 7) for shard in range(2)] == [[Discard(0)], [Discard(1)]]
+    assert bench.machine.handle(Installed()) == [Fetch(0, 7, "s0"), Fetch(1, 7, "s1")]
+
+
+def test_no_version_is_left_out_however_many_there_are() -> None:
+    bench = _Bench()
+    bench.install(6, whole=True)
+    assert bench.machine.next_action() == Compute(6, 0)
+    for shard in range(2):
+        assert bench.arrive(shard, 8)[0] == Discard(shard)
+    assert bench.machine.target == 7
+    assert bench.machine.next_action() is None  # nobody needs its contribution any more
+    bench.install(7)
+    assert bench.machine.step == 7
+
+
+def test_nothing_lands_while_a_version_that_has_become_void_is_still_being_copied() -> None:
+    """The model is to be whole: its worker may be the one that brings it."""
+    bench = _Bench()
+    bench.install(6, whole=True)
+    bench.land(7)
+    bench.machine.install()
+    bench.view(count=2, since=2)
+    assert [bench.arrive(shard, 6, whole=True) for shard in range(2)] == [[Discard(0)], [Discard(1)]]
+    assert bench.machine.handle(Installed()) == [Fetch(0, 6, "s0"), Fetch(1, 6, "s1")]
+    assert bench.machine.step == -1
+    bench.install(6, whole=True)
+
+
+# ---- the configuration ----
+
+
+def test_all_reduce_is_set_from_the_command_line_like_any_mode() -> None:
+    config = resolve({"sync": LocalSteps(4)}, {"sync": {"type": "all-reduce"}})
+    assert (config.sync, config.policy, config.stateful_workers) == (AllReduce(), Sync(), True)
+    assert config.clips_on_servers is False
+    assert resolve({"sync": AllReduce(), "clip": 1.0}).clips_on_servers
+    assert group_of(config, "any", 2) == 0
+
+
+def test_an_own_optimizer_is_part_of_the_job_s_record_and_needs_all_reduce() -> None:
+    config = resolve({"sync": AllReduce()})
+    assert with_own_optimizer(config, "").own_optimizer == ""
+    assert with_own_optimizer(config, "torch.optim.Muon").sync == AllReduce(own="torch.optim.Muon")
+    with pytest.raises(ConfigError, match=r"own_optimizer needs sync=rp\.AllReduce"):
+        with_own_optimizer(resolve({"optimizer": SGD()}), "torch.optim.Muon")
+    with pytest.raises(ConfigError, match=r"leave it to job\.train"):
+        with_own_optimizer(resolve({"sync": AllReduce(own="another")}), "")
+    with pytest.raises(ConfigError, match="its own param_groups"):
+        with_own_optimizer(resolve({"sync": AllReduce(), "groups": [{"match": ["*"], "lr_scale": 2.0}]}), "mine")

@@ -1,0 +1,43 @@
+"""Servers only average, workers step: the bytes of plain PyTorch, and of Sync, for any number of processes."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rallypoint.testing.processes import ProcessCluster
+
+sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
+
+from jobs import ALL_REDUCE_CASES, all_reduce_reference_hash, reference_hash, train_stepping_on_worker
+
+_reference_hash = cache(all_reduce_reference_hash)
+
+
+@pytest.mark.parametrize("servers", [1, 3])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("case", ["gpt", "resnet"])
+def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
+    case: str, workers: int, servers: int
+) -> None:
+    with ProcessCluster(workers=workers, servers=servers) as cluster:
+        assert cluster.run(train_stepping_on_worker, case) == [_reference_hash(case)] * workers
+
+
+@pytest.mark.parametrize("case", [name for name in ALL_REDUCE_CASES if name not in ("gpt", "resnet")])
+def test_every_feature_gives_the_bytes_of_plain_pytorch(case: str) -> None:
+    with ProcessCluster(workers=2, servers=2) as cluster:
+        assert cluster.run(train_stepping_on_worker, case) == [_reference_hash(case)] * 2
+
+
+@pytest.mark.parametrize("case", ["gpt", "resnet"])
+def test_that_is_what_sync_comes_to(case: str) -> None:
+    assert _reference_hash(case) == reference_hash(case)
+
+
+def test_workers_beyond_the_replicas_are_given_the_state_at_the_end() -> None:
+    with ProcessCluster(workers=5, servers=1) as cluster:
+        assert cluster.run(train_stepping_on_worker, "weighted") == [_reference_hash("weighted")] * 5

@@ -1,0 +1,90 @@
+"""The whole cluster in one process where workers have the state: what is planted is found, what is for free is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rallypoint.core.carriers import Carriers
+from rallypoint.core.policy import AllReduce
+from rallypoint.core.view import View
+from rallypoint.core.worker import WorkerMachine
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.run import Fault
+from rallypoint.testing.simulation.worker import SimulatedWorker
+from test_simulation import _computed, _found, _plan, _play_all
+
+JOB = SimulatedJob(replicas=3, steps=14, sync=AllReduce())
+
+
+def _whoever_comes_may_go_on(self: Carriers, *args: Any, **kwargs: Any) -> bool:
+    return False
+
+
+def _the_state_is_of_another_version(self: SimulatedWorker) -> None:
+    """What is brought is said to be one step further than it is."""
+    self.holds += self.holds > 0
+    _initialise(self)
+
+
+_initialise = SimulatedWorker._initialise
+
+
+@pytest.mark.parametrize(("owner", "name", "bug"), [
+    (Carriers, "must_begin_again", _whoever_comes_may_go_on),
+    (SimulatedWorker, "_initialise", _the_state_is_of_another_version),
+])  # fmt: skip
+def test_a_bug_planted_on_purpose_is_found(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    _found(AllReduce())
+
+
+def test_a_model_that_is_still_being_copied_when_all_begin_again_is_whole_all_the_same(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker may be the one that brings the state. The simulation looks at every model that is installed."""
+    monkeypatch.setattr(SimulatedWorker, "install_s", 0.5)
+    job = SimulatedJob(shards=5, buffers=2, replicas=3, steps=14, compute_s=0.02, sync=AllReduce())
+    strikes = tuple(Fault(0.3 + 0.25 * at, "crash", "server", 0.1) for at in range(12))
+    plans = [_plan(seed, job, 4, 2, *strikes, heartbeat=2.0) for seed in range(12)]
+    _play_all(plans)
+    monkeypatch.setattr(WorkerMachine, "_rewind", _slots_are_free_at_once)
+    with pytest.raises(AssertionError, match="other bytes"):
+        _play_all(plans)
+
+
+def _slots_are_free_at_once(self: WorkerMachine, view: View) -> None:
+    _rewind(self, view)
+    self._finishing = False
+
+
+_rewind = WorkerMachine._rewind
+
+
+def test_when_nothing_fails_every_replica_of_every_step_is_computed_once() -> None:
+    for workers, servers in ((1, 1), (2, 3), (4, 2)):
+        for result in _play_all(_plan(seed, JOB, workers, servers) for seed in range(3)):
+            assert _computed(result) == [(step, r) for step in range(JOB.steps) for r in range(JOB.replicas)]
+            assert not any("going back" in said for said in result.outcome.said)
+
+
+def test_losing_servers_rolls_nothing_back_as_long_as_a_worker_lives() -> None:
+    crashes = tuple(Fault(0.7 * at, "crash", "server", 0.5) for at in range(1, 8))
+    for result in _play_all(_plan(seed, JOB, 3, 2, *crashes, replication=1, snapshots=False) for seed in range(8)):
+        assert not any("going back" in said for said in result.outcome.said)
+
+
+def test_losing_one_worker_at_a_time_rolls_nothing_back() -> None:
+    crashes = tuple(Fault(1.5 * at, "crash", "worker", 0.3) for at in range(1, 5))
+    for result in _play_all(_plan(seed, JOB, 3, 2, *crashes, snapshots=False) for seed in range(8)):
+        assert not any("going back" in said for said in result.outcome.said)
+
+
+def test_workers_that_stand_by_end_with_the_last_state() -> None:
+    """That every one of them is done, and with the right bytes, is checked of each run."""
+    for result in _play_all(_plan(seed, JOB, 3, 2, workers_max=2) for seed in range(6)):
+        assert len({worker for worker, _, _ in result.outcome.computed}) == 2

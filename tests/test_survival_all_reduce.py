@@ -1,0 +1,214 @@
+"""Kill anything while workers have the state: still the bytes of an undisturbed run, and of Sync."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command
+
+ALL_REDUCE = ("--set", "sync.type=all-reduce")
+OWN_SCRIPT = f"""
+import math, sys, time
+from pathlib import Path
+import torch, rallypoint as rp
+from rallypoint.worker.tensors import weights_hash
+gate = Path(sys.argv[1])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.BatchNorm1d(30), torch.nn.Linear(30, 3))
+data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
+matrices, others = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
+own = [torch.optim.Muon(matrices, lr=1e-2), torch.optim.RMSprop(others, lr=1e-2, momentum=0.9)]
+schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, {STEPS}) for optimizer in own]
+with rp.join() as job:
+    run = job.train(model, data, replicas=3, batch=8, steps={STEPS}, accumulate=2, nonfinite="skip", clip=0.5,
+                    shard_bytes=256, sync=rp.AllReduce(), own_optimizer=own, own_schedule=schedules)
+    for micro in run:
+        with micro:
+            loss = torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1])
+            while micro.replica > 0 and micro.step >= int(gate.read_text()):
+                time.sleep(0.005)
+            micro.backward(loss * math.nan if (micro.step, micro.replica) == (5, 1) else loss)
+    if run.lead:
+        (run.folder / "hash").write_text(weights_hash(model))
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def under_sync(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A run under Sync that nothing happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("sync"))
+    try:
+        cluster.open(STEPS)
+        cluster.run("--workers", "1", "--servers", "1")
+        assert cluster.ended() == 0, cluster.output
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _ends_like(cluster: Cluster, other: Cluster) -> None:
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == other.hash
+
+
+def _computing(cluster: Cluster) -> list[str]:
+    computing: list[str] = cluster.events("Members")[-1]["workers"]
+    return computing
+
+
+@pytest.fixture(scope="module")
+def undisturbed_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A run with optimizers of its own that nothing happened to."""
+    cluster = Cluster(tmp_path_factory.mktemp("own"))
+    cluster.script.write_text(OWN_SCRIPT)
+    try:
+        cluster.open(STEPS)
+        cluster.run("--workers", "1", "--servers", "1")
+        assert cluster.ended() == 0, cluster.output
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def _until_stored(cluster: Cluster) -> None:
+    """Until there is a snapshot of more than the first weights: it is taken at a version a little ahead."""
+    for step in range(AT, STEPS - 1):
+        cluster.until_in_step(step)
+        if cluster.events("Snapshotted")[-1]["version"] > 0:
+            return
+    cluster.until(lambda: cluster.events("Snapshotted")[-1]["version"] > 0)
+
+
+@pytest.mark.parametrize("victim", ["worker0", "worker1"])
+def test_a_worker_killed_mid_step_is_replaced_by_one_that_gets_the_state_from_the_other(
+    cluster: Cluster, under_sync: Cluster, victim: str
+) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
+    cluster.until_in_step(AT)
+    cluster.processes()[victim].kill()
+    cluster.until(lambda: victim not in _computing(cluster) and len(_computing(cluster)) == 2)
+    _ends_like(cluster, under_sync)
+    assert "going back" not in cluster.output
+
+
+@pytest.mark.parametrize("replication", ["1", "2"])
+def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(
+    cluster: Cluster, under_sync: Cluster, replication: str
+) -> None:
+    cluster.run("--workers", "2", "--servers", "2", "--replication", replication, *ALL_REDUCE)
+    cluster.until_in_step(AT)
+    assert cluster.events("Members")[-1]["exposed"] == 0
+    cluster.processes()["server0"].kill()
+    _ends_like(cluster, under_sync)
+    assert "server0 was killed (SIGKILL): starting another" in cluster.output
+    assert "going back" not in cluster.output
+
+
+def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, under_sync: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
+    cluster.until_in_step(AT)
+    cluster.processes()["coordinator"].kill()
+    _ends_like(cluster, under_sync)
+
+
+def test_when_all_workers_are_killed_the_last_snapshot_has_the_state(cluster: Cluster, under_sync: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "1", "--snapshot-steps", "3", *ALL_REDUCE)
+    _until_stored(cluster)
+    for name, process in cluster.processes().items():
+        if name.startswith("worker"):
+            process.kill()
+    cluster.until(lambda: "going on from snapshot" in cluster.output)
+    _ends_like(cluster, under_sync)
+    assert "the model's state is lost with the workers that had it: going back to the last snapshot" in cluster.output
+
+
+def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
+    cluster: Cluster, under_sync: Cluster
+) -> None:
+    cluster.run("--workers", "1", "--servers", "1", "--standby", "1", *ALL_REDUCE)
+    cluster.until_in_step(AT)
+    cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
+    members = cluster.events("Members")[-1]
+    (leaving,), (taking_over,) = members["workers"], members["standby"]
+    victim = cluster.processes()[leaving]
+    victim.terminate()
+    cluster.until(lambda: _computing(cluster) == [taking_over])
+    assert alive(victim), "it is asked to go, not shot"
+    _ends_like(cluster, under_sync)
+    assert "going back" not in cluster.output
+
+
+def test_a_job_grows_and_a_standby_worker_takes_over(cluster: Cluster, under_sync: Cluster) -> None:
+    cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1", *ALL_REDUCE)
+    cluster.until_in_step(AT)
+    cluster.until(lambda: len(_computing(cluster)) == 2)
+    cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
+    standby = cluster.events("Members")[-1]["standby"][0]
+    cluster.until_in_step(AT + 1)
+    cluster.processes()[_computing(cluster)[0]].kill()
+    cluster.until(lambda: standby in _computing(cluster))
+    _ends_like(cluster, under_sync)
+    assert "going back" not in cluster.output
+
+
+def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, under_sync: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2", "--snapshot-steps", "3", *ALL_REDUCE)
+    _until_stored(cluster)
+    taken = cluster.events("Snapshotted")[-1]
+    assert cluster.launcher is not None
+    cluster.processes()
+    cluster.launcher.kill()
+    cluster.ended()
+    cluster.resume()
+    cluster.until(lambda: f"going on from {taken['snapshot']}" in cluster.output)
+    _ends_like(cluster, under_sync)
+
+
+def test_what_is_exported_is_what_is_exported_under_sync(cluster: Cluster, under_sync: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
+    _ends_like(cluster, under_sync)
+    exported = []
+    for run in (cluster, under_sync):
+        to = run.home / "exported.pt"
+        done = subprocess.run(
+            command("export", str(run.folder), "--to", str(to)), capture_output=True, text=True, timeout=PATIENCE_S
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        exported.append(torch.load(to, weights_only=True))
+    ours, theirs = exported
+    assert ours["step"] == theirs["step"] == STEPS
+    assert ours["optimizer"].keys() == theirs["optimizer"].keys()
+    for name, kept in theirs["optimizer"].items():
+        same = ours["optimizer"][name]
+        assert kept.keys() == same.keys()
+        assert all(torch.equal(torch.as_tensor(same[key]), torch.as_tensor(kept[key])) for key in kept)
+    assert all(torch.equal(ours["model"][name], value) for name, value in theirs["model"].items())
+
+
+@pytest.mark.parametrize("victims", [("worker0",), ("server0",), ("worker0", "worker1")], ids=str)
+def test_what_own_optimizers_keep_survives_with_buffers_schedules_and_skipped_steps(
+    cluster: Cluster, undisturbed_own: Cluster, victims: tuple[str, ...]
+) -> None:
+    cluster.script.write_text(OWN_SCRIPT)
+    cluster.run("--workers", "2", "--servers", "2", "--snapshot-steps", "3")
+    _until_stored(cluster)
+    for victim in victims:
+        cluster.processes()[victim].kill()
+    cluster.until(lambda: cluster.output.count("starting another") == len(victims))
+    _ends_like(cluster, undisturbed_own)
+    assert ("going back" in cluster.output) == (len(victims) == 2)
+    assert cluster.events("Skipped")

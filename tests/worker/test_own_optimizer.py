@@ -1,0 +1,175 @@
+"""What an optimizer keeps comes to another worker bit by bit, whatever it is; what cannot is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.config import JobConfig, resolve, with_own_optimizer
+from rallypoint.errors import ConfigError, ProtocolError
+from rallypoint.store.record import ShardRecord, encode_record
+from rallypoint.store.state import read_state
+from rallypoint.worker.allreduce import SpecifiedStepper, WorkerOptimizer
+from rallypoint.worker.own import OwnStepper
+from rallypoint.worker.tensors import ModelTensors, weights_hash
+
+Built = tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]
+
+
+class Packed(torch.optim.Optimizer):
+    """Keeps what real ones keep: bytes with a scale of each row, an integer, a flag, and nothing at all."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "betas": (0.9, 0.5)})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                whole = p.grad.reshape(p.shape[0], -1)
+                state["scale"] = whole.abs().amax(1).to(torch.bfloat16)
+                state["packed"] = (whole / (whole.abs().amax() + 1e-6) * 100).to(torch.int8)
+                state["count"] = state.get("count", 0) + 1
+                state["odd"], state["nothing"] = bool(state["count"] % 2), None
+                with torch.no_grad():
+                    p.sub_(group["lr"] * group["betas"][0] / state["count"] * p.grad)
+
+
+def _muon(model: torch.nn.Module) -> Built:
+    matrices, others = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(others, lr=1e-2)], []
+
+
+def _scheduled(model: torch.nn.Module) -> Built:
+    half = len(list(model.parameters())) // 2
+    groups = [{"params": list(model.parameters())[:half]}, {"params": list(model.parameters())[half:], "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+    rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step), warm, rest]
+
+
+OPTIMIZERS: dict[str, Callable[[torch.nn.Module], Built]] = {
+    "adamw": lambda model: ([torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)], []),
+    "rmsprop": lambda model: ([torch.optim.RMSprop(model.parameters(), lr=1e-2, centered=True)], []),
+    "adafactor": lambda model: ([torch.optim.Adafactor(model.parameters(), lr=1e-2)], []),
+    "muon and adamw": _muon,
+    "groups and schedules": _scheduled,
+    "packed": lambda model: ([Packed(model.parameters())], []),
+}
+
+
+class Worker:
+    """A model with its optimizer, in some state."""
+
+    def __init__(self, build: Callable[[torch.nn.Module], Built] | None, seed: int, dtype: torch.dtype) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(7, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 3))
+        self.model.to(dtype)
+        self.config = _config() if build is None else with_own_optimizer(_config(), "mine")
+        self.tensors = ModelTensors(self.model, self.config)
+        self.layout = self.tensors.layout
+        stepper = SpecifiedStepper(self.tensors, self.config) if build is None else OwnStepper(
+            self.tensors, *build(self.model)
+        )  # fmt: skip
+        self.state = WorkerOptimizer(self.tensors, stepper)
+        self.state.version = 0
+
+    def step(self) -> None:
+        """With the mean gradient of that step, the same for everybody."""
+        generator = torch.Generator().manual_seed(self.state.version)
+        vector = torch.randn(self.layout.words, generator=generator)
+        for shard in (s for s in self.layout.shards if s.role == "buffers"):
+            vector[shard.start : shard.stop] = self.tensors.part(shard.start, shard.stop)
+        self.state.install(self.state.version + 1, vector, {}, skipped=False)
+
+    def brought(self) -> dict[int, ShardRecord]:
+        """The state of all parameters, as it comes over the wire."""
+        version = self.state.version
+        return {
+            s.index: read_state(encode_record(self.state.record(s), "none"), s, version, self.config)
+            for s in self.layout.shards if s.role == "parameters"
+        }  # fmt: skip
+
+    def take(self, states: dict[int, ShardRecord], version: int) -> None:
+        self.state.install(version, self.tensors.part(0, self.layout.words), states, skipped=False)
+
+
+def _config() -> JobConfig:
+    return resolve({"steps": 50, "sync": rp.AllReduce(), "optimizer": rp.Adam(lr=rp.cosine(1e-2)), "shard_bytes": 192})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [None, *OPTIMIZERS])
+def test_whoever_is_given_the_state_goes_on_as_who_gave_it(name: str | None, dtype: torch.dtype) -> None:
+    build = None if name is None else OPTIMIZERS[name]
+    giver, taker = Worker(build, 1, dtype), Worker(build, 2, dtype)
+    for _ in range(4):
+        giver.step()
+    taker.step()  # it has had another life
+    taker.take(giver.brought(), giver.state.version)
+    assert all(map(torch.equal, taker.model.parameters(), giver.model.parameters()))
+    for _ in range(3):
+        giver.step()
+        taker.step()
+    assert all(map(torch.equal, taker.model.parameters(), giver.model.parameters()))
+    again = {s: record.arrays for s, record in taker.brought().items()}
+    for shard, record in giver.brought().items():
+        assert record.arrays.keys() == again[shard].keys()
+        assert all(record.arrays[key].tobytes() == again[shard][key].tobytes() for key in record.arrays)
+
+
+@pytest.mark.parametrize("name", [None, *OPTIMIZERS])
+def test_the_state_before_the_first_step_can_be_given_too(name: str | None) -> None:
+    build = None if name is None else OPTIMIZERS[name]
+    giver, taker = Worker(build, 1, torch.float32), Worker(build, 2, torch.float32)
+    taker.step()
+    taker.take(giver.brought(), 0)
+    for worker in (giver, taker):
+        worker.step()
+    assert all(map(torch.equal, taker.model.parameters(), giver.model.parameters()))
+
+
+def test_a_step_that_is_skipped_changes_no_parameter() -> None:
+    worker = Worker(None, 1, torch.float32)
+    before = weights_hash(worker.model)
+    vector = torch.full((worker.layout.words,), torch.nan)
+    for shard in (s for s in worker.layout.shards if s.role == "buffers"):
+        vector[shard.start : shard.stop] = worker.tensors.part(shard.start, shard.stop)
+    worker.state.install(1, vector, {}, skipped=True)
+    assert (weights_hash(worker.model), worker.state.version) == (before, 1)
+
+
+class Hoards(torch.optim.SGD):
+    """Keeps a set."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state[self.param_groups[0]["params"][0]]["seen"] = {1, 2}
+        return super().step(closure)
+
+
+def test_what_is_neither_a_tensor_nor_plain_is_refused_after_the_first_step() -> None:
+    worker = Worker(lambda model: ([Hoards(model.parameters())], []), 1, torch.float32)
+    with pytest.raises(ConfigError, match=r"keeps seen of 0\.weight, a set: that cannot be given"):
+        worker.step()
+
+
+@pytest.mark.parametrize(("build", "sentence"), [
+    (lambda model: ([torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(9))])], []),
+     r"a tensor of shape \[9\] that is no trained parameter"),
+    (lambda model: ([torch.optim.SGD(list(model.parameters())[1:])], []), "parameter 0.weight is trained, and own_opt"),
+    (lambda model: ([torch.optim.SGD(model.parameters()), torch.optim.SGD(model.parameters())], []), "twice"),
+], ids=["strange", "missing", "twice"])  # fmt: skip
+def test_an_optimizer_of_other_parameters_is_refused(build: Callable[[Any], Built], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        Worker(build, 1, torch.float32)
+
+
+def test_the_state_of_another_optimizer_is_refused() -> None:
+    giver, taker = Worker(OPTIMIZERS["rmsprop"], 1, torch.float32), Worker(_scheduled, 1, torch.float32)
+    with pytest.raises(ProtocolError, match="the state of other optimizers than these"):
+        taker.take(giver.brought(), 0)
