@@ -84,6 +84,12 @@ class StreamMachine(SlotMachine):
         return sorted(deals[-1].hands.get(self.me, ())) if deals else []
 
     @property
+    def keeps(self) -> frozenset[int]:
+        """The replicas that this worker may contribute for as things are: the turn in hand is its own to the end."""
+        turn = () if self._turn is None or not (self._ready or self._installing) else (self._turn,)
+        return frozenset((*self.hand, *turn))
+
+    @property
     def upcoming(self) -> tuple[int, int] | None:
         """The step and replica whose turn is next."""
         known = self._next is not None and self._next != EVERYTHING and self._next in self._clocks

@@ -17,6 +17,7 @@ from typing import Protocol
 import msgspec
 
 from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.spec import remembers
 from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core import clip, server, shard_effects, shard_events
 from rallypoint.core.job import JobRecord
@@ -29,6 +30,7 @@ from rallypoint.net.frames import NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.messages import Accounted, Applied, InStep, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.memories import Memories
 from rallypoint.server.owned import OwnedShard
 from rallypoint.server.rows import Ids, OwnedRows
 from rallypoint.server.snapshots import SnapshotWriter, own_copy
@@ -102,6 +104,7 @@ class Reducer:
         self._scratch = Scratch()  # of this thread, which encodes versions
         self._ledger: deque[Applied] = deque(maxlen=_LEDGER)
         self._snapshots_url = ""
+        self._memories: Memories | None = None  # in a job whose workers remember something of their replicas
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self._thread.start()
 
@@ -147,6 +150,8 @@ class Reducer:
         self._writer, self._snapshots_url = writer, url
         self._machine = ServerMachine(self._me, plan_of(config, shards))
         self._cadence = self._machine.plan.cadence
+        if any(map(remembers, config.codecs)):
+            self._memories = Memories(self._me, self._send_to_worker)
 
     @property
     def machine(self) -> ServerMachine:
@@ -162,6 +167,8 @@ class Reducer:
         self._number = view.number
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
+        if self._memories is not None:
+            self._memories.adopt(view)
         self._run_all(self.machine.adopt(view))
 
     def admitted(self, new: bool) -> None:
@@ -242,6 +249,10 @@ class Reducer:
             return
         if self._in_ledger(header.shard, header.step):
             self._arrivals[channel.name] = time.monotonic()
+        machine = self.machine.machine(header.shard)
+        known = machine is not None and header.replica < machine.expected
+        if self._memories is not None and known and header.step <= self._upcoming(header):
+            self._memories.contributed(header, worker)
         event = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,
@@ -249,6 +260,29 @@ class Reducer:
         self._handle(header.shard, event)
         if header.wanted is not None:
             self.want(channel, worker, header.shard, header.wanted)
+
+    def memory_given(self, header: Header, data: memoryview, worker: str) -> None:
+        """What a worker's codec remembers of a replica that it computes no longer."""
+        if self._memories is not None and self.machine.is_primary(header.shard):
+            self._memories.given(header, data, worker, self._upcoming(header))
+
+    def memory_recalled(self, channel: Channel, header: Header, worker: str) -> None:
+        """A worker that is to compute a replica wants what the one before remembered of it."""
+        current = self._askers.get(worker) is channel and self.machine.is_primary(header.shard)
+        if self._memories is not None and current:
+            self._memories.recalled(header, worker, self._upcoming(header))
+
+    def _upcoming(self, header: Header) -> int:
+        """The next step of which the shard takes that replica's contribution."""
+        machine = self.machine.machine(header.shard)
+        assert machine is not None
+        if header.replica >= machine.expected:
+            return machine.version
+        return machine.clock(header.replica) + machine.knows(header.replica)
+
+    def _send_to_worker(self, worker: str, header: Header, payload: memoryview | None) -> None:
+        if (channel := self._askers.get(worker)) is not None:
+            channel.send(header._replace(view=self._number), payload)
 
     def replicated(self, channel: Channel, sender: str, header: Header, buffer: Buffer) -> None:
         """A primary's update of a shard that we are the backup of."""

@@ -15,6 +15,7 @@ import torch
 
 from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core import slots as machine
+from rallypoint.core.handover import Paths
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View, ViewNumber
@@ -27,6 +28,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.encoder import Encoder
 from rallypoint.worker.link import ServerLink
+from rallypoint.worker.memories import memories_of
 from rallypoint.worker.pull import Pull
 
 _INITIAL_SHARDS = 16  # copies of first weights under way at a time
@@ -80,6 +82,8 @@ class Exchange:
         self._connections: dict[str, int] = {}  # those that stand, each with a number of its own
         self._connected = 0
         self._turning = threading.Lock()  # one view after the other
+        self._memories = memories_of(layout, config, self._encoder, self._hand)
+        self._about: int | None = None  # the replica that is being computed, or will be at once
 
     # ---- the coordinator's words ----
 
@@ -93,7 +97,7 @@ class Exchange:
             with self._changed:
                 before = self._machine.view
                 effects = self._machine.handle(machine.Viewed(view))
-                self._void = self._void or (before is not None and before.since != view.since)
+                self._turn_memories(before, view)
                 self._changed.notify_all()
             self._run(effects)
             for server in view.servers:
@@ -181,13 +185,26 @@ class Exchange:
     def next_action(self) -> machine.Action | None:
         """What to do now; waits until there is something. None when the job is over, or this worker is to go."""
         with self._changed:
-            self._wait(lambda: self._over() or self._machine.next_action() is not None, self._where_missing)
-            return None if self._over() else self._machine.next_action()
+            self._wait(lambda: self._over() or self._possible() is not None, self._where_missing)
+            action = None if self._over() else self._possible()
+            self._about = action.replica if isinstance(action, machine.Compute) else None
+            return action
+
+    def _possible(self) -> machine.Action | None:
+        """What the machine wants done, once all is here that it takes."""
+        action = self._machine.next_action()
+        if self._memories is None or not isinstance(action, machine.Compute):
+            return action
+        if self._void:
+            self._void = False
+            self._encoder.reset()
+        return action if self._memories.ready(action.replica, self._paths) else None
 
     @property
     def gone(self) -> bool:
         """Has this worker handed back everything, as it was told?"""
-        return self._leaving and self._machine.view is not None and not self._machine.takes_part
+        settled = self._memories is None or self._memories.settled
+        return self._leaving and settled and self._machine.view is not None and not self._machine.takes_part
 
     def _over(self) -> bool:
         return self._finished or self.gone
@@ -306,13 +323,15 @@ class Exchange:
 
     def replica_computed(self) -> None:
         """The replica in progress is over."""
-        self._computing = False
+        self._computing, self._about = False, None
         self._handle(machine.ReplicaComputed())
+        self._hand_over()
 
     def replica_abandoned(self) -> None:
         """The replica in progress was given up, and nobody writes slots any more."""
-        self._computing = False
+        self._computing, self._about = False, None
         self._handle(machine.ReplicaAbandoned())
+        self._hand_over()
 
     def begin_install(self) -> torch.Tensor:
         """The version in the buffer (see `installing`), which nobody writes until `installed`."""
@@ -331,6 +350,55 @@ class Exchange:
     def installed(self) -> None:
         """The model holds the version that was to be installed; the slots are free."""
         self._handle(machine.Installed())
+        self._hand_over()
+
+    # ---- what codecs remember of replicas ----
+
+    def _hand_over(self) -> None:
+        """What is remembered of replicas that are not this worker's any more goes where they went."""
+        if self._memories is not None:
+            with self._changed:
+                self._give_all_but(self._machine.keeps)
+
+    def _give_all_but(self, keeps: frozenset[int]) -> None:
+        assert self._memories is not None
+        self._memories.hand_over(keeps | ({self._about} if self._about is not None else set()), self._paths)
+
+    def _turn_memories(self, before: View | None, view: View) -> None:
+        """After a roll-back nothing counts; who was given up and is back gives all away, for others may know better."""
+        back = before is not None and _birth(before, self.me) not in (-1, _birth(view, self.me))
+        rolled_back = before is not None and before.since != view.since
+        self._void = self._void or rolled_back
+        if self._memories is None:
+            return
+        if rolled_back:
+            self._memories.void()
+        self._give_all_but(frozenset() if back else self._machine.keeps)
+
+    def _hand(self, server: str, header: Header, payload: memoryview | None) -> None:
+        if (link := self._links.get(server)) is not None:
+            link.hand(header._replace(view=self._number), payload)
+
+    @property
+    def _paths(self) -> Paths:
+        return Paths(self.view.primary, self._connections)
+
+    def may_be_memory(self, header: Header) -> None:
+        if self._memories is None:
+            raise ProtocolError("a memory for a worker that has none")
+        self._memories.check(header)
+
+    def memory(self, header: Header, data: bytearray) -> None:
+        with self._changed:
+            if self._memories is not None:
+                self._memories.arrived(header, data)
+            self._changed.notify_all()
+
+    def memory_taken(self, shard: int, replica: int) -> None:
+        with self._changed:
+            if self._memories is not None:
+                self._memories.taken(shard, replica)
+            self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         wait_until(self._changed, lambda: self._failure is not None or ready(), describe, self._around.say)
@@ -379,6 +447,7 @@ class Exchange:
             self._connected += 1
             self._connections[server.id] = self._connected
         self._handle(machine.LinkUp(server.id))
+        self._hand_over()
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
         with self._changed:
@@ -466,6 +535,8 @@ class Exchange:
             return "the other workers to finish"
         if not self._machine.takes_part:
             return ""  # standing by is no wait that anybody need hear of
+        if self._memories is not None and (what := self._memories.where_missing(self._paths)):
+            return what
         return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 
     def _by_server(self, shards: list[int]) -> str:
@@ -487,6 +558,10 @@ def _machine_for(me: str, layout: Layout, config: JobConfig) -> StreamMachine | 
     if config.streaming:
         return StreamMachine(me, len(shards), buffers, config.rounds)
     return WorkerMachine(me, len(shards), buffers, config.rounds, cadence=cadence_of(config, shards))
+
+
+def _birth(view: View, worker: str) -> int:
+    return next((member.birth for member in view.workers if member.id == worker), -1)
 
 
 def _nothing() -> None:
