@@ -61,7 +61,7 @@ def cluster_of(tmp_path: Path) -> Iterator[Callable[[str], RememberingCluster]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], str]]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     """The hash of a run with that codec to which nothing happened."""
     hashes: dict[str, str] = {}
 
@@ -77,7 +77,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[
                 cluster.close()
         return hashes[codec]
 
-    yield of
+    return of
 
 
 Make = Callable[[str], RememberingCluster]
@@ -85,7 +85,9 @@ Hashes = Callable[[str], str]
 
 
 @every_codec
-def test_a_worker_that_is_told_to_go_leaves_what_it_remembers(cluster_of: Make, undisturbed: Hashes, codec: str) -> None:
+def test_a_worker_that_is_told_to_go_leaves_its_memories_behind(
+    cluster_of: Make, undisturbed: Hashes, codec: str
+) -> None:
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_in_step(AT)

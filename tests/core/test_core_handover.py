@@ -44,8 +44,7 @@ class Shard:
         return self.version + (replica in self.got)
 
     def contribute(self, step: int, replica: int, worker: str, lineage: Lineage) -> None:
-        if step <= self.upcoming(replica):
-            self.relay.contributed(self.index, replica, step, worker)
+        self.relay.contributed(self.index, replica, step, worker, self.upcoming(replica))
         if step != self.version or replica in self.got:
             return
         self.accepted[step, replica] = lineage
@@ -62,7 +61,7 @@ class Worker:
     leaving: bool = False
     handover: Handover = field(default_factory=lambda: Handover(tuple(range(SHARDS))))
     memories: dict[tuple[int, int], tuple[int, Lineage]] = field(default_factory=dict)
-    given: dict[tuple[int, int], tuple[int, Lineage]] = field(default_factory=dict)
+    given: dict[tuple[int, int], tuple[int, Lineage] | None] = field(default_factory=dict)
     delivered: set[tuple[int, int]] = field(default_factory=set)  # (shard, replica) of this step
     computing: tuple[int, list[int]] | None = None
     connections: dict[str, int] = field(default_factory=lambda: dict.fromkeys(HOMES.values(), 0))
@@ -81,19 +80,16 @@ class Worker:
     def send(self, shard: int, *frame: Any) -> None:
         self.up[shard].append((self.view.number, *frame))
 
-    def hand_over(self) -> None:
-        keeps = {*self.view.hand(self.name, self.step), *([self.computing[0]] if self.computing else [])}
-        given, forgotten = self.handover.release(keeps)
-        for key in [key for key in self.memories if key[1] in forgotten]:
-            del self.memories[key]
-        for key in [key for key in self.memories if key[1] in given]:
-            self.given[key] = self.memories.pop(key)
-            self.handover.give(*key)
+    def hand_over(self, *, back: bool = False) -> None:
+        hand = () if back else self.view.hand(self.name, self.step)
+        keeps = {*hand, *([self.computing[0]] if self.computing else [])}
+        for key in self.handover.release(keeps):
+            self.given[key] = self.memories.pop(key, None)
         self.give()
 
     def give(self) -> None:
         for shard, replica, _ in self.handover.to_give(self.paths):
-            self.send(shard, "memory", replica, *self.given[shard, replica])
+            self.send(shard, "memory", replica, self.given[shard, replica])
 
     def begin(self) -> bool:
         """Go on to the next replica, or ask for what is missing of it; is there anything new?"""
@@ -136,8 +132,9 @@ class Worker:
         return True
 
     def turn(self, view: View) -> None:
+        births = [member.birth for known in (self.view, view) for member in known.workers if member.id == self.name]
         self.view = view
-        self.hand_over()
+        self.hand_over(back=len(set(births)) > 1)
 
     def receive(self, shard: int, what: str, replica: int, step: int, lineage: Lineage | None) -> None:
         if what == "taken":
@@ -225,6 +222,18 @@ class Play:
             self.killed = True
             self.remove(worker)
 
+    def astray(self, worker: Worker) -> None:
+        """It is given up for its silence, and back at once as somebody new; it may hear only of the latter."""
+        if len(self.active) > 1 and worker.name in self.active:
+            self.killed = True
+            self.active.remove(worker.name)
+            del self.members[worker.name]
+            self.publish()
+            self.born += 1
+            self.active.append(worker.name)
+            self.members[worker.name] = Member(worker.name, "here", birth=self.born)
+            self.publish()
+
     def go(self, worker: Worker) -> bool:
         if worker.gone:
             self.remove(worker)
@@ -239,10 +248,8 @@ class Play:
                 shard.contribute(rest[0], replica, worker.name, rest[1])
             case "memory":
                 worker.down[shard.index].append(("taken", replica, 0, None))
-                step, lineage = rest
-                self.tell(
-                    shard.relay.given(shard.index, replica, step, worker.name, lineage, shard.upcoming(replica))
-                )
+                upcoming = shard.upcoming(replica)
+                self.tell(shard.relay.given(shard.index, replica, worker.name, upcoming, rest[0]))
             case "recall":
                 self.tell(shard.relay.recalled(shard.index, replica, worker.name, shard.upcoming(replica)))
         return True
@@ -284,6 +291,8 @@ class Play:
                 self.leave(worker)
             case "rest":
                 self.rest(worker)
+            case "astray":
+                self.astray(worker)
             case "kill":
                 self.kill(worker)
             case "break":
@@ -307,7 +316,8 @@ class Play:
         """Let everything that is under way come to its end."""
         busy = True
         while busy:
-            busy = any([self.turn_shard(shard, 1) for shard in self.shards])
+            turned = [self.turn_shard(shard, 1) for shard in self.shards]
+            busy = any(turned)
             for worker in list(self.workers.values()):
                 for shard in self.shards:
                     busy |= self.deliver_up(worker, shard) | self.deliver_down(worker, shard.index)
@@ -318,14 +328,12 @@ class Play:
         assert [shard.version for shard in self.shards] == [ROUNDS] * SHARDS, "somebody waits for ever"
         for shard in self.shards:
             for replica in range(REPLICAS):
-                sent: set[int] = set()
                 for step in range(ROUNDS):
                     lineage = shard.accepted[step, replica]
                     if not self.killed:
                         assert lineage == tuple(range(step + 1)), "nothing is lost while its owner lives"
                     assert lineage[-1] == step
                     assert list(lineage) == list(range(lineage[0], step + 1)), "a memory has all since its beginning"
-                    sent.add(step)
         assert all(worker.handover.settled for worker in self.workers.values())
 
 
@@ -362,4 +370,4 @@ def test_links_that_break_lose_no_memory(seed: int) -> None:
 @GO_ON
 @given(st.integers(0))
 def test_with_its_owner_killed_a_replica_begins_from_nothing_and_nobody_waits_for_ever(seed: int) -> None:
-    played(seed, "join", "join", "leave", "rest", "break", "kill")
+    played(seed, "join", "join", "leave", "rest", "break", "kill", "astray")

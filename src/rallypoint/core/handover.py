@@ -2,9 +2,9 @@
 
 What a codec remembers of (shard, replica) is a *memory*. Like a contribution it has a name, (shard, replica, step): it
 is what there is after that step's contribution was encoded, and is always the same, whoever holds it. A worker that
-keeps a replica no longer gives its memories to the shards' primaries, each until that primary has said that it has it;
-one that begins with a replica recalls them there first, and computes once every shard has answered. `core/relay.py` is
-the other side.
+keeps a replica no longer gives its memories to the shards' primaries (or says that it has nothing new), each until that
+primary has said that it has it; one that begins with a replica recalls them there first, and computes once every shard
+has answered. `core/relay.py` is the other side.
 
 Nothing is trusted to a connection: what was under way when one broke is given, or asked for, again.
 """
@@ -89,21 +89,21 @@ class Handover:
 
     # ---- giving ----
 
-    def release(self, keeps: AbstractSet[int]) -> tuple[list[int], list[int]]:
-        """The replicas that are not this worker's any more: whose memories to give away, and whose to forget.
+    def release(self, keeps: AbstractSet[int]) -> list[Key]:
+        """This worker keeps only these replicas: the memories that are to be given back.
 
-        Of one that was still being recalled nothing has been encoded here: the primaries hold what there is.
+        That includes those of which nothing has been encoded here, and those of which the answer has not come: the
+        primary takes this worker for their owner.
         """
-        given, forgotten = sorted(self._here - keeps), sorted(self._missing.keys() - keeps)
-        self._here -= set(given)
-        for replica in forgotten:
-            del self._missing[replica]
-        self._asked = {key: way for key, way in self._asked.items() if key[1] not in forgotten}
-        return given, forgotten
-
-    def give(self, shard: int, replica: int) -> None:
-        """This memory is to be given to the shard's primary."""
-        self._giving[shard, replica] = None
+        given = [(shard, replica) for replica in sorted(self._here - keeps) for shard in self.shards]
+        for replica in sorted(self._missing.keys() - keeps):
+            missing = self._missing.pop(replica)
+            given += [(s, replica) for s in self.shards if s not in missing or (s, replica) in self._asked]
+        self._here &= keeps
+        for key in given:
+            self._asked.pop(key, None)
+            self._giving[key] = None
+        return given
 
     def to_give(self, paths: Paths) -> list[tuple[int, int, str]]:
         """What to send now, each as (shard, replica, server)."""

@@ -2,9 +2,12 @@
 
 Workers have no links to each other, so the shard's primary is where a memory (see `core/handover.py`) changes hands. It
 holds at most one of each (shard, replica): the newest, until somebody contributes a later step, who then has what
-follows from it. Whoever recalls one that is not here waits if, and only if, there is a worker in the view that has
-contributed last of all and has not given anything since: it will. When that worker is gone, the answer is that there is
-none, and the replica begins from nothing.
+follows from it.
+
+Each (shard, replica) has at most one *owner*: the worker that was answered last, or that contributes where nobody was.
+It is so until it gives the memory back, or says that it has nothing new, or is not in the view any more. Who recalls
+waits while somebody else is the owner: every worker learns of the view in which it is not to compute that replica. If
+the owner dies, there is what it had been answered with, as long as it has contributed nothing since; else nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +31,6 @@ class Answer(NamedTuple, Generic[M]):
     memory: M | None = None
 
 
-class _Last(NamedTuple):
-    """The last step that was contributed, and who may still give what follows from it; None: nobody."""
-
-    step: int
-    owner: tuple[str, int] | None
-
-
 @dataclass(slots=True)
 class Relay(Generic[M]):
     """The memories at server `me`, for the shards of which it is the primary."""
@@ -43,56 +39,50 @@ class Relay(Generic[M]):
     _since: ViewNumber | None = None
     _births: dict[str, int] = field(default_factory=dict)
     _held: dict[Key, tuple[int, M]] = field(default_factory=dict)
-    _last: dict[Key, _Last] = field(default_factory=dict)
+    _owners: dict[Key, tuple[str, int]] = field(default_factory=dict)
     _asking: dict[Key, list[str]] = field(default_factory=dict)
-
-    def holds(self, shard: int, replica: int) -> int | None:
-        """The step of the memory that is held."""
-        held = self._held.get((shard, replica))
-        return None if held is None else held[0]
 
     def adopt(self, view: View) -> list[Answer[M]]:
         """A new view: what is of a void past or of another primary's shard goes, who waits for somebody gone hears."""
         if self._since != view.since:
-            self._held.clear()
-            self._last.clear()
-            self._asking.clear()
+            for known in (self._held, self._owners, self._asking):
+                known.clear()
         self._since = view.since
         self._births = {member.id: member.birth for member in view.workers}
-        for known in (self._held, self._last, self._asking):
+        for known in (self._held, self._owners, self._asking):
             for key in [key for key in known if view.primary.get(key[0]) != self.me]:
                 del known[key]
-        for key, last in self._last.items():
-            if last.owner is not None and self._births.get(last.owner[0]) != last.owner[1]:
-                self._last[key] = _Last(last.step, None)
+        self._owners = {key: who for key, who in self._owners.items() if self._births.get(who[0]) == who[1]}
         for key, workers in self._asking.items():
             self._asking[key] = [worker for worker in workers if worker in self._births]
         return [answer for key in sorted(self._asking) for answer in self._answer(key)]
 
-    def contributed(self, shard: int, replica: int, step: int, worker: str) -> None:
-        """A contribution has come."""
+    def contributed(self, shard: int, replica: int, step: int, worker: str, upcoming: int) -> None:
+        """A contribution has come to a shard that waits for the replica's to step `upcoming`."""
         key = (shard, replica)
-        held, last = self._held.get(key), self._last.get(key)
-        if held is not None and held[0] < step:
+        if not upcoming - 1 <= step <= upcoming:
+            return
+        if key in self._held and self._held[key][0] < step:
             del self._held[key]
-        elif held is not None:
-            return  # a repeat of what is in the memory, or before it
-        if last is None or step > last.step or (step == last.step and last.owner is None):
-            birth = self._births.get(worker)
-            self._last[key] = _Last(step, None if birth is None else (worker, birth))
+        if key not in self._held and key not in self._owners and worker in self._births:
+            self._owners[key] = (worker, self._births[worker])
 
-    def given(self, shard: int, replica: int, step: int, worker: str, memory: M, upcoming: int) -> list[Answer[M]]:
-        """A worker gives a memory; the shard waits for the replica's contribution to step `upcoming`.
+    def given(
+        self, shard: int, replica: int, worker: str, upcoming: int, memory: tuple[int, M] | None
+    ) -> list[Answer[M]]:  # fmt: skip
+        """A worker gives a memory with its step, or (None) says that it has nothing new.
 
         One from before the last contribution is of no use: what it says was unsent has been sent since. One from after
         the next cannot be.
         """
         key = (shard, replica)
-        held, last = self._held.get(key), self._last.get(key)
-        if upcoming - 1 <= step <= upcoming and (held is None or held[0] < step):
-            self._held[key] = (step, memory)
-        if last is not None and last.owner == (worker, self._births.get(worker)):
-            self._last[key] = _Last(max(last.step, step), None)
+        fits = memory is not None and upcoming - 1 <= memory[0] <= upcoming
+        if memory is not None and fits and (key not in self._held or self._held[key][0] < memory[0]):
+            self._held[key] = memory
+        if self._owners.get(key, ("", 0))[0] == worker:
+            del self._owners[key]
+        if worker in self._asking.get(key, ()):
+            self._asking[key].remove(worker)
         return self._answer(key)
 
     def restored(self, shard: int, replica: int, step: int, memory: M) -> None:
@@ -102,23 +92,23 @@ class Relay(Generic[M]):
     def recalled(self, shard: int, replica: int, worker: str, upcoming: int) -> list[Answer[M]]:
         """A worker is to compute the replica, and asks what there is of it."""
         key = (shard, replica)
-        held = self._held.get(key)
-        if held is not None and held[0] + 1 < upcoming:
+        if key in self._held and self._held[key][0] + 1 < upcoming:
             del self._held[key]
         asking = self._asking.setdefault(key, [])
-        if worker not in asking:
+        if worker not in asking and worker in self._births:
             asking.append(worker)
         return self._answer(key)
 
     def _answer(self, key: Key) -> list[Answer[M]]:
-        """Those who wait for this, if there is an answer."""
-        asking, held, last = self._asking.get(key, []), self._held.get(key), self._last.get(key)
-        if held is not None:
-            answers = [Answer(worker, *key, *held) for worker in asking]
-        else:
-            owner = None if last is None or last.owner is None else last.owner[0]
-            answers = [Answer[M](worker, *key) for worker in asking if owner in (None, worker)]
-        self._asking[key] = [worker for worker in asking if all(answer.worker != worker for answer in answers)]
-        if not self._asking[key]:
-            del self._asking[key]
+        """Somebody who waits for this is its owner from now on, if nobody else is."""
+        asking = self._asking.get(key, [])
+        owner = self._owners.get(key)
+        answers: list[Answer[M]] = []
+        if asking and (owner is None or owner[0] in asking):
+            worker = asking[0] if owner is None else owner[0]
+            asking.remove(worker)
+            self._owners[key] = (worker, self._births[worker])
+            answers = [Answer(worker, *key, *self._held.get(key, (0, None)))]
+        if not asking:
+            self._asking.pop(key, None)
         return answers

@@ -27,15 +27,15 @@ class Memories:
         """A new view."""
         self._tell(self._relay.adopt(view))
 
-    def contributed(self, header: Header, worker: str) -> None:
-        """A contribution has come (whatever becomes of it)."""
-        self._relay.contributed(header.shard, header.replica, header.step, worker)
+    def contributed(self, header: Header, worker: str, upcoming: int) -> None:
+        """A contribution has come (whatever becomes of it); `upcoming`: the next step that the shard takes."""
+        self._relay.contributed(header.shard, header.replica, header.step, worker, upcoming)
 
     def given(self, header: Header, data: memoryview, worker: str, upcoming: int) -> None:
-        """A worker hands a memory over; the shard waits for that replica's contribution to step `upcoming`."""
+        """A worker hands a memory over, or says that it has nothing new."""
         self._send(worker, Header(Kind.TAKEN, shard=header.shard, replica=header.replica, step=header.step), None)
-        memory = Memory(header.step, header.codec, data)
-        self._tell(self._relay.given(header.shard, header.replica, header.step, worker, memory, upcoming))
+        memory = (header.step, Memory(header.step, header.codec, data)) if data else None
+        self._tell(self._relay.given(header.shard, header.replica, worker, upcoming, memory))
 
     def recalled(self, header: Header, worker: str, upcoming: int) -> None:
         """A worker asks for one."""

@@ -249,10 +249,8 @@ class Reducer:
             return
         if self._in_ledger(header.shard, header.step):
             self._arrivals[channel.name] = time.monotonic()
-        machine = self.machine.machine(header.shard)
-        known = machine is not None and header.replica < machine.expected
-        if self._memories is not None and known and header.step <= self._upcoming(header):
-            self._memories.contributed(header, worker)
+        if self._memories is not None and header.replica < self._config.replicas:
+            self._memories.contributed(header, worker, self._upcoming(header))
         event = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,

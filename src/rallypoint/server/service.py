@@ -334,7 +334,7 @@ class ServerService:
         limits = self._formats.of(self._place(header))
         if header.replica >= config.replicas:
             raise ProtocolError(f"a memory of replica {header.replica}: this job has {config.replicas}")
-        if header.kind is Kind.MEMORY:
+        if header.kind is Kind.MEMORY and header.length:
             limits.check(header.codec, header.length)
         data = memoryview(channel.receive_bytes(header))
         self._wait_for(header.view)

@@ -96,13 +96,6 @@ class Encoder:
                 payload = Payload(codec.code, buffer.bytes[: len(sent)], buffer)
             self._keep(key, memory.step, payload)
 
-    def forget(self, replica: int) -> None:
-        """Nothing is remembered of this replica."""
-        with self._lock:
-            for key in [key for key in self._codecs if key[1] == replica]:
-                del self._codecs[key]
-                self._let_go(key)
-
     def decode(self, payload: memoryview, into: torch.Tensor) -> None:
         """A version as it came from a server. ProtocolError when it is none."""
         codec = getattr(self._decoders, "codec", None)

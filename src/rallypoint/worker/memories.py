@@ -70,14 +70,11 @@ class Memories:
 
     def hand_over(self, keeps: AbstractSet[int], paths: Paths) -> None:
         """This worker keeps only these replicas: what is remembered of others goes to the shards' primaries."""
-        given, forgotten = self._handover.release(keeps)
-        for replica in forgotten:
-            self._encoder.forget(replica)
-        for replica in given:
-            for shard in self._handover.shards:
-                if (memory := self._encoder.give(shard, replica)) is not None:
-                    self._given[shard, replica] = memory
-                    self._handover.give(shard, replica)
+        for key in self._handover.release(keeps):
+            if (memory := self._encoder.give(*key)) is not None:
+                self._given[key] = memory
+            else:
+                self._given.pop(key, None)
         self._give(paths)
 
     def taken(self, shard: int, replica: int) -> None:
@@ -87,10 +84,11 @@ class Memories:
 
     def _give(self, paths: Paths) -> None:
         for shard, replica, server in self._handover.to_give(paths):
-            memory = self._given[shard, replica]
-            header = Header(
-                Kind.MEMORY, shard=shard, replica=replica, step=memory.step, codec=memory.code, length=len(memory.data)
-            )
+            header = Header(Kind.MEMORY, shard=shard, replica=replica)
+            if (memory := self._given.get((shard, replica))) is None:
+                self._send(server, header, None)
+                continue
+            header = header._replace(step=memory.step, codec=memory.code, length=len(memory.data))
             self._send(server, header, memory.data)
 
 
