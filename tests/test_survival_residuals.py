@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +15,7 @@ from rallypoint.launch.launcher import CLUSTER_FILE
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
-from test_survival import AT, SCRIPT, STEPS, Cluster, alive
+from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command
 
 CODECS = {
     "int8": "codec={'type': 'int8', 'block': 32}, clip=0.5,",
@@ -33,6 +36,21 @@ class RememberingCluster(Cluster):
             script = script.replace("rp.AdamW(lr=1e-2)", "rp.SGD(lr=1e-2)")
         assert CODECS[codec] in script
         self.script.write_text(script)
+
+    def snapshot_from(self, step: int) -> dict[str, Any]:
+        """Ask for a snapshot in this step, and let the workers come as far as it takes; what is said of it."""
+        self.until_in_step(step)
+        before = len(self.events("Snapshotted"))
+        asked = subprocess.Popen(command("snapshot", str(self.folder)), stdout=subprocess.DEVNULL)
+        for later in range(step, STEPS - 1):
+            self.until_in_step(later)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                asked.wait(0.5)
+                break
+        assert asked.wait(PATIENCE_S) == 0, self.output
+        taken = self.events("Snapshotted")[before:]
+        assert taken[-1]["version"] >= step
+        return taken[-1]
 
     def resize(self, workers: int) -> None:
         """So many workers compute from now on, as far as the launcher's ear is concerned."""
@@ -115,6 +133,38 @@ def test_replicas_that_move_between_the_living_take_along_what_is_remembered(
     cluster.resize(2)  # and back, from a step to come
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed(codec)
+
+
+@every_codec
+def test_a_snapshot_has_what_was_remembered_and_a_resumed_run_ends_with_the_same_bytes(
+    cluster_of: Make, undisturbed: Hashes, codec: str
+) -> None:
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    taken = cluster.snapshot_from(AT)
+    cluster.processes()
+    assert cluster.launcher is not None
+    cluster.launcher.kill()
+    assert cluster.ended() < 0
+    cluster.open(STEPS)
+    cluster.resume()
+    assert cluster.ended() == 0, cluster.output
+    assert f"going on from {taken['snapshot']}, version {taken['version']}" in cluster.output
+    assert cluster.hash == undisturbed(codec)
+
+
+@pytest.mark.parametrize("codec", ["topk", "dgc"])
+def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undisturbed: Hashes, codec: str) -> None:
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    taken = cluster.snapshot_from(AT)
+    cluster.processes()["server0"].kill()
+    cluster.until(lambda: "going on from snapshot" in cluster.output)
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert f"going on from snapshot {taken['snapshot']}: version {taken['version']}" in cluster.output
     assert "Traceback" not in cluster.output
     assert cluster.hash == undisturbed(codec)
 

@@ -13,7 +13,7 @@
     20 replica    u32   (Credit: how many)
     24 step       u32   (Version, State, Ack, Replicate, PullRows, Rows: the version; Memory, Taken: the memory's)
     28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
-                        (PullRows, Rows: the pull's number)
+                        (PullRows, Rows: the pull's number; Memory: 1 if it is a copy for a snapshot)
     32 weight     f64   (Replicate: how many times the learning rate)
     40 length     u32
     44 wants      u32   whose parameters are wanted, or these: 0 nobody's, 1 everything at the end, r + 2 replica r's
@@ -38,6 +38,7 @@ NOT_FINITE = 1
 SKIP = 2
 NEWEST = 4
 LATEST = (1 << 32) - 1
+COPY = 1
 _FLAGS = NOT_FINITE | SKIP | NEWEST
 
 

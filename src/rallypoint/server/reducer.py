@@ -16,6 +16,7 @@ from typing import Protocol
 
 import msgspec
 
+from rallypoint.codec.memory import ShardMemories
 from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.spec import remembers
 from rallypoint.config import JobConfig, cadence_of
@@ -26,7 +27,7 @@ from rallypoint.core.policy import Async, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
+from rallypoint.net.frames import COPY, NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.messages import Accounted, Applied, InStep, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
@@ -151,7 +152,7 @@ class Reducer:
         self._machine = ServerMachine(self._me, plan_of(config, shards))
         self._cadence = self._machine.plan.cadence
         if any(map(remembers, config.codecs)):
-            self._memories = Memories(self._me, self._send_to_worker)
+            self._memories = Memories(self._me, ShardMemories(config), config.replicas, self._send_to_worker)
 
     @property
     def machine(self) -> ServerMachine:
@@ -261,7 +262,12 @@ class Reducer:
 
     def memory_given(self, header: Header, data: memoryview, worker: str) -> None:
         """What a worker's codec remembers of a replica that it computes no longer."""
-        if self._memories is not None and self.machine.is_primary(header.shard):
+        if self._memories is None or not self.machine.is_primary(header.shard):
+            return
+        if header.base == COPY:
+            self._memories.copied(header, data)
+            self._put_complete(header.shard, at_last=False)
+        else:
             self._memories.given(header, data, worker, self._upcoming(header))
 
     def memory_recalled(self, channel: Channel, header: Header, worker: str) -> None:
@@ -419,6 +425,7 @@ class Reducer:
     def _apply(self, index: int, owned: OwnedShard | OwnedRows, effect: shard_effects.Apply) -> None:
         if index in self._to_copy:
             self._copy(index)
+        self._put_complete(index, at_last=True)
         self._gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
@@ -551,6 +558,8 @@ class Reducer:
         store = SnapshotStore(self._snapshots_url)
         for record in store.read(store.load(origin), indices):
             self._owned[record.shard].load(record)
+            if self._memories is not None:
+                self._memories.restored(record, self._shards[record.shard])
             self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
 
     # ---- snapshots ----
@@ -560,12 +569,24 @@ class Reducer:
 
     def _copy(self, index: int) -> None:
         version = self._to_copy.pop(index)
-        if self._writer is not None:
-            with self._tracer.span("capture", shard=index, version=version):
-                self._writer.put(own_copy(self._owned[index].state(version, self._clocks(index), wires=False)))
+        if self._writer is None:
+            return
+        with self._tracer.span("capture", shard=index, version=version):
+            record = own_copy(self._owned[index].state(version, self._clocks(index), wires=False))
+        goes_on = not self._config.streaming and 0 < version < self.machine.plan.rounds_of(index)
+        if self._memories is None or not goes_on or not self._memories.awaited(record, self._shards[index]):
+            self._writer.put(record)
+
+    def _put_complete(self, index: int, *, at_last: bool) -> None:
+        """Copies of memories may have come after the state was copied; with the next update all are here."""
+        if self._memories is not None and (record := self._memories.complete(index, at_last=at_last)) is not None:
+            assert self._writer is not None
+            self._writer.put(record)
 
     def _abandon_snapshot(self) -> None:
         self._to_copy.clear()
+        if self._memories is not None:
+            self._memories.abandon()
         if self._writer is not None:
             self._writer.abandon()
 

@@ -72,10 +72,18 @@ class Encoder:
             codec = self._codecs.pop(key, None)
             if key not in self._kept or not isinstance(codec, Stateful):
                 return None
-            step, payload = self._kept[key]
-            data = memoryview(dump(codec) + (bytes(payload.data) if payload is not None else b""))
+            memory = self._dump(key, codec)
             self._let_go(key)
-            return Memory(step, codec.code, data)
+            return memory
+
+    def copy(self, shard: int, replica: int, step: int) -> Memory | None:
+        """What is remembered of a replica's shard after `step`; None if that is nothing, or it is of another step."""
+        key = (shard, replica)
+        with self._lock:
+            codec = self._codecs.get(key)
+            if self._kept.get(key, (-1, None))[0] != step or not isinstance(codec, Stateful):
+                return None
+            return self._dump(key, codec)
 
     def take(self, shard: int, replica: int, memory: Memory | None) -> None:
         """Remember of a replica's shard what another worker did, or nothing. ProtocolError when that cannot be."""
@@ -102,6 +110,12 @@ class Encoder:
         if codec is None:
             codec = self._decoders.codec = build_stateless(self._config.down)
         codec.decode(payload, into)
+
+    def _dump(self, key: tuple[int, int], codec: Codec) -> Memory:
+        assert isinstance(codec, Stateful)
+        step, payload = self._kept[key]
+        data = dump(codec) + (bytes(payload.data) if payload is not None else b"")
+        return Memory(step, codec.code, memoryview(data))
 
     def _encode(self, key: tuple[int, int], step: int, values: torch.Tensor, pool: BufferPool) -> Payload | None:
         last, kept = self._kept.get(key, (-1, None))

@@ -83,6 +83,7 @@ class Exchange:
         self._connected = 0
         self._turning = threading.Lock()  # one view after the other
         self._memories = memories_of(layout, config, self._encoder, self._hand)
+        self._capture = -1  # the version of the last snapshot that was asked for
         self._about: int | None = None  # the replica that is being computed, or will be at once
 
     # ---- the coordinator's words ----
@@ -372,8 +373,27 @@ class Exchange:
         if self._memories is None:
             return
         if rolled_back:
+            self._capture = -1
             self._memories.void()
         self._give_all_but(frozenset() if back else self._machine.keeps)
+
+    def capture(self, version: int) -> int:
+        """A snapshot is to be taken of `version`, what codecs remember then included; if that is too late, the version
+        that is here, else -1."""
+        if self._memories is None or not isinstance(self._machine, WorkerMachine):
+            return -1
+        with self._changed:
+            if self._machine.following and self._machine.step >= version:
+                return self._machine.step
+            self._capture = version
+            return -1
+
+    def _copy_memory(self, send: machine.Send) -> None:
+        """Before the first contribution to the version that is captured leaves: what is remembered of those before."""
+        if self._memories is None or self._capture < 0 or not isinstance(self._machine, WorkerMachine):
+            return
+        if send.step > 0 and send.step == self._machine.cadence.updates_before(send.shard, self._capture):
+            self._memories.copy(send.shard, send.replica, send.step - 1, send.server)
 
     def _hand(self, server: str, header: Header, payload: memoryview | None) -> None:
         if (link := self._links.get(server)) is not None:
@@ -492,6 +512,7 @@ class Exchange:
         if place.part is not None:
             self._push_rows(send, self._rows.pop(send.shard))
             return
+        self._copy_memory(send)
         payload = self._encoder.encode(
             send.shard, send.step, send.replica, self.buffer[place.start : place.stop]
         )

@@ -10,7 +10,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.handover import Handover, Key, Paths
 from rallypoint.core.layout import Layout
 from rallypoint.errors import ProtocolError
-from rallypoint.net.frames import Header, Kind
+from rallypoint.net.frames import COPY, Header, Kind
 from rallypoint.worker.encoder import Encoder
 
 Send = Callable[[str, Header, memoryview | None], None]
@@ -66,6 +66,13 @@ class Memories:
             return f"what the worker before left of replica {replica}: {len(shards)} shards from {homes}"
         return ""
 
+    # ---- snapshots ----
+
+    def copy(self, shard: int, replica: int, step: int, server: str) -> None:
+        """Send what is remembered after `step`, if there is anything, for a snapshot of the version after it."""
+        if (memory := self._encoder.copy(shard, replica, step)) is not None:
+            self._send(server, _header(shard, replica, memory)._replace(base=COPY), memory.data)
+
     # ---- replicas that go elsewhere ----
 
     def hand_over(self, keeps: AbstractSet[int], paths: Paths) -> None:
@@ -84,12 +91,15 @@ class Memories:
 
     def _give(self, paths: Paths) -> None:
         for shard, replica, server in self._handover.to_give(paths):
-            header = Header(Kind.MEMORY, shard=shard, replica=replica)
-            if (memory := self._given.get((shard, replica))) is None:
-                self._send(server, header, None)
-                continue
-            header = header._replace(step=memory.step, codec=memory.code, length=len(memory.data))
-            self._send(server, header, memory.data)
+            memory = self._given.get((shard, replica))
+            self._send(server, _header(shard, replica, memory), None if memory is None else memory.data)
+
+
+def _header(shard: int, replica: int, memory: Memory | None) -> Header:
+    header = Header(Kind.MEMORY, shard=shard, replica=replica)
+    if memory is None:
+        return header
+    return header._replace(step=memory.step, codec=memory.code, length=len(memory.data))
 
 
 def memories_of(layout: Layout, config: JobConfig, encoder: Encoder, send: Send) -> Memories | None:

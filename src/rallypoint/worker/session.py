@@ -21,11 +21,13 @@ from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import (
     Aborted,
     Assist,
+    Capture,
     Done,
     Finished,
     GiveUp,
     Leaving,
     Message,
+    NotStored,
     Propose,
     Refused,
     Say,
@@ -63,7 +65,8 @@ class Job:
         self._view: View | None = None
         self._record: JobRecord | None = None
         self._finished = self._done = self._leaving = False
-        self._lead = ""
+        self._lead = self._captured = ""
+        self._wanted: Capture | None = None  # the last snapshot that was asked for
         self._failure: BaseException | None = None
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
@@ -122,6 +125,7 @@ class Job:
             raise JobAborted(_TOO_LATE)
         assert view is not None
         exchange.turn(view)
+        self._capture()
         if failure is not None:
             exchange.fail(failure)
         if self._leaving:
@@ -221,6 +225,10 @@ class Job:
             case Assist(step=step, replica=replica):
                 if self._exchange is not None:
                     self._exchange.assist(step, replica)
+            case Capture():
+                with self._changed:
+                    self._wanted = message
+                self._capture()
             case Finished(lead=lead):
                 with self._changed:
                     self._finished, self._lead = True, lead
@@ -231,6 +239,16 @@ class Job:
                 self._fail(JobAborted(reason))
             case _:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
+
+    def _capture(self) -> None:
+        """What codecs remember belongs to a snapshot too (it is said again with each view: some may have joined)."""
+        with self._changed:
+            wanted, exchange = self._wanted, self._exchange
+            if exchange is None or wanted is None or wanted.snapshot == self._captured:
+                return
+            self._captured = wanted.snapshot
+        if (passed := exchange.capture(wanted.version)) >= 0:
+            self._link.send(NotStored(wanted.snapshot, "a step was quicker than the word", passed))
 
     def _turn(self, view: View) -> None:
         with self._changed:
