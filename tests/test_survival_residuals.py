@@ -121,6 +121,21 @@ def test_a_worker_that_is_told_to_go_leaves_its_memories_behind(
     assert cluster.hash == undisturbed(codec)
 
 
+@pytest.mark.parametrize("policy", ["bounded-staleness", "async"])
+def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(cluster_of: Make, policy: str) -> None:
+    cluster = cluster_of("topk")
+    cluster.run("--workers", "2", "--servers", "2", "--set", f"sync.type={policy}")
+    cluster.until_in_step(AT)
+    cluster.processes()["worker1"].terminate()
+    cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "worker1 has left" in cluster.output
+    assert "Traceback" not in cluster.output
+    account = cluster.events("Accounted")[-1]
+    assert (account["applied"] + account["folded"], account["dropped"]) == (3 * STEPS, 0)
+
+
 @every_codec
 def test_replicas_that_move_between_the_living_take_along_what_is_remembered(
     cluster_of: Make, undisturbed: Hashes, codec: str

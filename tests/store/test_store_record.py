@@ -99,7 +99,8 @@ def test_memories_that_are_not_there_or_not_bytes_are_damage(memories: list[int]
 def test_a_record_without_memories_or_clocks_is_written_as_it_always_was() -> None:
     data = encode_record(ShardRecord(0, 3, {}, {}), "none")
     (length,) = struct.unpack("<I", data[4:8])
-    assert msgspec.msgpack.decode(data[8 : 8 + length]).keys() == {"shard", "version", "compression", "scalars", "arrays"}
+    known = {"shard", "version", "compression", "scalars", "arrays"}
+    assert msgspec.msgpack.decode(data[8 : 8 + length]).keys() == known
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd-planes"])

@@ -86,8 +86,8 @@ class StreamMachine(SlotMachine):
     @property
     def keeps(self) -> frozenset[int]:
         """The replicas that this worker may contribute for as things are: the turn in hand is its own to the end."""
-        turn = () if self._turn is None or not (self._ready or self._installing) else (self._turn,)
-        return frozenset((*self.hand, *turn))
+        turn = self._turn if self._ready else self._next if self._installing else None
+        return frozenset(self.hand if turn is None else (*self.hand, turn))
 
     @property
     def upcoming(self) -> tuple[int, int] | None:

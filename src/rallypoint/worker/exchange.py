@@ -199,6 +199,8 @@ class Exchange:
         if self._void:
             self._void = False
             self._encoder.reset()
+        if action.replica not in self._machine.hand:
+            return action  # a turn in hand that was dealt to somebody else: who may have what there is by now
         return action if self._memories.ready(action.replica, self._paths) else None
 
     @property
