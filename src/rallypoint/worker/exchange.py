@@ -382,7 +382,8 @@ class Exchange:
     def capture(self, version: int) -> int:
         """A snapshot is to be taken of `version`, what codecs remember then included; if that is too late, the version
         that is here, else -1."""
-        if self._memories is None or not isinstance(self._machine, WorkerMachine):
+        at_the_end = version >= self._steps  # from there on nobody contributes anything
+        if self._memories is None or at_the_end or not isinstance(self._machine, WorkerMachine):
             return -1
         with self._changed:
             if self._machine.following and self._machine.step >= version:
