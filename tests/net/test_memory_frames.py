@@ -79,6 +79,8 @@ def test_a_memory_that_its_codec_cannot_have_closes_that_connection_only(
 
 def test_a_memory_goes_to_whoever_asks_next_and_is_held_once(job: Job) -> None:
     worker, of = worker_of(job), limits(job)
+    send(job, worker, Kind.INITIAL, 4 * WORDS)
+    assert worker.receive_header().kind is Kind.CREDIT
     send(job, worker, Kind.MEMORY, of.least, codec=of.code, replica=1, step=0)
     taken = worker.receive_header()
     assert (taken.kind, taken.shard, taken.replica) == (Kind.TAKEN, own_shard(job), 1)
