@@ -123,6 +123,19 @@ class _Bench:
         return self.machine._slots[shard]
 
 
+def test_a_worker_keeps_what_is_dealt_to_it_and_the_turn_that_it_has_in_hand() -> None:
+    bench = _Bench(hand=(1,))
+    assert bench.machine.keeps == {1}
+    bench.land(1, 3)
+    bench.machine.install()
+    bench.handle(Viewed(_view(2, (0,), count=2)))
+    assert bench.machine.keeps == {0, 1}  # it is being installed, and will be computed
+    bench.handle(Installed())
+    assert bench.machine.keeps == {0, 1}
+    bench.compute()
+    assert bench.machine.keeps == {0}
+
+
 def _wants(replica: int, *shards: int) -> list[Effect]:
     return [Want(shard, replica, f"s{shard % 2}") for shard in shards]
 

@@ -15,7 +15,7 @@ from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import HEADER_BYTES, NEWEST, NOT_FINITE, PROTOCOL, SKIP, Header, Kind, pack, unpack, wants
 
 U32 = st.integers(0, 2**32 - 1)
-EMPTY = {Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.ACK, Kind.WANT, Kind.WAIT}
+EMPTY = {Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.ACK, Kind.WANT, Kind.WAIT, Kind.RECALL, Kind.TAKEN}
 HEADERS = st.builds(
     Header, kind=st.sampled_from(Kind), view=st.builds(ViewNumber, U32, U32), shard=U32, replica=U32, step=U32,
     weight=st.floats(allow_nan=False, allow_infinity=False), flags=st.integers(0, NOT_FINITE | SKIP | NEWEST),
@@ -88,10 +88,10 @@ def test_an_impossible_header_is_refused_and_says_why(changed: dict[str, object]
         unpack(raw(**changed))
 
 
-@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.VERSION])
-def test_only_contributions_and_versions_are_written_by_a_codec(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.VERSION, Kind.MEMORY])
+def test_only_contributions_versions_and_memories_are_written_by_a_codec(kind: Kind) -> None:
     assert unpack(raw(kind=kind, codec=1)).codec == 1
-    for other in set(Kind) - {Kind.PUSH, Kind.VERSION}:
+    for other in set(Kind) - {Kind.PUSH, Kind.VERSION, Kind.MEMORY}:
         with pytest.raises(ProtocolError, match=f"a {other.name} frame .*codec 1"):
             unpack(raw(kind=other, codec=1, length=0))
 
@@ -102,11 +102,12 @@ def test_every_kind_has_a_limit(kind: Kind) -> None:
         unpack(raw(kind=kind, length=(384 << 20) + 1))
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.STATE}))
-def test_only_a_whole_state_may_be_longer_than_a_shard(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.STATE, Kind.MEMORY}))
+def test_only_a_whole_state_or_a_memory_may_be_longer_than_a_shard(kind: Kind) -> None:
     with pytest.raises(ProtocolError, match=rf"a {kind.name} frame of \d+ bytes: at most \d+ are allowed"):
         unpack(raw(kind=kind, length=(64 << 20) + 1))
-    assert unpack(raw(kind=Kind.STATE, length=(64 << 20) + 1)).kind is Kind.STATE
+    for longer in (Kind.STATE, Kind.MEMORY):
+        assert unpack(raw(kind=longer, length=(64 << 20) + 1)).kind is longer
 
 
 @pytest.mark.parametrize("kind", sorted(EMPTY))

@@ -256,7 +256,8 @@ class Fuzzer:
         return self._header(self._kind(), length=self.rng.randrange((384 << 20) + 1, 2**32))
 
     def _impossible(self) -> bytes:
-        data = bytearray(self._frame(self._kind(without={Kind.PUSH, Kind.VERSION})))  # these may name a codec
+        encoded = {Kind.PUSH, Kind.VERSION, Kind.MEMORY}  # these may name a codec
+        data = bytearray(self._frame(self._kind(without=encoded)))
         match self.rng.randrange(5):
             case 0:
                 data[4] = self.rng.choice([0, 1, PROTOCOL - 1, PROTOCOL + 1, 255])  # protocol

@@ -34,7 +34,9 @@ def shard_records(draw: st.DrawFn) -> ShardRecord:
         arrays[name] = np.frombuffer(raw[: len(raw) // dtype.itemsize * dtype.itemsize], dtype)
     scalars = draw(st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False), max_size=3))
     clocks = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=5)))
-    return ShardRecord(draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)), arrays, scalars, clocks)
+    memories = draw(st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=64), max_size=3))
+    remembered = {replica: np.frombuffer(data, np.uint8) for replica, data in memories.items()}
+    return ShardRecord(draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)), arrays, scalars, clocks, remembered)
 
 
 @given(shard_records(), st.sampled_from(COMPRESSIONS))
@@ -81,6 +83,24 @@ def test_the_clocks_of_a_streaming_job_come_back(clocks: tuple[int, ...]) -> Non
 def test_a_clock_below_zero_is_damage() -> None:
     with pytest.raises(DamagedSnapshot, match="the head of a shard record cannot be read"):
         decode_record(encode_record(ShardRecord(3, 23, {}, {}, (4, -1)), "none"))
+
+
+@pytest.mark.parametrize(
+    ("memories", "why"), [([0], "lacks the array"), ([1, 1], "lacks the array"), ([2], "not of bytes")]
+)
+def test_memories_that_are_not_there_or_not_bytes_are_damage(memories: list[int], why: str) -> None:
+    arrays = [{"name": f"memory-{r}", "dtype": d, "elements": 0, "nbytes": 0} for r, d in ((1, "uint8"), (2, "int8"))]
+    head = {"shard": 0, "version": 1, "compression": "none", "scalars": {}, "arrays": arrays, "memories": memories}
+    packed = msgspec.msgpack.encode(head)
+    with pytest.raises(DamagedSnapshot, match=why):
+        decode_record(struct.pack("<4sI", b"RPS1", len(packed)) + packed)
+
+
+def test_a_record_without_memories_or_clocks_is_written_as_it_always_was() -> None:
+    data = encode_record(ShardRecord(0, 3, {}, {}), "none")
+    (length,) = struct.unpack("<I", data[4:8])
+    known = {"shard", "version", "compression", "scalars", "arrays"}
+    assert msgspec.msgpack.decode(data[8 : 8 + length]).keys() == known
 
 
 @pytest.mark.parametrize("compression", ["zstd", "zstd-planes"])

@@ -123,6 +123,7 @@ class CoordinatorService:
         self._written = 0
         self._log = EventLog(self._reception.folder)
         self._keeper: SnapshotKeeper | None = None
+        self._capture: Capture | None = None  # the last snapshot that was asked for
         if self._terms.snapshots:
             self._keeper = SnapshotKeeper(
                 self._reception.snapshots, self._reception.compression, self._reception.retention, self._say_later
@@ -346,6 +347,7 @@ class CoordinatorService:
                     self._send(server, Prepare(record))
                 case cluster_effects.Publish(view=view, members=members):
                     self._publish(view, members)
+                    self._tell_workers_to_capture()  # there may be new ones
                 case cluster_effects.Assist(worker=worker, step=step, replica=replica):
                     self._send(worker, Assist(step, replica))
                 case cluster_effects.Finish(lead=lead):
@@ -379,13 +381,24 @@ class CoordinatorService:
             self._announced = now
             self._announce(now)
 
+    def _tell_workers_to_capture(self) -> None:
+        """Where workers own something that belongs to a snapshot: what their codecs remember."""
+        record, view = self._machine.record, self._machine.view
+        if self._capture is None or self._capture.version == 0 or view is None or record is None:
+            return
+        if record.sticky and not record.stateful_workers:  # (those have been told, if they are to write any)
+            for worker in view.workers:
+                self._send(worker.id, self._capture)
+
     def _run_snapshot_effect(self, effect: cluster_effects.Effect) -> None:
         keeper = self._keeper
         match effect:
             case cluster_effects.Capture(snapshot=snapshot, version=version, writers=writers) if keeper is not None:
                 keeper.begin(snapshot)
+                self._capture = Capture(snapshot, version, writers)
                 for writer in writers:
-                    self._send(writer, Capture(snapshot, version, writers))
+                    self._send(writer, self._capture)
+                self._tell_workers_to_capture()
             case cluster_effects.Commit(snapshot=snapshot, version=version) if keeper is not None:
                 assert self._machine.record is not None
                 keeper.commit(

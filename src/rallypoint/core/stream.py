@@ -84,6 +84,12 @@ class StreamMachine(SlotMachine):
         return sorted(deals[-1].hands.get(self.me, ())) if deals else []
 
     @property
+    def keeps(self) -> frozenset[int]:
+        """The replicas that this worker may contribute for as things are: the turn in hand is its own to the end."""
+        turn = self._turn if self._ready else self._next if self._installing else None
+        return frozenset(self.hand if turn is None else (*self.hand, turn))
+
+    @property
     def upcoming(self) -> tuple[int, int] | None:
         """The step and replica whose turn is next."""
         known = self._next is not None and self._next != EVERYTHING and self._next in self._clocks

@@ -121,6 +121,11 @@ class WorkerMachine(SlotMachine):
         own = self.view.hand(self.me, self.step) if self.view is not None else ()
         return sorted({*own, *self._assists})
 
+    @property
+    def keeps(self) -> frozenset[int]:
+        """The replicas that this worker may contribute for as things are."""
+        return frozenset(self.hand)
+
     def may_fill(self, shard: int) -> bool | None:
         """May the gradient be written into the slot now? None: it need not be written at all."""
         if self._slots[shard] is Slot.FILLING:

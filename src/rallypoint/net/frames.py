@@ -11,9 +11,10 @@
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
-    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version)
+    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version; Memory, Taken: the
+                         memory's)
     28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
-                        (PullRows, Rows: the pull's number)
+                        (PullRows, Rows: the pull's number; Memory: 1 if it is a copy for a snapshot)
     32 weight     f64   (Replicate: how many times the learning rate)
     40 length     u32
     44 wants      u32   whose parameters are wanted, or these: 0 nobody's, 1 everything at the end, r + 2 replica r's
@@ -29,7 +30,7 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 4
+PROTOCOL = 5
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
@@ -38,6 +39,7 @@ NOT_FINITE = 1
 SKIP = 2
 NEWEST = 4
 LATEST = (1 << 32) - 1
+COPY = 1
 _FLAGS = NOT_FINITE | SKIP | NEWEST
 
 
@@ -58,6 +60,7 @@ class Kind(enum.IntEnum):
     STATE = 20
     PULL_ROWS = 21
     ROWS = 22
+    MEMORY = 23  # what a codec remembers of a replica (codec/memory.py); empty: there is nothing (new)
 
     CREDIT = 32
     FOLLOW = 33
@@ -66,6 +69,8 @@ class Kind(enum.IntEnum):
     ACK = 36
     WANT = 37
     WAIT = 38
+    RECALL = 39  # a worker asks for a replica's Memory
+    TAKEN = 40  # a server has a worker's Memory
 
 
 GREETING_LIMIT = 4 << 10
@@ -83,6 +88,7 @@ _LIMITS = {
     Kind.STATE: 384 << 20,  # the parameters, two wire copies, the optimizer's two moments
     Kind.PULL_ROWS: 64 << 20,
     Kind.ROWS: 64 << 20,
+    Kind.MEMORY: 256 << 20,  # two vectors, and what was sent of a third; the shard's own limit is checked too
     Kind.CREDIT: 0,
     Kind.FOLLOW: 0,
     Kind.FETCH: 0,
@@ -90,10 +96,12 @@ _LIMITS = {
     Kind.ACK: 0,
     Kind.WANT: 0,
     Kind.WAIT: 0,
+    Kind.RECALL: 0,
+    Kind.TAKEN: 0,
 }
 
 
-_ENCODED = (Kind.PUSH, Kind.VERSION)  # may be written by a codec
+_ENCODED = (Kind.PUSH, Kind.VERSION, Kind.MEMORY)  # may be written by a codec
 
 
 class Header(NamedTuple):

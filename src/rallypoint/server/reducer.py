@@ -16,7 +16,9 @@ from typing import Protocol
 
 import msgspec
 
+from rallypoint.codec.memory import ShardMemories
 from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.spec import remembers
 from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core import clip, server, shard_effects, shard_events
 from rallypoint.core.job import JobRecord
@@ -25,11 +27,12 @@ from rallypoint.core.policy import Async, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
+from rallypoint.net.frames import COPY, NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.messages import Accounted, Applied, InStep, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.averaged import AveragedShard
+from rallypoint.server.memories import Memories
 from rallypoint.server.owned import OwnedShard
 from rallypoint.server.rows import Ids, OwnedRows
 from rallypoint.store.record import ShardRecord, encode_record
@@ -103,6 +106,7 @@ class Reducer:
         self._scratch = Scratch()  # of this thread, which encodes versions
         self._ledger: deque[Applied] = deque(maxlen=_LEDGER)
         self._snapshots_url = ""
+        self._memories: Memories | None = None  # in a job whose workers remember something of their replicas
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self._thread.start()
 
@@ -148,6 +152,8 @@ class Reducer:
         self._writer, self._snapshots_url = writer, url
         self._machine = ServerMachine(self._me, plan_of(config, shards))
         self._cadence = self._machine.plan.cadence
+        if any(map(remembers, config.codecs)):
+            self._memories = Memories(self._me, ShardMemories(config), config.replicas, self._send_to_worker)
 
     @property
     def machine(self) -> ServerMachine:
@@ -163,6 +169,8 @@ class Reducer:
         self._number = view.number
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
+        if self._memories is not None:
+            self._memories.adopt(view)
         self._run_all(self.machine.adopt(view))
 
     def admitted(self, new: bool) -> None:
@@ -245,6 +253,8 @@ class Reducer:
             return
         if self._in_ledger(header.shard, header.step):
             self._arrivals[channel.name] = time.monotonic()
+        if self._memories is not None and header.replica < self._config.replicas:
+            self._memories.contributed(header, worker, self._upcoming(header))
         event = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,
@@ -252,6 +262,34 @@ class Reducer:
         self._handle(header.shard, event)
         if header.wanted is not None:
             self.want(channel, worker, header.shard, header.wanted)
+
+    def memory_given(self, header: Header, data: memoryview, worker: str) -> None:
+        """What a worker's codec remembers of a replica that it computes no longer."""
+        if self._memories is None or not self.machine.is_primary(header.shard):
+            return
+        if header.base == COPY:
+            self._memories.copied(header, data)
+            self._put_complete(header.shard, at_last=False)
+        else:
+            self._memories.given(header, data, worker, self._upcoming(header))
+
+    def memory_recalled(self, channel: Channel, header: Header, worker: str) -> None:
+        """A worker that is to compute a replica wants what the one before remembered of it."""
+        current = self._askers.get(worker) is channel and self.machine.is_primary(header.shard)
+        if self._memories is not None and current:
+            self._memories.recalled(header, worker, self._upcoming(header))
+
+    def _upcoming(self, header: Header) -> int:
+        """The next step of which the shard takes that replica's contribution."""
+        machine = self.machine.machine(header.shard)
+        assert machine is not None
+        if header.replica >= machine.expected:
+            return machine.version
+        return machine.clock(header.replica) + machine.knows(header.replica)
+
+    def _send_to_worker(self, worker: str, header: Header, payload: memoryview | None) -> None:
+        if (channel := self._askers.get(worker)) is not None:
+            channel.send(header._replace(view=self._number), payload)
 
     def replicated(self, channel: Channel, sender: str, header: Header, buffer: Buffer) -> None:
         """A primary's update of a shard that we are the backup of."""
@@ -393,6 +431,7 @@ class Reducer:
     def _apply(self, index: int, owned: OwnedShard | OwnedRows, effect: shard_effects.Apply) -> None:
         if index in self._to_copy:
             self._copy(index)
+        self._put_complete(index, at_last=True)
         self._gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
@@ -527,6 +566,8 @@ class Reducer:
         store = SnapshotStore(self._snapshots_url)
         for record in store.read(store.load(origin), indices):
             self._owned[record.shard].load(record)
+            if self._memories is not None:
+                self._memories.restored(record, self._shards[record.shard])
             self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
 
     # ---- snapshots ----
@@ -536,12 +577,24 @@ class Reducer:
 
     def _copy(self, index: int) -> None:
         version = self._to_copy.pop(index)
-        if self._writer is not None:
-            with self._tracer.span("capture", shard=index, version=version):
-                self._writer.put(own_copy(self._owned[index].state(version, self._clocks(index), wires=False)))
+        if self._writer is None:
+            return
+        with self._tracer.span("capture", shard=index, version=version):
+            record = own_copy(self._owned[index].state(version, self._clocks(index), wires=False))
+        goes_on = not self._config.streaming and 0 < version < self.machine.plan.rounds_of(index)
+        if self._memories is None or not goes_on or not self._memories.awaited(record, self._shards[index]):
+            self._writer.put(record)
+
+    def _put_complete(self, index: int, *, at_last: bool) -> None:
+        """Copies of memories may have come after the state was copied; with the next update all are here."""
+        if self._memories is not None and (record := self._memories.complete(index, at_last=at_last)) is not None:
+            assert self._writer is not None
+            self._writer.put(record)
 
     def _abandon_snapshot(self) -> None:
         self._to_copy.clear()
+        if self._memories is not None:
+            self._memories.abandon()
         if self._writer is not None:
             self._writer.abandon()
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import msgspec
 
+from rallypoint.codec.memory import ShardMemories
 from rallypoint.codec.rows import check_gradient, decode_ids, gradient_bytes
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.config import JobConfig, parse
@@ -75,6 +76,7 @@ class ServerService:
         self._over = threading.Event()
         self._failure: str | None = None
         self._decoders = threading.local()  # codecs of their own for each connection's thread
+        self._formats: ShardMemories | None = None
         self._peers: dict[tuple[str, int], Dialer] = {}
         self._reducer = Reducer(me=id, tracer=self._tracer, surroundings=self)
 
@@ -311,6 +313,8 @@ class ServerService:
                     self._reducer.inbox.put(lambda: self._reducer.want(channel, worker, header.shard, header.wants - 2))
             case Kind.PULL_ROWS:
                 self._receive_pull(channel, header)
+            case Kind.MEMORY | Kind.RECALL:
+                self._receive_memory(channel, header, worker)
             case Kind.FOLLOW:
                 self._wait_for(header.view)
                 self._reducer.inbox.put(lambda: self._reducer.follow(channel))
@@ -322,6 +326,25 @@ class ServerService:
                 self._reducer.inbox.put(lambda: self._reducer.fetch(channel, header.shard, header.step))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")
+
+    def _receive_memory(self, channel: Channel, header: Header, worker: str) -> None:
+        self._check_shard(header)
+        _, config = self._expect_job()
+        if self._formats is None:
+            self._formats = ShardMemories(config)
+        limits = self._formats.of(self._place(header))
+        if header.replica >= config.replicas:
+            raise ProtocolError(f"a memory of replica {header.replica}: this job has {config.replicas}")
+        if header.kind is Kind.MEMORY and header.length:
+            limits.check(header.codec, header.length)
+        data = memoryview(channel.receive_bytes(header))
+        self._wait_for(header.view)
+        if self._stale(header):
+            return
+        if header.kind is Kind.MEMORY:
+            self._reducer.inbox.put(lambda: self._reducer.memory_given(header, data, worker))
+        else:
+            self._reducer.inbox.put(lambda: self._reducer.memory_recalled(channel, header, worker))
 
     def _receive_pull(self, channel: Channel, header: Header) -> None:
         self._check_shard(header)

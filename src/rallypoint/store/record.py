@@ -8,7 +8,7 @@ Little-endian throughout. Nothing in it can run code: dtypes come from a fixed t
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, get_args
 
 import msgspec
@@ -20,6 +20,7 @@ from rallypoint.store.manifest import Compression
 
 MAX_ARRAY_BYTES = 1 << 30  # far above any shard; keeps a forged head from asking for all memory
 _MAGIC = b"RPS1"
+_MEMORY = "memory-"
 _PREFIX = struct.Struct("<4sI")
 _ZSTD_LEVEL = 1  # trained weights are nearly noise: higher levels cost time and find nothing more
 _DTYPES = {
@@ -40,6 +41,7 @@ class ShardRecord:
         arrays: contiguous 1-D arrays by name: "master", and what the optimizer keeps ("exp_avg", ...).
         scalars: numbers of the optimizer, such as {"step": 12.0}.
         clocks: the next step of each replica, in a streaming job.
+        memories: what workers' codecs remember of the shard, by replica, as of this version (`codec/memory.py`): uint8.
     """
 
     shard: int
@@ -47,6 +49,7 @@ class ShardRecord:
     arrays: dict[str, Array]
     scalars: dict[str, float]
     clocks: tuple[int, ...] = ()
+    memories: dict[int, Array] = field(default_factory=dict)
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -59,13 +62,14 @@ class _Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nbytes: _Count  # as stored
 
 
-class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     shard: _Count
     version: _Count
     compression: Compression
     scalars: dict[str, float]
     arrays: list[_Stored]
     clocks: tuple[_Count, ...] = ()
+    memories: tuple[_Count, ...] = ()  # the replicas whose memories are the last of the arrays
 
 
 _heads = msgspec.msgpack.Decoder(_Head)
@@ -78,12 +82,15 @@ def encode_record(record: ShardRecord, compression: Compression) -> bytes:
     """
     if compression not in get_args(Compression):
         raise ConfigError(f"compression {compression!r} is unknown: use one of {', '.join(get_args(Compression))}")
-    payloads = [_store(_little_endian(name, array), compression) for name, array in record.arrays.items()]
+    named = record.arrays | {f"{_MEMORY}{replica}": array for replica, array in record.memories.items()}
+    payloads = [_store(_little_endian(name, array), compression) for name, array in named.items()]
     arrays = [
         _Stored(name, array.dtype.name, array.size, len(payload))
-        for (name, array), payload in zip(record.arrays.items(), payloads, strict=True)
+        for (name, array), payload in zip(named.items(), payloads, strict=True)
     ]
-    described = _Head(record.shard, record.version, compression, record.scalars, arrays, record.clocks)
+    described = _Head(
+        record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.memories)
+    )
     head = msgspec.msgpack.encode(described)
     return b"".join([_PREFIX.pack(_MAGIC, len(head)), head, *payloads])
 
@@ -101,7 +108,13 @@ def decode_record(data: bytes) -> ShardRecord:
         payload = view[position : position + stored.nbytes]
         arrays[stored.name] = _restore(stored, payload, head.compression)
         position += stored.nbytes
-    return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks)
+    try:
+        memories = {replica: arrays.pop(f"{_MEMORY}{replica}") for replica in head.memories}
+    except KeyError as error:
+        raise DamagedSnapshot(f"a shard record lacks the array {error}") from None
+    if any(array.dtype != np.uint8 for array in memories.values()):
+        raise DamagedSnapshot("a shard record has a memory that is not of bytes")
+    return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks, memories)
 
 
 def _read_head(view: memoryview) -> tuple[_Head, int]:

@@ -84,7 +84,7 @@ class SnapshotWriter:
 def own_copy(record: ShardRecord) -> ShardRecord:
     """The record with arrays that nobody else changes."""
     arrays = {name: np.array(array, copy=True) for name, array in record.arrays.items()}
-    return ShardRecord(record.shard, record.version, arrays, dict(record.scalars), record.clocks)
+    return ShardRecord(record.shard, record.version, arrays, dict(record.scalars), record.clocks, record.memories)
 
 
 def _so_many(records: queue.SimpleQueue[ShardRecord | None], count: int) -> Iterator[ShardRecord]:

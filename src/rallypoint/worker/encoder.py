@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from rallypoint.codec.build import build, build_stateless
+from rallypoint.codec.memory import Memory, dump, load
 from rallypoint.codec.protocol import Codec, NonFinitePayload, Stateful
 from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.config import JobConfig, codec_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.order import derive_seed
+from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import Buffer, BufferPool
 
 
@@ -38,7 +40,7 @@ class Encoder:
         self._scratch = Scratch()
         self._lock = threading.Lock()  # of the scratch, and of what codecs remember
         self._codecs: dict[tuple[int, int], Codec] = {}
-        self._kept: dict[tuple[int, int], tuple[int, Payload]] = {}
+        self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}  # None: it went raw
         self._decoders = threading.local()
         self._pools = _pools(layout, ShardCodecs(config, self._scratch))
 
@@ -60,9 +62,47 @@ class Encoder:
             for codec in self._codecs.values():
                 if isinstance(codec, Stateful):
                     codec.reset()
-            for _, payload in self._kept.values():
-                payload.buffer.release()
-            self._kept.clear()
+            for key in list(self._kept):
+                self._let_go(key)
+
+    def give(self, shard: int, replica: int) -> Memory | None:
+        """What is remembered of a replica's shard, which is forgotten here; None if that is nothing."""
+        key = (shard, replica)
+        with self._lock:
+            codec = self._codecs.pop(key, None)
+            if key not in self._kept or not isinstance(codec, Stateful):
+                return None
+            memory = self._dump(key, codec)
+            self._let_go(key)
+            return memory
+
+    def copy(self, shard: int, replica: int, step: int) -> Memory | None:
+        """What is remembered of a replica's shard after `step`; None if that is nothing, or it is of another step."""
+        key = (shard, replica)
+        with self._lock:
+            codec = self._codecs.get(key)
+            if self._kept.get(key, (-1, None))[0] != step or not isinstance(codec, Stateful):
+                return None
+            return self._dump(key, codec)
+
+    def take(self, shard: int, replica: int, memory: Memory | None) -> None:
+        """Remember of a replica's shard what another worker did, or nothing. ProtocolError when that cannot be."""
+        key, pool = (shard, replica), self._pools[shard]
+        with self._lock:
+            self._codecs.pop(key, None)
+            self._let_go(key)
+            if memory is None:
+                return
+            codec = self._codec(key)
+            sent = load(codec, memory.code, memory.data)
+            if pool is None or len(sent) > codec.bytes_for(self._layout.shards[shard].words):
+                raise ProtocolError(f"a memory of shard {shard} that brings a contribution of {len(sent)} bytes")
+            payload = None
+            if len(sent):
+                buffer = pool.take()
+                buffer.bytes[: len(sent)] = sent
+                payload = Payload(codec.code, buffer.bytes[: len(sent)], buffer)
+            self._keep(key, memory.step, payload)
 
     def decode(self, payload: memoryview, into: torch.Tensor) -> None:
         """A version as it came from a server. ProtocolError when it is none."""
@@ -71,11 +111,19 @@ class Encoder:
             codec = self._decoders.codec = build_stateless(self._config.down)
         codec.decode(payload, into)
 
+    def _dump(self, key: tuple[int, int], codec: Codec) -> Memory:
+        assert isinstance(codec, Stateful)
+        step, payload = self._kept[key]
+        data = dump(codec) + (bytes(payload.data) if payload is not None else b"")
+        return Memory(step, codec.code, memoryview(data))
+
     def _encode(self, key: tuple[int, int], step: int, values: torch.Tensor, pool: BufferPool) -> Payload | None:
-        kept = self._kept.get(key)
-        if kept is not None and kept[0] == step:
-            kept[1].buffer.retain()
-            return kept[1]
+        last, kept = self._kept.get(key, (-1, None))
+        if last >= step:  # (beyond it: of a replica that came from elsewhere, and the shard needs no more of this step)
+            if kept is None or last > step:
+                return None
+            kept.buffer.retain()
+            return kept
         codec = self._codec(key)
         buffer = pool.take()
         seed = derive_seed(self._config.seed, "codec", step, key[1], key[0])
@@ -83,14 +131,23 @@ class Encoder:
             used = codec.encode(values, buffer.bytes, seed=seed)
         except NonFinitePayload:
             buffer.release()
+            if isinstance(codec, Stateful):
+                self._keep(key, step, None)
             return None
         payload = Payload(codec.code, buffer.bytes[:used], buffer)
         if isinstance(codec, Stateful):
-            if kept is not None:
-                kept[1].buffer.release()
             buffer.retain()
-            self._kept[key] = (step, payload)
+            self._keep(key, step, payload)
         return payload
+
+    def _keep(self, key: tuple[int, int], step: int, payload: Payload | None) -> None:
+        self._let_go(key)
+        self._kept[key] = (step, payload)
+
+    def _let_go(self, key: tuple[int, int]) -> None:
+        _, payload = self._kept.pop(key, (-1, None))
+        if payload is not None:
+            payload.buffer.release()
 
     def _codec(self, key: tuple[int, int]) -> Codec:
         if key not in self._codecs:

@@ -15,6 +15,7 @@ import torch
 
 from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core import slots as machine
+from rallypoint.core.handover import Paths
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View, ViewNumber
@@ -29,6 +30,7 @@ from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.state import read_state
 from rallypoint.worker.encoder import Encoder
 from rallypoint.worker.link import ServerLink
+from rallypoint.worker.memories import memories_of
 from rallypoint.worker.pull import Pull
 
 _INITIAL_SHARDS = 16  # copies of first weights under way at a time
@@ -88,6 +90,9 @@ class Exchange:
         self._connections: dict[str, int] = {}  # those that stand, each with a number of its own
         self._connected = 0
         self._turning = threading.Lock()  # one view after the other
+        self._memories = memories_of(layout, config, self._encoder, self._hand)
+        self._capture = -1  # the version of the last snapshot that was asked for
+        self._about: int | None = None  # the replica that is being computed, or will be at once
 
     # ---- the coordinator's words ----
 
@@ -102,8 +107,8 @@ class Exchange:
                 before = self._machine.view
                 effects = self._machine.handle(machine.Viewed(view))
                 if before is not None and before.since != view.since:
-                    self._void = True
                     self._states.clear()
+                self._turn_memories(before, view)
                 self._changed.notify_all()
             self._run(effects)
             for server in view.servers:
@@ -198,23 +203,36 @@ class Exchange:
         """What to do now; waits until there is something. None when the job is over, or this worker is to go."""
         with self._changed:
             self._wait(lambda: self._over() or self._to_do() is not None, self._where_missing)
-            if self._over():
-                return None
-            action = self._to_do()
+            action = None if self._over() else self._to_do()
             if action is self._to_store:
                 self._to_store = None
+            self._about = action.replica if isinstance(action, machine.Compute) else None
             return action
 
     def _to_do(self) -> machine.Action | machine.Store | None:
         if self._to_store is not None and self.holds >= self._to_store.version:
             return self._to_store
-        return self._machine.next_action()
+        return self._possible()
+
+    def _possible(self) -> machine.Action | None:
+        """What the machine wants done, once all is here that it takes."""
+        action = self._machine.next_action()
+        if self._memories is None or not isinstance(action, machine.Compute):
+            return action
+        if self._void:
+            self._void = False
+            self._encoder.reset()
+        if action.replica not in self._machine.hand:
+            return action  # a turn in hand that was dealt to somebody else: who may have what there is by now
+        return action if self._memories.ready(action.replica, self._paths) else None
 
     @property
     def gone(self) -> bool:
         """Has this worker handed back everything, as it was told?"""
         brings = self._config.stateful_workers and self._machine.brings  # perhaps nobody else could
-        return self._leaving and self._machine.view is not None and not self._machine.takes_part and not brings
+        settled = self._memories is None or self._memories.settled
+        gone = self._machine.view is not None and not self._machine.takes_part
+        return self._leaving and gone and settled and not brings
 
     def _over(self) -> bool:
         return self._finished or self.gone
@@ -342,13 +360,15 @@ class Exchange:
 
     def replica_computed(self) -> None:
         """The replica in progress is over."""
-        self._computing = False
+        self._computing, self._about = False, None
         self._handle(machine.ReplicaComputed())
+        self._hand_over()
 
     def replica_abandoned(self) -> None:
         """The replica in progress was given up, and nobody writes slots any more."""
-        self._computing = False
+        self._computing, self._about = False, None
         self._handle(machine.ReplicaAbandoned())
+        self._hand_over()
 
     def begin_install(self, version: int) -> torch.Tensor | None:
         """The version in the buffer (see `installing`), which nobody writes until `installed`.
@@ -379,6 +399,75 @@ class Exchange:
     def installed(self) -> None:
         """The model holds the version that was to be installed; the slots are free."""
         self._handle(machine.Installed())
+        self._hand_over()
+
+    # ---- what codecs remember of replicas ----
+
+    def _hand_over(self) -> None:
+        """What is remembered of replicas that are not this worker's any more goes where they went."""
+        if self._memories is not None:
+            with self._changed:
+                self._give_all_but(self._machine.keeps)
+
+    def _give_all_but(self, keeps: frozenset[int]) -> None:
+        assert self._memories is not None
+        self._memories.hand_over(keeps | ({self._about} if self._about is not None else set()), self._paths)
+
+    def _turn_memories(self, before: View | None, view: View) -> None:
+        """After a roll-back nothing counts; who was given up and is back gives all away, for others may know better."""
+        back = before is not None and _birth(before, self.me) not in (-1, _birth(view, self.me))
+        rolled_back = before is not None and before.since != view.since
+        self._void = self._void or rolled_back
+        if self._memories is None:
+            return
+        if rolled_back:
+            self._capture = -1
+            self._memories.void()
+        self._give_all_but(frozenset() if back else self._machine.keeps)
+
+    def capture(self, version: int) -> int:
+        """A snapshot is to be taken of `version`, what codecs remember then included; if that is too late, the version
+        that is here, else -1."""
+        at_the_end = version >= self._steps  # from there on nobody contributes anything
+        if self._memories is None or at_the_end or not isinstance(self._machine, WorkerMachine):
+            return -1
+        with self._changed:
+            if self._machine.following and self._machine.step >= version:
+                return self._machine.step
+            self._capture = version
+            return -1
+
+    def _copy_memory(self, send: machine.Send) -> None:
+        """Before the first contribution to the version that is captured leaves: what is remembered of those before."""
+        if self._memories is None or self._capture < 0 or not isinstance(self._machine, WorkerMachine):
+            return
+        if send.step > 0 and send.step == self._machine.cadence.updates_before(send.shard, self._capture):
+            self._memories.copy(send.shard, send.replica, send.step - 1, send.server)
+
+    def _hand(self, server: str, header: Header, payload: memoryview | None) -> None:
+        if (link := self._links.get(server)) is not None:
+            link.hand(header._replace(view=self._number), payload)
+
+    @property
+    def _paths(self) -> Paths:
+        return Paths(self.view.primary, self._connections)
+
+    def may_be_memory(self, header: Header) -> None:
+        if self._memories is None:
+            raise ProtocolError("a memory for a worker that has none")
+        self._memories.check(header)
+
+    def memory(self, header: Header, data: bytearray) -> None:
+        with self._changed:
+            if self._memories is not None:
+                self._memories.arrived(header, data)
+            self._changed.notify_all()
+
+    def memory_taken(self, shard: int, replica: int) -> None:
+        with self._changed:
+            if self._memories is not None:
+                self._memories.taken(shard, replica)
+            self._changed.notify_all()
 
     def _wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         wait_until(self._changed, lambda: self._failure is not None or ready(), describe, self._around.say)
@@ -445,6 +534,7 @@ class Exchange:
             self._connected += 1
             self._connections[server.id] = self._connected
         self._handle(machine.LinkUp(server.id))
+        self._hand_over()
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
         with self._changed:
@@ -489,6 +579,7 @@ class Exchange:
         if place.part is not None:
             self._push_rows(send, self._rows.pop(send.shard))
             return
+        self._copy_memory(send)
         payload = self._encoder.encode(
             send.shard, send.step, send.replica, self.buffer[place.start : place.stop]
         )
@@ -535,6 +626,8 @@ class Exchange:
         if self._config.stateful_workers and self._machine.step < 0 and view.first:
             brings = f", which {view.first} is to bring" if not view.origin else ""
             return f"the model's state{brings}: {self._by_server(self._machine.missing)}"
+        if self._memories is not None and (what := self._memories.where_missing(self._paths)):
+            return what
         return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 
     def _by_server(self, shards: list[int]) -> str:
@@ -558,6 +651,10 @@ def _machine_for(me: str, layout: Layout, config: JobConfig) -> StreamMachine | 
     return WorkerMachine(
         me, len(shards), buffers, config.rounds, cadence=cadence_of(config, shards), in_order=config.stateful_workers
     )
+
+
+def _birth(view: View, worker: str) -> int:
+    return next((member.birth for member in view.workers if member.id == worker), -1)
 
 
 def _nothing() -> None:

@@ -37,6 +37,15 @@ class Arrivals(Protocol):
     def state(self, header: Header, data: bytearray) -> None:
         """A shard's whole state has come, where workers have one. ProtocolError if it cannot be read."""
 
+    def may_be_memory(self, header: Header) -> None:
+        """ProtocolError unless what comes can be a memory of that shard, or the word that there is none."""
+
+    def memory(self, header: Header, data: bytearray) -> None:
+        """What was recalled of a replica. ProtocolError if it cannot be read."""
+
+    def memory_taken(self, shard: int, replica: int) -> None:
+        """The server has the memory that was sent."""
+
     def landed(self, shard: int) -> None:
         """The version that `arriving` made room for is whole."""
 
@@ -113,6 +122,11 @@ class ServerLink:
         if channel is not None:
             channel.send(header)
 
+    def hand(self, header: Header, payload: memoryview | None = None) -> None:
+        """Send a Memory or a Recall, in the order of the calls. If the link is lost, so is this."""
+        if (channel := self._channel) is not None:
+            channel.send(header, payload)
+
     def follow(self, number: ViewNumber, *, on: bool) -> None:
         """Ask for every shard's newest version and each one that follows; or for no more."""
         self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number))
@@ -152,6 +166,11 @@ class ServerLink:
                     self._arrivals.rows(header, channel.receive_bytes(header))
                 case Kind.CREDIT:
                     self._credit(channel, header.replica)
+                case Kind.MEMORY:
+                    self._arrivals.may_be_memory(header)
+                    self._arrivals.memory(header, channel.receive_bytes(header))
+                case Kind.TAKEN:
+                    self._arrivals.memory_taken(header.shard, header.replica)
                 case Kind.WAIT if header.wanted is not None:
                     self._arrivals.to_wait(header.wanted, header.base)
                 case Kind.REFUSE:

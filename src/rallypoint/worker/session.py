@@ -29,6 +29,7 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Message,
+    NotStored,
     Propose,
     Refused,
     Say,
@@ -73,12 +74,12 @@ class Job:
         self._view: View | None = None
         self._record: JobRecord | None = None
         self._finished = self._done = self._leaving = False
-        self._lead = ""
+        self._lead = self._captured = ""
+        self._wanted: Capture | None = None  # the last snapshot that was asked for
         self._failure: BaseException | None = None
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
         self._run: Run | None = None
-        self._wanted: Store | None = None  # of a snapshot, by the coordinator
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, token=token, role="worker", id=id,
             on_message=self._on_message, on_lost=self._on_lost, on_admitted=self._on_admitted,
@@ -137,13 +138,12 @@ class Job:
         exchange = Exchange(record.layout, config, around, pinned=pinned)
         with self._changed:
             self._exchange = exchange
-            view, failure, finished, wanted = self._view, self._failure, self._finished, self._wanted
+            view, failure, finished = self._view, self._failure, self._finished
         if finished:  # while the exchange was being made: nobody would say it again
             raise JobAborted(_TOO_LATE)
         assert view is not None
         exchange.turn(view)
-        if wanted is not None:
-            exchange.store(wanted)
+        self._capture()
         if failure is not None:
             exchange.fail(failure)
         if self._leaving:
@@ -243,8 +243,10 @@ class Job:
             case Assist(step=step, replica=replica):
                 if self._exchange is not None:
                     self._exchange.assist(step, replica)
-            case Capture(snapshot=snapshot, version=version, writers=writers):
-                self._store(Store(snapshot, version, writers))
+            case Capture():
+                with self._changed:
+                    self._wanted = message
+                self._capture()
             case Finished(lead=lead):
                 with self._changed:
                     self._finished, self._lead = True, lead
@@ -256,12 +258,20 @@ class Job:
             case _:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
 
-    def _store(self, wanted: Store) -> None:
+    def _capture(self) -> None:
+        """Workers write snapshots where they have a state; and what codecs remember belongs to one too.
+
+        (It is said again with each view: some may have joined.)
+        """
         with self._changed:
-            self._wanted = wanted
-            exchange = self._exchange
-        if exchange is not None:
-            exchange.store(wanted)
+            wanted, exchange, record = self._wanted, self._exchange, self._record
+            if exchange is None or record is None or wanted is None or wanted.snapshot == self._captured:
+                return
+            self._captured = wanted.snapshot
+        if record.stateful_workers:
+            exchange.store(Store(wanted.snapshot, wanted.version, wanted.writers))
+        elif (passed := exchange.capture(wanted.version)) >= 0:
+            self._link.send(NotStored(wanted.snapshot, "a step was quicker than the word", passed))
 
     def _turn(self, view: View) -> None:
         with self._changed:

@@ -1,0 +1,104 @@
+"""What codecs remember, as frames: what cannot be a memory closes that one connection and changes nothing (I9)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+from test_strangers import Job, refusal
+
+from rallypoint.codec.memory import Limits, ShardMemories
+from rallypoint.codec.spec import Int8
+from rallypoint.config import parse, record_of, resolve
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import COPY, Header, Kind
+
+WORDS, REPLICAS = 1024, 2
+
+
+def record() -> JobRecord:
+    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": 9, "shard_bytes": 4 * WORDS, "codec": Int8()})
+    return record_of(config, build_layout([TensorSpec("w", (4 * WORDS, 1), "float32", 0)], 4 * WORDS))
+
+
+@pytest.fixture
+def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
+    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+    job = Job(record())
+    yield job
+    job.close()
+
+
+def worker_of(job: Job) -> Channel:
+    return job.enter(job.servers[0]._gate.address, "worker", "worker0")
+
+
+def own_shard(job: Job) -> int:
+    return job.view.shards_of("server0")[0]
+
+
+def limits(job: Job) -> Limits:
+    return ShardMemories(parse(job.record.config)).of(job.record.layout.shards[own_shard(job)])
+
+
+def send(job: Job, worker: Channel, kind: Kind, nbytes: int = 0, **fields: int) -> None:
+    header = Header(kind, job.view.number, shard=own_shard(job), length=nbytes)._replace(**fields)
+    worker.send(header, memoryview(bytes(nbytes)) if nbytes else None)
+
+
+@pytest.mark.parametrize(("kind", "fields", "why"), [
+    (Kind.MEMORY, {"shard": 99}, "shard 99 of a job that has 4"),
+    (Kind.RECALL, {"shard": 99}, "shard 99 of a job that has 4"),
+    (Kind.MEMORY, {"replica": REPLICAS}, "this job has 2"),
+    (Kind.RECALL, {"replica": 2**32 - 1}, "this job has 2"),
+])  # fmt: skip
+def test_a_memory_of_what_there_is_not_closes_that_connection_only(
+    job: Job, kind: Kind, fields: dict[str, int], why: str
+) -> None:
+    worker = worker_of(job)
+    send(job, worker, kind, **fields)
+    assert why in refusal(worker)
+    job.settle()
+    assert job.runs()
+
+
+@pytest.mark.parametrize(("more", "code", "copy"), [(-1, 0, 0), (1, 0, COPY), (0, 1, 0)])
+def test_a_memory_that_its_codec_cannot_have_closes_that_connection_only(
+    job: Job, more: int, code: int, copy: int
+) -> None:
+    worker, of = worker_of(job), limits(job)
+    nbytes = of.least + more if more < 0 else of.most + more
+    send(job, worker, Kind.MEMORY, nbytes, codec=of.code + code, base=copy)
+    assert f"a memory of {nbytes} bytes in codec {of.code + code}" in refusal(worker)
+    job.settle()
+    assert job.runs()
+
+
+def test_a_memory_goes_to_whoever_asks_next_and_is_held_once(job: Job) -> None:
+    worker, of = worker_of(job), limits(job)
+    send(job, worker, Kind.INITIAL, 4 * WORDS)
+    assert worker.receive_header().kind is Kind.CREDIT
+    send(job, worker, Kind.MEMORY, of.least, codec=of.code, replica=1, step=0)
+    taken = worker.receive_header()
+    assert (taken.kind, taken.shard, taken.replica) == (Kind.TAKEN, own_shard(job), 1)
+    for replica in (0, 1):
+        send(job, worker, Kind.RECALL, replica=replica)
+    nothing = worker.receive_header()
+    assert (nothing.kind, nothing.replica, nothing.length) == (Kind.MEMORY, 0, 0)
+    there = worker.receive_header()
+    assert (there.kind, there.replica, there.step, there.codec) == (Kind.MEMORY, 1, 0, of.code)
+    assert bytes(worker.receive_bytes(there)) == bytes(of.least)
+
+
+def test_a_job_whose_codecs_remember_nothing_takes_no_memories(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL, logger="rallypoint")
+    job = Job()
+    try:
+        worker = worker_of(job)
+        send(job, worker, Kind.RECALL)
+        assert "of which this job's workers remember nothing" in refusal(worker)
+    finally:
+        job.close()

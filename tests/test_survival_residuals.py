@@ -1,0 +1,196 @@
+"""What codecs remember of a replica goes with it: while its owner lives, a replica may move, and no byte changes."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rallypoint.launch.launcher import CLUSTER_FILE
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import Resize
+from rallypoint.net.tcp import TcpTransport
+from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command
+
+CODECS = {
+    "int8": "codec={'type': 'int8', 'block': 32}, clip=0.5,",
+    "topk": "codec={'type': 'topk', 'ratio': 0.1, 'sampled': False}, clip=0.5,",
+    "powersgd": "codec={'type': 'powersgd', 'rank': 2}, clip=0.5,",
+    "dgc": "codec={'type': 'dgc', 'ratio': 0.1, 'warmup_steps': 12},",
+}
+every_codec = pytest.mark.parametrize("codec", CODECS)
+
+
+class RememberingCluster(Cluster):
+    """Its workers remember something of their replicas."""
+
+    def __init__(self, home: Path, codec: str) -> None:
+        super().__init__(home)
+        script = SCRIPT.replace("clip=0.5, shard_bytes=256,", f"{CODECS[codec]} shard_bytes=768,")
+        if codec == "dgc":
+            script = script.replace("rp.AdamW(lr=1e-2)", "rp.SGD(lr=1e-2)")
+        assert CODECS[codec] in script
+        self.script.write_text(script)
+
+    def snapshot_from(self, step: int) -> dict[str, Any]:
+        """Ask for a snapshot in this step, and let the workers come as far as it takes; what is said of it."""
+        self.until_in_step(step)
+        before = len(self.events("Snapshotted"))
+        asked = subprocess.Popen(command("snapshot", str(self.folder)), stdout=subprocess.DEVNULL)
+        for later in range(step, STEPS - 1):
+            self.until_in_step(later)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                asked.wait(0.5)
+                break
+        assert asked.wait(PATIENCE_S) == 0, self.output
+        taken = self.events("Snapshotted")[before:]
+        assert taken[-1]["version"] >= step
+        return taken[-1]
+
+    def resize(self, workers: int) -> None:
+        """So many workers compute from now on, as far as the launcher's ear is concerned."""
+        where = msgspec.json.decode((self.folder / CLUSTER_FILE).read_bytes(), type=dict[str, str])
+        link = CoordinatorLink(
+            transport=TcpTransport(), address=where["coordinator"], token=where["token"], role="observer", id="test",
+            on_message=lambda _: None, on_lost=lambda _: None,
+        )  # fmt: skip
+        link.start()
+        link.send(Resize(workers))
+        self.until(lambda: len(self.events("Members")[-1]["workers"]) == workers)
+        link.close()
+
+
+@pytest.fixture
+def cluster_of(tmp_path: Path) -> Iterator[Callable[[str], RememberingCluster]]:
+    made: list[RememberingCluster] = []
+
+    def make(codec: str) -> RememberingCluster:
+        made.append(RememberingCluster(tmp_path, codec))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        cluster.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The hash of a run with that codec to which nothing happened."""
+    hashes: dict[str, str] = {}
+
+    def of(codec: str) -> str:
+        if codec not in hashes:
+            cluster = RememberingCluster(tmp_path_factory.mktemp("undisturbed"), codec)
+            try:
+                cluster.open(STEPS)
+                cluster.run("--workers", "1", "--servers", "1")
+                assert cluster.ended() == 0, cluster.output
+                hashes[codec] = cluster.hash
+            finally:
+                cluster.close()
+        return hashes[codec]
+
+    return of
+
+
+Make = Callable[[str], RememberingCluster]
+Hashes = Callable[[str], str]
+
+
+@every_codec
+def test_a_worker_that_is_told_to_go_leaves_its_memories_behind(
+    cluster_of: Make, undisturbed: Hashes, codec: str
+) -> None:
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    victim = cluster.processes()["worker1"]
+    victim.terminate()
+    cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert not alive(victim)
+    assert "worker1 has left" in cluster.output
+    assert "starting another" not in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed(codec)
+
+
+@pytest.mark.parametrize("policy", ["bounded-staleness", "async"])
+def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(cluster_of: Make, policy: str) -> None:
+    cluster = cluster_of("topk")
+    cluster.run("--workers", "2", "--servers", "2", "--set", f"sync.type={policy}")
+    cluster.until_in_step(AT)
+    cluster.processes()["worker1"].terminate()
+    cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "worker1 has left" in cluster.output
+    assert "Traceback" not in cluster.output
+    account = cluster.events("Accounted")[-1]
+    assert (account["applied"] + account["folded"], account["dropped"]) == (3 * STEPS, 0)
+
+
+@every_codec
+def test_replicas_that_move_between_the_living_take_along_what_is_remembered(
+    cluster_of: Make, undisturbed: Hashes, codec: str
+) -> None:
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    cluster.resize(1)  # what worker 1 has goes to worker 0 at once
+    cluster.until_in_step(AT + 4)
+    cluster.resize(2)  # and back, from a step to come
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed(codec)
+
+
+@every_codec
+def test_a_snapshot_has_what_was_remembered_and_a_resumed_run_ends_with_the_same_bytes(
+    cluster_of: Make, undisturbed: Hashes, codec: str
+) -> None:
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    taken = cluster.snapshot_from(AT)
+    cluster.processes()
+    assert cluster.launcher is not None
+    cluster.launcher.kill()
+    assert cluster.ended() < 0
+    cluster.open(STEPS)
+    cluster.resume()
+    assert cluster.ended() == 0, cluster.output
+    assert f"going on from {taken['snapshot']}, version {taken['version']}" in cluster.output
+    assert cluster.hash == undisturbed(codec)
+
+
+@pytest.mark.parametrize("codec", ["topk", "dgc"])
+def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undisturbed: Hashes, codec: str) -> None:
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    taken = cluster.snapshot_from(AT)
+    cluster.processes()["server0"].kill()
+    cluster.until(lambda: "going on from snapshot" in cluster.output)
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert f"going on from snapshot {taken['snapshot']}: version {taken['version']}" in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed(codec)
+
+
+@every_codec
+def test_what_a_killed_worker_remembered_is_lost_and_the_job_ends_without_it(cluster_of: Make, codec: str) -> None:
+    cluster = cluster_of(codec)
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_step(AT)
+    cluster.processes()["worker1"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "worker1 was killed (SIGKILL): starting another" in cluster.output
+    assert "Traceback" not in cluster.output
