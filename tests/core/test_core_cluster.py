@@ -554,6 +554,19 @@ def test_a_replica_that_leaves_something_on_its_worker_is_not_moved_for_speed_s_
     assert job.view == before
 
 
+def test_nor_is_it_moved_because_a_server_has_gone_while_its_worker_was_slow() -> None:
+    terms, names = _terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1")
+    for record, stays in ((_record(sync=LocalSteps(steps=2)), True), (_record(), False)):
+        job = _begun(terms, names, record=record)
+        before = job.view.hands(0)
+        for step in range(1, 5):
+            job.step(step, 0.4, only="w0")
+            job.step(step, 0.1, only="w1")
+        job.play(Left("s0", "its connection ended"))
+        assert "s0" not in job.view.primary.values()
+        assert (job.view.hands(100) == before) is stays
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_an_idle_worker_is_asked_for_a_straggler_s_replicas_once_and_only_where_wanted(wanted: bool) -> None:
     job = _begun(_terms(2, backup_tasks=wanted, heartbeat=60.0))

@@ -338,7 +338,9 @@ class ClusterMachine:
         if not active or self.record is None or self._storing_first_weights:
             return ()
         hands = before.hands(self.furthest + 1) if before is not None else {}
-        return following_deals(hands, active, int(self.record.config["replicas"]), self.furthest, self._speeds)
+        # What is kept on the workers is not to move because somebody else has gone, a server, just when one was slow.
+        speeds = Speeds() if self.record.sticky else self._speeds
+        return following_deals(hands, active, int(self.record.config["replicas"]), self.furthest, speeds)
 
     @property
     def _storing_first_weights(self) -> bool:

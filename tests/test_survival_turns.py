@@ -1,0 +1,86 @@
+"""Layers at their own frequency, mixed in late, under fire: a death costs what is its own, a server's nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from test_survival import SCRIPT, STEPS, Cluster
+
+AT = 9  # the second step of a tick
+WAITING = """while micro.replica > 0 and micro.step >= int(gate.read_text()):
+                gate.with_name(f"waiting-{micro.replica}-{micro.step}").touch()"""
+SYNC = """clip=0.5, sync=rp.LocalSteps(steps=4, delay=1), groups=(rp.Group(match=("2.*",), sync_every=2),),"""
+
+
+class TurnsCluster(Cluster):
+    """Its workers have ticks of two steps, in which the last layer is moved, and at every second one the first."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(home)
+        script = SCRIPT.replace("while micro.replica > 0 and micro.step >= int(gate.read_text()):", WAITING)
+        script = script.replace("clip=0.5,", SYNC)
+        assert script.count("LocalSteps") == script.count("touch()") == 1
+        self.script.write_text(script)
+
+    def until_in_tick(self) -> None:
+        """Until replica 1 waits in the middle of a tick, a step of its own already made."""
+        self.open(AT)
+        self.until(lambda: self.home.joinpath(f"waiting-1-{AT}").exists())
+
+    def check_ticks(self) -> None:
+        """Every tick came to its end with all three replicas."""
+        assert [event["step"] for event in self.events("StepDone")] == [*range(1, STEPS, 2)]
+        assert {(event["step"], event["replicas"]) for event in self.events("Applied")} == {
+            (tick, 3) for tick in range(STEPS // 2)
+        }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[TurnsCluster]:
+    cluster = TurnsCluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TurnsCluster]:
+    """A run that nothing happened to."""
+    cluster = TurnsCluster(tmp_path_factory.mktemp("undisturbed"))
+    try:
+        cluster.open(STEPS)
+        cluster.run("--workers", "1", "--servers", "1")
+        assert cluster.ended() == 0, cluster.output
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def test_a_worker_killed_in_the_middle_of_a_tick_costs_no_tick_and_no_contribution(cluster: TurnsCluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2")
+    cluster.until_in_tick()
+    cluster.processes()["worker1"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "worker1 was killed (SIGKILL): starting another" in cluster.output
+    assert "Traceback" not in cluster.output
+    cluster.check_ticks()
+
+
+def test_a_server_killed_in_the_middle_of_a_tick_changes_no_byte(
+    cluster: TurnsCluster, undisturbed: TurnsCluster
+) -> None:
+    """What it alone had of the tick is computed again, from where each replica had begun it."""
+    cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
+    cluster.until_in_tick()
+    cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
+    cluster.processes()["server0"].kill()
+    cluster.open(STEPS)
+    assert cluster.ended() == 0, cluster.output
+    assert "server0 was killed (SIGKILL): starting another" in cluster.output
+    assert "going back" not in cluster.output
+    assert "Traceback" not in cluster.output
+    assert cluster.hash == undisturbed.hash
+    cluster.check_ticks()
