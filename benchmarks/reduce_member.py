@@ -65,7 +65,7 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
             case Initialise():
                 exchange.initialise(lambda start, stop: torch.ones(stop - start))
             case Install(version=version):
-                exchange.begin_install()
+                exchange.begin_install(version)
                 exchange.installed()
                 finishes.append(time.monotonic())
                 if version == steps:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import rallypoint as rp
+from rallypoint.codec.spec import Bf16, Int8
 from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
 
-from jobs import ALL_REDUCE_CASES, all_reduce_reference_hash, reference_hash, train_stepping_on_worker
+from jobs import ALL_REDUCE_CASES, all_reduce_reference_hash, reference_hash, train_stepping_on_worker, train_with
 
 _reference_hash = cache(all_reduce_reference_hash)
 
@@ -36,6 +39,16 @@ def test_every_feature_gives_the_bytes_of_plain_pytorch(case: str) -> None:
 @pytest.mark.parametrize("case", ["gpt", "resnet"])
 def test_that_is_what_sync_comes_to(case: str) -> None:
     assert _reference_hash(case) == reference_hash(case)
+
+
+@pytest.mark.parametrize("codecs", [{"down": Int8()}, {"codec": Int8(), "down": Bf16()}], ids=["down", "both ways"])
+def test_codecs_give_the_same_bytes_for_any_number_of_workers(codecs: dict[str, Any]) -> None:
+    settings = {"sync": rp.AllReduce(), "steps": 12, **codecs}
+    hashes = set()
+    for workers in (1, 3):
+        with ProcessCluster(workers=workers, servers=2) as cluster:
+            hashes |= {hash for hash, _ in cluster.run(train_with, settings)}
+    assert len(hashes) == 1
 
 
 def test_workers_beyond_the_replicas_are_given_the_state_at_the_end() -> None:

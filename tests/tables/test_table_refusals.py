@@ -47,12 +47,13 @@ def test_an_embedding_that_cannot_be_a_table_is_refused_by_name(model: torch.nn.
     ("settings", "sentence"),
     [
         ({"sync": rp.LocalSteps(steps=4)}, "under rp.LocalSteps the worker would have to hold it"),
+        ({"sync": rp.AllReduce()}, "under rp.AllReduce the worker would have to hold it"),
         ({"sync": rp.Async(delay_compensation=0.1)}, "delay compensation is not supported"),
         ({"sync": rp.Async(), "clip": 1.0}, "its gradient cannot be clipped"),
         ({"optimizer": rp.SGD(lr=0.1, momentum=0.9)}, "momentum would move every row at every step"),
         ({"optimizer": rp.AdamW(eps=0.0)}, "needs a positive one"),
     ],
-    ids=["local steps", "delay compensation", "clip", "momentum", "eps"],
+    ids=["local steps", "all-reduce", "delay compensation", "clip", "momentum", "eps"],
 )
 def test_settings_that_tables_cannot_follow_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):

@@ -246,10 +246,10 @@ class Exchange:
         Not out of the buffer: this may have to be done again while versions land there already.
         """
         with self._changed:
+            if self._machine.next_action() != machine.Initialise():
+                return  # a view was quicker: it is not ours to bring any more, or not all servers are linked yet
             self._machine.initialised()
-            since, brings = self.view.since, self._machine.brings
-        if not brings:
-            return  # all begin again meanwhile, with what somebody else brings
+            since = self.view.since
         room = threading.Semaphore(_INITIAL_SHARDS)
         for shard in self.layout.shards:
             while not room.acquire(timeout=0.1):
