@@ -28,23 +28,13 @@ from rallypoint.testing.contracts import PolicyContract
 from rallypoint.testing.shard_play import ACTIONS, Cast, PolicyBroken, play
 
 
+@pytest.mark.parametrize("mode", [Sync(), AllReduce()], ids=str)
 class TestSync(PolicyContract):
     bound = 0
 
     @pytest.fixture
-    def policy(self) -> Policy:
-        return Sync()
-
-    def needed(self, replicas: int) -> int:
-        return replicas
-
-
-class TestAllReduce(PolicyContract):
-    bound = 0
-
-    @pytest.fixture
-    def policy(self) -> Policy:
-        return server_policy(AllReduce())
+    def policy(self, mode: Mode) -> Policy:
+        return server_policy(mode)
 
     def needed(self, replicas: int) -> int:
         return replicas
