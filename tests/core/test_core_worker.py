@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.cadence import TOGETHER, Cadence, Turn
 from rallypoint.core.slots import (
     Arriving,
     Assisted,
@@ -657,7 +657,7 @@ def test_nothing_is_carried_from_one_step_into_the_next() -> None:
 
 def _taking_turns(hand: Sequence[int] = (0,)) -> _Bench:
     """Shards 0 and 1 take turns over 5 ticks, shard 2 is due at every one: own versions 3, 3 and 5 at the end."""
-    bench = _Bench(3, _view(3, {"me": hand}), [2], 5, Cadence(2, 5, (0, 1, -1)))
+    bench = _Bench(3, _view(3, {"me": hand}), [2], 5, Cadence((Turn(2, 0), Turn(2, 1)), 5, (0, 1, -1)))
     bench.land(0)
     assert bench.machine.next_action() == Install(0)
     bench.machine.install()
@@ -703,7 +703,7 @@ def test_at_the_last_tick_everything_is_sent_and_after_it_nothing_is_waited_for(
 
 
 def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_tick() -> None:
-    bench = _Bench(3, _view(3), [2], 5, Cadence(2, 5, (0, 1, -1)))
+    bench = _Bench(3, _view(3), [2], 5, Cadence((Turn(2, 0), Turn(2, 1)), 5, (0, 1, -1)))
     bench.land(1, [0])  # tick 2 in progress: shard 0 has had one update, shard 1 one, shard 2 two
     bench.land(1, [1])
     bench.land(2, [2])
