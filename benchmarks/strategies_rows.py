@@ -88,8 +88,12 @@ ROWS: Mapping[str, Row] = {
     "int8": Row("Sync, int8 up, bf16 down", {"codec": Int8(), "down": Bf16()}),
     "int8-random": Row("Sync, int8 at random both ways", {"codec": _INT8_AT_RANDOM, "down": _INT8_AT_RANDOM}),
     "topk": Row("Sync, top-k 5 % up, bf16 down", {"codec": _TOPK, "down": Bf16()}),
+    "topk-int8": Row("Sync, top-k 5 % up, int8 at random down", {"codec": _TOPK, "down": _INT8_AT_RANDOM}),
     "int8-both": Row("Sync, int8 both ways", {"codec": Int8(), "down": Int8()}),
     "powersgd": Row("Sync, PowerSGD up, bf16 down", {"codec": PowerSGD(rank=4), "down": Bf16()}),
+    "powersgd-int8": Row(
+        "Sync, PowerSGD up, int8 at random down", {"codec": PowerSGD(rank=4), "down": _INT8_AT_RANDOM}
+    ),
     "quorum": Row("Sync, quorum of all but one", {"sync": rp.Sync(quorum=0)}),
     "quorum-int8": Row(
         "Sync, quorum, int8 at random both ways",
