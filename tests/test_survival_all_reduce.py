@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command
 
+LOOKS_S = 1.5  # several times as long as the coordinator leaves between two looks at the clock
 ALL_REDUCE = ("--set", "sync.type=all-reduce")
 OWN_SCRIPT = f"""
 import math, sys, time
@@ -85,12 +87,19 @@ def undisturbed_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluste
 
 
 def _until_stored(cluster: Cluster) -> None:
-    """Until there is a snapshot of more than the first weights: it is taken at a version a little ahead."""
+    """Until there is a snapshot of more than the first weights.
+
+    It is taken at a version a little ahead of the step in which the coordinator looks at the clock: in each step it is
+    given the time to do so, or the last step would come first.
+    """
     for step in range(AT, STEPS - 1):
         cluster.until_in_step(step)
-        if cluster.events("Snapshotted")[-1]["version"] > 0:
-            return
-    cluster.until(lambda: cluster.events("Snapshotted")[-1]["version"] > 0)
+        looked = time.monotonic() + LOOKS_S
+        while time.monotonic() < looked:
+            if cluster.events("Snapshotted")[-1]["version"] > 0:
+                return
+            time.sleep(0.02)
+    pytest.fail(f"no snapshot was taken:\n{cluster.output}")
 
 
 @pytest.mark.parametrize("victim", ["worker0", "worker1"])

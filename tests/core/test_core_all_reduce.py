@@ -292,6 +292,19 @@ def test_a_worker_begins_with_a_whole_version_and_with_no_other() -> None:
     assert bench.machine.step == 6
 
 
+def test_what_others_begin_again_with_is_not_taken_before_the_view_says_so() -> None:
+    bench = _Bench()
+    bench.install(6, whole=True)
+    assert Land(0) in bench.arrive(0, 7)
+    bench.machine.handle(Landed(0))  # a mean; with a state for the other shard the two would not fit together
+    early = Arriving(1, 7, ViewNumber(1, 2), begins=True)
+    assert bench.machine.handle(early) == [Discard(1)]
+    assert bench.machine.next_action() is None
+    bench.view(count=2, since=2)
+    bench.install(7, whole=True)
+    assert bench.machine.step == 7
+
+
 def test_a_mean_that_came_while_the_state_was_copied_is_fetched_then() -> None:
     bench = _Bench()
     bench.land(6, whole=True)

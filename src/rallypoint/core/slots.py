@@ -85,7 +85,7 @@ class Arriving:
     """A server is about to deliver a version of a shard, under the number of a view.
 
     Under a streaming policy it is what was wanted for `replica`'s step `clock`. A version that is not `whole` only says
-    what follows from the one before (AllReduce): nobody can begin with it.
+    what follows from the one before (AllReduce): nobody can begin with it. What `begins` is what all begin with there.
     """
 
     shard: int
@@ -94,6 +94,7 @@ class Arriving:
     replica: int = 0
     clock: int = 0
     whole: bool = True
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -220,6 +220,9 @@ class WorkerMachine(SlotMachine):
         shard, version = event.shard, self.cadence.tick_of(event.shard, event.version)
         if self.view is None or event.view < self.view.since:
             return [Discard(shard)]
+        if event.begins and self.step >= 0:
+            # Of a beginning that we have not heard of yet; when we have, the links are made anew and it comes again.
+            return [Discard(shard)]
         before = self.target
         self._newest[shard] = max(self._newest[shard], version)
         self._whole[shard] = max(self._whole[shard], version if event.whole else -1)

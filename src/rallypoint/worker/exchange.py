@@ -491,7 +491,7 @@ class Exchange:
         if not self._config.stateful_workers or not 0 <= header.shard < len(self.layout.shards):
             raise ProtocolError(f"a state of shard {header.shard}, which this job has not")
         record = read_state(data, self.layout.shards[header.shard], header.step, self._config)
-        if self._arrives(machine.Arriving(header.shard, header.step, header.view), record):
+        if self._arrives(machine.Arriving(header.shard, header.step, header.view, begins=True), record):
             self.landed(header.shard)
 
     def _arrives(self, event: machine.Arriving, record: ShardRecord | None = None, *, skips: bool = False) -> bool:

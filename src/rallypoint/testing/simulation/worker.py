@@ -157,7 +157,8 @@ class SimulatedWorker:
         match message:
             case ("version", number, shard, version, content, replica, clock):
                 whole = not isinstance(content, Mean)
-                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock, whole))
+                begins = whole and self.job.stateful_workers and shard not in self.job.buffer_shards
+                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock, whole, begins))
                 self._run(effects)
                 if machine.Land(shard) in effects:
                     self.slots[shard] = GARBAGE
