@@ -23,6 +23,7 @@ from rallypoint.core.shard_effects import Publish as Published
 from rallypoint.core.shard_events import Contribute, Initialise
 from rallypoint.core.slots import Arriving, Compute, Discard, Fetch, Installed, Land, Landed, LinkUp, Viewed
 from rallypoint.core.slots import Install as InstallAction
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import WorkerMachine
 from rallypoint.errors import ConfigError
 
