@@ -66,6 +66,17 @@ def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings
     assert job.machine.furthest == 4  # it is at version 5, or 6
 
 
+def test_before_anybody_has_reported_it_is_whoever_brought_the_first_weights_that_has_the_state() -> None:
+    job = _Job(_terms(1, 1, workers_max=2, snapshots=True), record=RECORD)
+    capture = _of(Capture, job.come("s0", "w0"))[0]
+    job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
+    before = job.view
+    effects = job.come("w1")
+    assert _of(FindSnapshot, effects) == []
+    assert job.view.since > before.since
+    assert (job.view.first, job.view.origin, sorted(job.view.hands(0))) == ("w0", "", ["w0", "w1"])
+
+
 def test_a_worker_that_dies_makes_nobody_begin_again() -> None:
     job = _begun()
     before = job.view
