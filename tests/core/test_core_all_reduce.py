@@ -77,6 +77,15 @@ def test_before_anybody_has_reported_it_is_whoever_brought_the_first_weights_tha
     assert (job.view.first, job.view.origin, sorted(job.view.hands(0))) == ("w0", "", ["w0", "w1"])
 
 
+def test_who_dies_right_after_bringing_the_first_weights_may_have_left_them_in_part_on_the_servers() -> None:
+    job = _Job(_terms(2, 1, snapshots=True), record=RECORD)
+    capture = _of(Capture, job.come("s0", "w0", "w1"))[0]
+    job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
+    assert (job.view.first, job.machine._carriers.reached) == ("w0", {"w0": 0})
+    effects = _gone(job, "w0")
+    assert _of(FindSnapshot, effects) == [FindSnapshot()]  # w1 would wait for shards that nobody brings
+
+
 def test_a_worker_that_dies_makes_nobody_begin_again() -> None:
     job = _begun()
     before = job.view

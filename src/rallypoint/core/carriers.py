@@ -35,6 +35,10 @@ class Carriers:
         self.safe = True
         return new
 
+    def brought(self, worker: str) -> None:
+        """`worker` has brought the first weights, so it has the state; not all may have come to the servers yet."""
+        self.reached.setdefault(worker, 0)
+
     def begin(self, *, safe: bool) -> None:
         """All begin again."""
         self.moved, self.safe = False, safe

@@ -510,8 +510,8 @@ class ClusterMachine:
         """The first weights are safe (or cannot be made so): let the workers compute."""
         self._begun = True
         self.revision += 1
-        if self.view is not None:
-            self._has_state(self.view.first, 0)  # it has brought them
+        if self.view is not None and self._stateful_workers and self.view.first in self._members.workers:
+            self._carriers.brought(self.view.first)
         return self._turn()
 
     def _at_the_end(self, version: int) -> bool:
