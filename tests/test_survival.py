@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -46,6 +46,9 @@ with rp.join() as job:
         torch.save(model.state_dict(), run.folder / "model.pt")
         (run.folder / "hash").write_text(weights_hash(model))
 """
+
+
+AnyCluster = TypeVar("AnyCluster", bound="Cluster")
 
 
 class Cluster:
@@ -148,6 +151,18 @@ class Cluster:
         return bool(done) and max(done) == step - 1
 
 
+@contextlib.contextmanager
+def undisturbed_run(cluster: AnyCluster) -> Iterator[AnyCluster]:
+    """The cluster, when it has come to its end on one worker and one server with its gate open; closed afterwards."""
+    try:
+        cluster.open(STEPS)
+        cluster.run("--workers", "1", "--servers", "1")
+        assert cluster.ended() == 0, cluster.output
+        yield cluster
+    finally:
+        cluster.close()
+
+
 def alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -169,14 +184,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A run that nothing happened to."""
-    cluster = Cluster(tmp_path_factory.mktemp("undisturbed"))
-    try:
-        cluster.open(STEPS)
-        cluster.run("--workers", "1", "--servers", "1")
-        assert cluster.ended() == 0, cluster.output
+    with undisturbed_run(Cluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 @pytest.mark.parametrize("victim", ["worker0", "worker1"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command
+from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command, undisturbed_run
 
 LOOKS_S = 1.5  # several times as long as the coordinator leaves between two looks at the clock
 ALL_REDUCE = ("--set", "sync.type=all-reduce")
@@ -50,14 +50,8 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def under_sync(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A run under Sync that nothing happened to."""
-    cluster = Cluster(tmp_path_factory.mktemp("sync"))
-    try:
-        cluster.open(STEPS)
-        cluster.run("--workers", "1", "--servers", "1")
-        assert cluster.ended() == 0, cluster.output
+    with undisturbed_run(Cluster(tmp_path_factory.mktemp("sync"))) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 def _ends_like(cluster: Cluster, other: Cluster) -> None:
@@ -75,15 +69,10 @@ def _computing(cluster: Cluster) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A run with optimizers of its own that nothing happened to."""
-    cluster = Cluster(tmp_path_factory.mktemp("own"))
-    cluster.script.write_text(OWN_SCRIPT)
-    try:
-        cluster.open(STEPS)
-        cluster.run("--workers", "1", "--servers", "1")
-        assert cluster.ended() == 0, cluster.output
+    own = Cluster(tmp_path_factory.mktemp("own"))
+    own.script.write_text(OWN_SCRIPT)
+    with undisturbed_run(own) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 def _until_stored(cluster: Cluster) -> None:

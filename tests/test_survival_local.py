@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from test_survival import SCRIPT, STEPS, Cluster
+from test_survival import SCRIPT, STEPS, Cluster, undisturbed_run
 
 AT = 9  # the second step of a round
 WAITING = """while micro.replica > 0 and micro.step >= int(gate.read_text()):
@@ -41,14 +41,8 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """A run that nothing happened to."""
-    cluster = LocalCluster(tmp_path_factory.mktemp("undisturbed"))
-    try:
-        cluster.open(STEPS)
-        cluster.run("--workers", "1", "--servers", "1")
-        assert cluster.ended() == 0, cluster.output
+    with undisturbed_run(LocalCluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 def test_a_worker_killed_in_the_middle_of_a_round_changes_no_byte(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from test_survival import AT, STEPS, Cluster
+from test_survival import AT, STEPS, Cluster, undisturbed_run
 
 SCRIPT = f"""
 import sys, time
@@ -70,14 +70,8 @@ def cluster(tmp_path: Path) -> Iterator[CountingCluster]:
 @pytest.fixture(scope="module")
 def under_sync(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The hash at the end of a run under Sync that nothing happened to."""
-    cluster = CountingCluster(tmp_path_factory.mktemp("sync"))
-    try:
-        cluster.open(STEPS)
-        cluster.run("--workers", "1", "--servers", "1")
-        assert cluster.ended() == 0, cluster.output
+    with undisturbed_run(CountingCluster(tmp_path_factory.mktemp("sync"))) as cluster:
         yield cluster.hash
-    finally:
-        cluster.close()
 
 
 @both

@@ -15,7 +15,7 @@ from rallypoint.launch.launcher import CLUSTER_FILE
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
-from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command
+from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command, undisturbed_run
 
 CODECS = {
     "int8": "codec={'type': 'int8', 'block': 32}, clip=0.5,",
@@ -85,14 +85,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 
     def of(codec: str) -> str:
         if codec not in hashes:
-            cluster = RememberingCluster(tmp_path_factory.mktemp("undisturbed"), codec)
-            try:
-                cluster.open(STEPS)
-                cluster.run("--workers", "1", "--servers", "1")
-                assert cluster.ended() == 0, cluster.output
+            with undisturbed_run(RememberingCluster(tmp_path_factory.mktemp("undisturbed"), codec)) as cluster:
                 hashes[codec] = cluster.hash
-            finally:
-                cluster.close()
         return hashes[codec]
 
     return of

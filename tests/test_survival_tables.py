@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command
+from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command, undisturbed_run
 
 WAIT = "while micro.replica > 0 and micro.step >= int(gate.read_text()): time.sleep(0.005)"
 SCRIPT = f"""
@@ -80,14 +80,8 @@ def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[TableClu
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TableCluster]:
     """A run that nothing happened to."""
-    cluster = TableCluster(tmp_path_factory.mktemp("undisturbed"))
-    try:
-        cluster.open(STEPS)
-        cluster.run("--workers", "1", "--servers", "1")
-        assert cluster.ended() == 0, cluster.output
+    with undisturbed_run(TableCluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 @pytest.mark.parametrize("cluster", ["BEFORE", "AFTER"], indirect=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from test_survival import SCRIPT, STEPS, Cluster
+from test_survival import SCRIPT, STEPS, Cluster, undisturbed_run
 
 AT = 9  # the second step of a tick
 WAITING = """while micro.replica > 0 and micro.step >= int(gate.read_text()):
@@ -48,14 +48,8 @@ def cluster(tmp_path: Path) -> Iterator[TurnsCluster]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TurnsCluster]:
     """A run that nothing happened to."""
-    cluster = TurnsCluster(tmp_path_factory.mktemp("undisturbed"))
-    try:
-        cluster.open(STEPS)
-        cluster.run("--workers", "1", "--servers", "1")
-        assert cluster.ended() == 0, cluster.output
+    with undisturbed_run(TurnsCluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
         yield cluster
-    finally:
-        cluster.close()
 
 
 def test_a_worker_killed_in_the_middle_of_a_tick_costs_no_tick_and_no_contribution(cluster: TurnsCluster) -> None:
