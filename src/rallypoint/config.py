@@ -31,6 +31,7 @@ from rallypoint.core.policy import (
     server_policy,
 )
 from rallypoint.core.schedule import Constant, Schedule, StepDecay
+from rallypoint.core.typed import build_now
 from rallypoint.errors import ConfigError
 
 _LONGEST_CYCLE = 1 << 12  # ticks
@@ -227,6 +228,9 @@ class Settings(TypedDict, total=False):
     hold_bytes: int
     item: str
     items_per_sample: int
+
+
+build_now(JobConfig)  # every member's proposal is parsed, each on its connection's own thread
 
 
 class GroupSettings(msgspec.Struct, frozen=True):

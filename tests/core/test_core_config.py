@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -365,3 +367,32 @@ def test_an_object_that_cannot_be_a_setting_is_refused_as_a_configuration_error(
 def test_a_step_decay_after_every_0_steps_is_refused() -> None:
     with pytest.raises(ConfigError):
         resolve({"optimizer": SGD(lr=step_decay(1.0, every=0))})
+
+
+AT_ONCE = """
+import os, sys, threading
+import msgspec
+from rallypoint.config import JobConfig, parse
+
+def parse_at_once():
+    sys.setswitchinterval(1e-6)
+    data, all_here = msgspec.to_builtins(JobConfig()), threading.Barrier(8)
+    threads = [threading.Thread(target=lambda: (all_here.wait(), parse(data))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+for _ in range(20):
+    if not (child := os.fork()):
+        parse_at_once()
+        os._exit(0)
+    if status := os.waitpid(child, 0)[1]:
+        sys.exit(f"the process ended with {os.waitstatus_to_exitcode(status)}")
+"""
+
+
+def test_the_first_proposals_may_be_parsed_by_many_threads_at_once() -> None:
+    """msgspec crashes the process when two threads use a type for the first time (once in each child)."""
+    tried = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, check=False)
+    assert (tried.returncode, tried.stderr) == (0, "")

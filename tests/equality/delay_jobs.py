@@ -60,7 +60,7 @@ def _cut_the_link(job: rp.Job) -> None:
     """What has been sent of the round before has to be sent again."""
     exchange = job._exchange
     assert exchange is not None
-    channel = exchange._links["server0"]._channel
+    channel = exchange._links.get("server0")._channel
     assert channel is not None
     channel.connection.close()
     _until(lambda: exchange.next_action() == Compute(1, 0))

@@ -126,7 +126,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
     def cut_the_link() -> None:
         exchange = cluster.job._exchange
         assert exchange is not None
-        channel = exchange._links["server0"]._channel
+        channel = exchange._links.get("server0")._channel
         assert channel is not None
         channel.connection.close()
         deadline = time.monotonic() + PATIENCE_S

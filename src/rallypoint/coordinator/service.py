@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import threading
 import time
@@ -12,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.config import JobConfig, parse, record_of
+from rallypoint.config import JobConfig, parse
 from rallypoint.coordinator.events import EventLog
+from rallypoint.coordinator.hearing import checked
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.progress import Lateness, StepTally
 from rallypoint.coordinator.snapshots import SnapshotKeeper
@@ -23,7 +23,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.policy import Sync
 from rallypoint.core.terms import Terms
 from rallypoint.core.view import Member, View
-from rallypoint.errors import AccessDenied, ConfigError, LinkError, ProtocolError, RallypointError
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
@@ -53,7 +53,6 @@ from rallypoint.net.messages import (
     Say,
     Skipped,
     Snapshotted,
-    SnapshotWanted,
     Stored,
     Turn,
     Waiting,
@@ -66,11 +65,6 @@ from rallypoint.store.retention import Retention
 
 SILENCE_S = 5.0  # without news for so long, say what the job waits for
 _FAREWELL_S = 2.0
-_MAY_SAY: dict[str, tuple[type, ...]] = {
-    "worker": (Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
-    "server": (Beat, Applied, Accounted, InStep, Stored, NotStored, Skipped, Say, GiveUp),
-    "observer": (SnapshotWanted, Resize),
-}
 _TICKS = 8  # in the time after which a silent member is given up
 _LATE_TICK = 2  # so many times later than it should be, a tick comes after a pause of ours
 
@@ -193,9 +187,7 @@ class CoordinatorService:
                 header = channel.receive_header()
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
-                message = _checked(decode(channel.receive_bytes(header)))
-                if not isinstance(message, _MAY_SAY[hello.role]):
-                    raise ProtocolError(f"a {type(message).__name__} message from {hello.role} {hello.id}")
+                message = checked(decode(channel.receive_bytes(header)), hello)
                 self._inbox.put(lambda message=message: self._received(channel, hello, message))  # type: ignore[misc]
         except LinkError as error:
             reason = str(error)
@@ -498,22 +490,3 @@ class CoordinatorService:
 
 def _message(last_word: cluster_effects.Finish | cluster_effects.Abort) -> Finished | Aborted:
     return Finished(last_word.lead) if isinstance(last_word, cluster_effects.Finish) else Aborted(last_word.reason)
-
-
-def _checked(message: Message) -> Message:
-    """ProtocolError for a message that decodes but makes no sense."""
-    if isinstance(message, Report) and not (
-        message.weight > 0 and math.isfinite(message.weight) and math.isfinite(message.seconds)
-    ):
-        raise ProtocolError(f"a report of weight {message.weight} after {message.seconds} s")
-    if isinstance(message, Propose):
-        config = message.record.config
-        if missing := sorted(set(JobConfig.__struct_fields__) - config.keys()):
-            raise ProtocolError(f"a job record whose settings are not resolved: {missing[0]} is missing")
-        try:
-            resolved = record_of(parse(config), message.record.layout, message.record.frozen)
-        except ConfigError as error:
-            raise ProtocolError(str(error)) from None
-        if msgspec.structs.replace(resolved, config=config) != message.record:
-            raise ProtocolError("a job record that says something else than its settings do")
-    return message

@@ -8,10 +8,8 @@ from __future__ import annotations
 import math
 import queue
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import msgspec
@@ -27,41 +25,24 @@ from rallypoint.core.policy import Async, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import COPY, NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
-from rallypoint.net.messages import Accounted, Applied, InStep, Message, NotStored
+from rallypoint.net.frames import COPY, NOT_FINITE, SKIP, Header, Kind, wants
+from rallypoint.net.messages import InStep, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.averaged import AveragedShard
+from rallypoint.server.capture import Capture
+from rallypoint.server.followers import Followers
+from rallypoint.server.ledger import Ledger
 from rallypoint.server.memories import Memories
 from rallypoint.server.owned import OwnedShard
+from rallypoint.server.pulls import Pulls
 from rallypoint.server.rows import Ids, OwnedRows
+from rallypoint.server.tickets import Tickets
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.store.writer import SnapshotWriter, own_copy
+from rallypoint.store.writer import SnapshotWriter
 
-_LEDGER = 64  # entries that are said again to a coordinator that took over
-_ACCOUNT_EVERY = 32  # updates
 _measures = msgspec.msgpack.Encoder()
-
-
-@dataclass(slots=True)
-class _Arrived:
-    """A payload between its arrival and its place in the sum."""
-
-    shard: int
-    channel: Channel
-    buffer: Buffer
-    nbytes: int
-    credited: bool = False
-
-
-@dataclass(slots=True)
-class _Pull:
-    """Rows that somebody wants, perhaps of a version that is still to come."""
-
-    channel: Channel
-    header: Header
-    ids: Ids
 
 
 class Surroundings(Protocol):
@@ -83,28 +64,20 @@ class Reducer:
     def __init__(self, *, me: str, tracer: Tracer, surroundings: Surroundings) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._me, self._tracer, self._around = me, tracer, surroundings
-        self._followers: list[Channel] = []
-        self._askers: dict[str, Channel] = {}
         self._gathering: dict[int, None] = {}  # shards whose sum may take more of what is in the inbox
         self._peers: dict[str, Channel] = {}
         self._owned: dict[int, OwnedShard | OwnedRows] = {}
-        self._pulls: dict[int, list[_Pull]] = {}  # those that wait, by shard
-        self._tickets: dict[int, _Arrived] = {}
-        self._next_ticket = 0
-        self._held_bytes = 0
-        self._hold_limit = 0
+        self._followers = Followers(self._owned)
+        self._pulls = Pulls(tracer)
+        self._tickets = Tickets()
+        self._ledger = Ledger(surroundings.say)
         self._number = ViewNumber()
         self._machine: ServerMachine | None = None
         self._answer_to: Channel | None = None
         self._writer: SnapshotWriter | None = None
-        self._snapshot = ""
-        self._to_copy: dict[int, int] = {}
-        self._arrivals: dict[str, float] = {}
-        self._added: dict[int, int] = {}  # contributions in a shard's sum
-        self._told_added: dict[int, int] = {}  # of a shard that we are the backup of: the same at its primary
+        self._capture: Capture | None = None  # where snapshots are stored
         self._filled_under: dict[int, ViewNumber] = {}
         self._scratch = Scratch()  # of this thread, which encodes versions
-        self._ledger: deque[Applied] = deque(maxlen=_LEDGER)
         self._snapshots_url = ""
         self._memories: Memories | None = None  # in a job whose workers remember something of their replicas
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
@@ -124,19 +97,20 @@ class Reducer:
                 return
             try:
                 call()
-                for index in list(self._pulls):  # only now: in the midst of effects a machine is ahead of its tensors
+                for index in self._pulls.shards:  # only now: in the midst of effects a machine is ahead of its tensors
                     self._answer_pulls(index)
             except Exception as error:  # whatever it was, the shards can no longer be trusted: the job must end
                 self._around.failed(error)
                 return
 
     def _next(self) -> Callable[[], None] | None:
-        if not self._to_copy and not self._gathering:
+        capture = self._capture if self._capture is not None and self._capture.due else None
+        if capture is None and not self._gathering:
             return self.inbox.get()
         try:
             return self.inbox.get_nowait()
         except queue.Empty:
-            return self._fold_one if self._gathering else self._copy_one
+            return capture.copy_one if capture is not None and not self._gathering else self._fold_one
 
     # ---- what the inbox's calls do: only ever on the owner's thread ----
 
@@ -148,12 +122,16 @@ class Reducer:
         shards = record.layout.shards
         self._shards, self._tables, self._config = shards, record.layout.tables, config
         self._pool, self._pools = pool, pools
-        self._hold_limit = config.hold_bytes
+        self._tickets.limit = config.hold_bytes
         self._writer, self._snapshots_url = writer, url
         self._machine = ServerMachine(self._me, plan_of(config, shards))
         self._cadence = self._machine.plan.cadence
         if any(map(remembers, config.codecs)):
-            self._memories = Memories(self._me, ShardMemories(config), config.replicas, self._send_to_worker)
+            self._memories = Memories(self._me, ShardMemories(config), config.replicas, self._followers.tell)
+        if writer is not None:
+            self._capture = Capture(
+                writer, config, self._machine.plan, shards, self._memories, self._stored_state, self._tracer
+            )
 
     @property
     def machine(self) -> ServerMachine:
@@ -164,9 +142,10 @@ class Reducer:
     def adopt(self, view: View) -> None:
         """A new view."""
         before = self.machine.view
-        if before is not None and (before.primary != view.primary or before.since != view.since):
-            self._abandon_snapshot()
-        self._number = view.number
+        moved = before is not None and (before.primary != view.primary or before.since != view.since)
+        if moved and self._capture is not None:
+            self._capture.abandon()
+        self._number = self._tickets.number = self._followers.number = view.number
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
         if self._memories is not None:
@@ -179,8 +158,7 @@ class Reducer:
             return
         if self._machine.in_step:
             self._around.say(InStep(self._machine.in_step))
-        for entry in self._ledger:
-            self._around.say(entry)
+        self._ledger.repeat()
 
     def peer_linked(self, peer: str, channel: Channel) -> None:
         """The link to another server stands."""
@@ -195,55 +173,45 @@ class Reducer:
 
     def follow(self, channel: Channel) -> None:
         """Send the newest version of every shard, and every one from now on."""
-        if channel not in self._followers:
-            self._followers.append(channel)
+        self._followers.follow(channel)
         for index in self.machine.held:
             machine = self.machine.machine(index)
             if machine is not None and machine.primary and machine.published >= 0:
-                self._send_version(channel, index, machine.published)
+                self._followers.send(channel, index, machine.published, last=self._is_last(index, machine.published))
 
     def unfollow(self, channel: Channel) -> None:
-        """The channel is gone, or wants no more."""
-        if channel in self._followers:
-            self._followers.remove(channel)
+        """The channel wants no more."""
+        self._followers.unfollow(channel)
 
     def linked(self, channel: Channel, worker: str) -> None:
-        """A worker has connected (again): what its channel before this one still brings of wants does not count.
-
-        Both may have waited for the same view, and be told of it in any order.
-        """
-        if (other := self._askers.get(worker)) is None or other.number < channel.number:
-            self._askers[worker] = channel
+        """A worker has connected (again)."""
+        self._followers.linked(channel, worker)
 
     def gone(self, channel: Channel, worker: str) -> None:
         """The channel is closed."""
-        self.unfollow(channel)
-        for index, pulls in self._pulls.items():
-            self._pulls[index] = [pull for pull in pulls if pull.channel is not channel]
-        if self._askers.get(worker) is channel:
-            del self._askers[worker]
-            if self._machine is not None:
-                self._run_all(self._machine.unfollowed(worker))
+        self._pulls.gone(channel)
+        if self._followers.gone(channel, worker) and self._machine is not None:
+            self._run_all(self._machine.unfollowed(worker))
 
     def want(self, channel: Channel, worker: str, index: int, replica: int) -> None:
         """A worker wants the parameters for a replica's next step."""
-        if self._askers.get(worker) is channel and self.machine.is_primary(index):
+        if self._followers.current(channel, worker) and self.machine.is_primary(index):
             self._handle(index, shard_events.Want(worker, replica))
 
     def fetch(self, channel: Channel, index: int, version: int) -> None:
         """Send one version again, if it is still kept; otherwise a newer one has been sent anyway."""
         machine = self.machine.machine(index)
         if machine is not None and self._owned[index].keeps(version) and version <= machine.published:
-            self._send_version(channel, index, version)
+            self._followers.send(channel, index, version, last=self._is_last(index, version))
 
     def pull(self, channel: Channel, header: Header, ids: Ids) -> None:
         """A worker wants rows of a table's part, at a version that may be still to come."""
-        self._pulls.setdefault(header.shard, []).append(_Pull(channel, header, ids))
+        self._pulls.add(channel, header, ids)
 
     def initialise(self, channel: Channel, header: Header, buffer: Buffer) -> None:
         """The version of a shard that all begin with: 0, or what the worker that brings it has come to."""
         if self._wanted(channel, header, buffer):
-            ticket = self._ticket(channel, header, buffer)
+            ticket = self._tickets.issue(channel, header, buffer)
             version = header.step if self._config.stateful_workers else 0
             self._handle(header.shard, shard_events.Initialise(ticket, version))
 
@@ -252,12 +220,12 @@ class Reducer:
         if not self._wanted(channel, header, buffer):
             return
         if self._in_ledger(header.shard, header.step):
-            self._arrivals[channel.name] = time.monotonic()
+            self._ledger.arrived(channel.name)
         if self._memories is not None and header.replica < self._config.replicas:
             self._memories.contributed(header, worker, self._upcoming(header))
         event = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
-            ticket=self._ticket(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,
+            ticket=self._tickets.issue(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,
         )  # fmt: skip
         self._handle(header.shard, event)
         if header.wanted is not None:
@@ -269,13 +237,14 @@ class Reducer:
             return
         if header.base == COPY:
             self._memories.copied(header, data)
-            self._put_complete(header.shard, at_last=False)
+            if self._capture is not None:
+                self._capture.memory_came(header.shard)
         else:
             self._memories.given(header, data, worker, self._upcoming(header))
 
     def memory_recalled(self, channel: Channel, header: Header, worker: str) -> None:
         """A worker that is to compute a replica wants what the one before remembered of it."""
-        current = self._askers.get(worker) is channel and self.machine.is_primary(header.shard)
+        current = self._followers.current(channel, worker) and self.machine.is_primary(header.shard)
         if self._memories is not None and current:
             self._memories.recalled(header, worker, self._upcoming(header))
 
@@ -287,20 +256,14 @@ class Reducer:
             return machine.version
         return machine.clock(header.replica) + machine.knows(header.replica)
 
-    def _send_to_worker(self, worker: str, header: Header, payload: memoryview | None) -> None:
-        if (channel := self._askers.get(worker)) is not None:
-            channel.send(header._replace(view=self._number), payload)
-
     def replicated(self, channel: Channel, sender: str, header: Header, buffer: Buffer) -> None:
         """A primary's update of a shard that we are the backup of."""
         if not self.machine.takes_from(header.shard, sender):
             buffer.release()
             return
-        ticket = self._ticket(channel, header, buffer)
-        self._tickets[ticket].credited = True  # servers give each other no credit
-        self._held_bytes += header.length
+        ticket = self._tickets.issue(channel, header, buffer, credited=True)
         self._answer_to = channel
-        self._told_added[header.shard] = header.base
+        self._ledger.told(header.shard, header.base)
         update = shard_events.Replicated(header.step, bool(header.flags & SKIP), ticket, header.replica, header.weight)
         self._handle(header.shard, update)
         self._answer_to = None
@@ -326,14 +289,13 @@ class Reducer:
 
     def capture(self, snapshot: str, version: int) -> None:
         """A snapshot is wanted of all shards that are primary here."""
-        if self._writer is None or self._machine is None:
+        if self._capture is None:
             return
-        self._abandon_snapshot()
+        self._capture.abandon()
         own = [index for index in self.machine.held if self.machine.is_primary(index)]
         if not own:
             return
-        self._snapshot = snapshot
-        self._writer.begin(snapshot, len(own))
+        self._capture.begin(snapshot, len(own))
         self._run_all(self.machine.capture(version))
 
     # ---- effects ----
@@ -372,29 +334,29 @@ class Reducer:
     def _run_on(self, index: int, owned: OwnedShard | OwnedRows, effect: shard_effects.Effect) -> None:
         match effect:
             case shard_effects.Take(ticket=ticket, weight=weight, base=base):
-                owned.take(self._settle(ticket), weight, base)
-                self._count(index, first=True)
+                owned.take(self._tickets.settle(ticket), weight, base)
+                self._ledger.count(index, first=True)
             case shard_effects.Add(ticket=ticket, weight=weight, base=base):
                 with self._tracer.span("reduce", shard=index):
-                    owned.add(self._settle(ticket), weight, base)
-                self._count(index, first=False)
+                    owned.add(self._tickets.settle(ticket), weight, base)
+                self._ledger.count(index, first=False)
             case shard_effects.Hold(ticket=ticket):
-                self._hold(ticket)
+                self._tickets.hold(ticket)
             case shard_effects.Drop(ticket=ticket, fault=fault):
-                self._drop(ticket, fault)
+                self._tickets.drop(ticket, fault)
             case shard_effects.Finish():
                 self._finish(owned, effect)
             case shard_effects.Apply():
                 self._apply(index, owned, effect)
             case shard_effects.Publish(version=version):
-                self._publish(index, version)
+                self._followers.publish(index, version, last=self._is_last(index, version))
             case shard_effects.Reply():
-                self._reply(index, effect)
+                self._followers.reply(index, effect)
             case shard_effects.Gather():
                 self._gathering[index] = None
             case shard_effects.Install(ticket=ticket, version=version):
-                nbytes = self._tickets[ticket].nbytes
-                owned.install(self._settle(ticket), version, nbytes)
+                nbytes = self._tickets.nbytes(ticket)
+                owned.install(self._tickets.settle(ticket), version, nbytes)
             case shard_effects.Abandon():
                 owned.abandon()
             case _:
@@ -408,17 +370,19 @@ class Reducer:
                 header = Header(Kind.STATE, self._number, shard=index, step=version, length=len(data))
                 self._backup_of(index).send(header, memoryview(data))
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
-                header = Header(Kind.WAIT, self._number, shard=index, base=clock, wants=wants(replica))
-                self._askers[follower].send(header, urgent=True)
+                wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
+                self._followers.tell(follower, wait, urgent=True)
             case shard_effects.Acknowledge(version=version):
                 if self._answer_to is not None:
                     self._answer_to.send(Header(Kind.ACK, self._number, shard=index, step=version), urgent=True)
             case shard_effects.InStep():
                 self._around.say(InStep({index: self.machine.in_step[index]}))
-            case shard_effects.Capture(version=version, missed=True):
-                self._around.say(NotStored(self._snapshot, "a step was quicker than the word", version))
-            case shard_effects.Capture(version=version):
-                self._to_copy[index] = version
+            case shard_effects.Capture(version=version, missed=missed):
+                assert self._capture is not None
+                if missed:
+                    self._around.say(NotStored(self._capture.snapshot, "a step was quicker than the word", version))
+                else:
+                    self._capture.wanted(index, version)
             case _:
                 raise AssertionError(f"an effect that nobody runs: {effect}")
 
@@ -429,9 +393,8 @@ class Reducer:
             self._run_all(self.machine.measured(effect.step, measure))
 
     def _apply(self, index: int, owned: OwnedShard | OwnedRows, effect: shard_effects.Apply) -> None:
-        if index in self._to_copy:
-            self._copy(index)
-        self._put_complete(index, at_last=True)
+        if self._capture is not None:
+            self._capture.before_update(index)
         self._gathering.pop(index, None)
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
@@ -444,7 +407,7 @@ class Reducer:
         header = Header(
             Kind.REPLICATE, self._number, shard=index, step=effect.version - 1, flags=SKIP if skip else 0,
             length=0 if skip else nbytes, replica=effect.replica, weight=effect.rate,
-            base=self._added.get(index, 0),
+            base=self._ledger.added(index),
         )  # fmt: skip
         self._backup_of(index).send(header, None if skip else buffer.bytes[:nbytes], sent=buffer.release)
 
@@ -467,48 +430,16 @@ class Reducer:
         for peer in self._peers.values():
             peer.send(Header(Kind.MEASURES, self._number, step=tell.step, length=len(data)), data, urgent=True)
 
-    def _publish(self, index: int, version: int) -> None:
-        for channel in self._followers:
-            self._send_version(channel, index, version)
-
-    def _reply(self, index: int, reply: shard_effects.Reply) -> None:
-        if (channel := self._askers.get(reply.follower)) is None:
-            return
-        owned = self._owned[index]
-        code, buffer, nbytes = owned.raw(reply.version) if reply.last else owned.encoded(reply.version)
-        header = Header(
-            Kind.VERSION, self._number, shard=index, step=reply.version, length=nbytes, codec=code, base=reply.clock,
-            wants=wants(reply.replica),
-        )  # fmt: skip
-        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
+    def _is_last(self, index: int, version: int) -> bool:
+        return version >= self.machine.plan.rounds_of(index)
 
     def _answer_pulls(self, index: int) -> None:
-        """Rows for whoever can have them now; those who ask a server that is not the primary will ask another."""
-        pulls, self._pulls[index] = self._pulls.pop(index), []
-        if self.machine.is_primary(index):
-            self._pulls[index] = [pull for pull in pulls if not self._send_rows(index, pull)]
-        if not self._pulls[index]:
-            del self._pulls[index]
-
-    def _send_rows(self, index: int, pull: _Pull) -> bool:
-        """False: there is no such version yet."""
-        machine, owned, asked = self.machine.machine(index), self._owned[index], pull.header
-        assert machine is not None
+        machine, owned = self.machine.machine(index), self._owned.get(index)
+        if machine is None or not machine.primary:
+            self._pulls.refuse(index)
+            return
         assert isinstance(owned, OwnedRows)
-        kept = owned.keeps(asked.step) and asked.step <= machine.published
-        newest_will_do = bool(asked.flags & NEWEST)
-        if not kept and (machine.published < 0 or (asked.step > machine.published and not newest_will_do)):
-            return False
-        answer = Header(Kind.ROWS, self._number, shard=index, step=asked.step, base=asked.base)
-        if not kept and not newest_will_do:
-            pull.channel.send(answer._replace(flags=SKIP))
-            return True
-        version = asked.step if kept else machine.published
-        with self._tracer.span("rows", shard=index, version=version):
-            buffer, nbytes = owned.rows(version, pull.ids)
-        answer = answer._replace(step=version, length=nbytes)
-        pull.channel.send(answer, buffer.bytes[:nbytes], sent=buffer.release)
-        return True
+        self._pulls.answer(index, machine, owned, self._number)
 
     def _fold_one(self) -> None:
         index = next(iter(self._gathering))
@@ -519,46 +450,17 @@ class Reducer:
         machine = self.machine.machine(index)
         return machine.clocks if machine is not None else ()
 
-    def _count(self, index: int, *, first: bool) -> None:
-        self._added[index] = 1 if first else self._added[index] + 1
-
     def _enter(self, index: int, step: int) -> None:
         """The ledger of the first shard that is due, which primary and backup both keep: one of them may die."""
-        first = min(self._arrivals.values(), default=0.0)
-        late = {worker: round(when - first, 4) for worker, when in self._arrivals.items()}
-        self._arrivals.clear()
-        added = (self._added if self.machine.is_primary(index) else self._told_added).get(index, 0)
-        entry = Applied(step, added, time.time(), late)
-        self._ledger.append(entry)
-        self._around.say(entry)
-        self._account(step)
-
-    def _account(self, step: int) -> None:
-        """Now and then, and at the end, what has become of the contributions: where not every one is applied alike."""
+        self._ledger.enter(index, step, primary=self.machine.is_primary(index))
         machine = self.machine.machine(0)
-        if machine is None or not machine.primary or self._config.policy == Sync():
-            return
-        ended = (machine.slowest if machine.policy.streaming else machine.version) >= self._config.rounds
-        if ended or step % _ACCOUNT_EVERY == 0:
-            tally = machine.tally
-            self._around.say(
-                Accounted(tally.applied, tally.folded, tally.dropped, tally.repeats, dict(tally.staleness))
-            )
-
-    def _send_version(self, channel: Channel, index: int, version: int) -> None:
-        owned = self._owned[index]
-        # The last version goes as it is: it is what the job was for.
-        last = version >= self.machine.plan.rounds_of(index)
-        code, buffer, nbytes = owned.raw(version) if last else owned.encoded(version)
-        header = Header(Kind.VERSION, self._number, shard=index, step=version, length=nbytes, codec=code)
-        if isinstance(owned, AveragedShard):
-            header = owned.named(header)
-        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
+        if machine is not None and machine.primary and self._config.policy != Sync():
+            self._ledger.account(machine, step, self._config.rounds)
 
     def _disown(self, index: int) -> None:
-        for ticket in [t for t, arrived in self._tickets.items() if arrived.shard == index]:
-            self._settle(ticket).release()
-        self._to_copy.pop(index, None)
+        self._tickets.drop_all(index)
+        if self._capture is not None:
+            self._capture.disowned(index)
         self._gathering.pop(index, None)
         self._owned.pop(index).release()
 
@@ -570,72 +472,16 @@ class Reducer:
                 self._memories.restored(record, self._shards[record.shard])
             self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
 
-    # ---- snapshots ----
-
-    def _copy_one(self) -> None:
-        self._copy(next(iter(self._to_copy)))
-
-    def _copy(self, index: int) -> None:
-        version = self._to_copy.pop(index)
-        if self._writer is None:
-            return
-        with self._tracer.span("capture", shard=index, version=version):
-            record = own_copy(self._owned[index].state(version, self._clocks(index), wires=False))
-        goes_on = not self._config.streaming and 0 < version < self.machine.plan.rounds_of(index)
-        if self._memories is None or not goes_on or not self._memories.awaited(record, self._shards[index]):
-            self._writer.put(record)
-
-    def _put_complete(self, index: int, *, at_last: bool) -> None:
-        """Copies of memories may have come after the state was copied; with the next update all are here."""
-        if self._memories is not None and (record := self._memories.complete(index, at_last=at_last)) is not None:
-            assert self._writer is not None
-            self._writer.put(record)
-
-    def _abandon_snapshot(self) -> None:
-        self._to_copy.clear()
-        if self._memories is not None:
-            self._memories.abandon()
-        if self._writer is not None:
-            self._writer.abandon()
-
-    # ---- tickets and credits ----
+    def _stored_state(self, index: int, version: int) -> ShardRecord:
+        return self._owned[index].state(version, self._clocks(index), wires=False)
 
     def _wanted(self, channel: Channel, header: Header, buffer: Buffer) -> bool:
         """Are we the shard's primary? If not, its sender has an older view, and will send it where it belongs."""
         if self.machine.is_primary(header.shard):
             return True
         buffer.release()
-        channel.send(Header(Kind.CREDIT, self._number, replica=1), urgent=True)
+        self._tickets.credit(channel)
         return False
-
-    def _ticket(self, channel: Channel, header: Header, buffer: Buffer) -> int:
-        self._next_ticket += 1
-        self._tickets[self._next_ticket] = _Arrived(header.shard, channel, buffer, header.length)
-        return self._next_ticket
-
-    def _settle(self, ticket: int) -> Buffer:
-        arrived = self._tickets.pop(ticket)
-        if arrived.credited:
-            self._held_bytes -= arrived.nbytes
-        else:
-            self._credit(arrived)
-        return arrived.buffer
-
-    def _hold(self, ticket: int) -> None:
-        arrived = self._tickets[ticket]
-        if self._held_bytes + arrived.nbytes <= self._hold_limit:
-            arrived.credited = True
-            self._held_bytes += arrived.nbytes
-            self._credit(arrived)
-
-    def _drop(self, ticket: int, fault: str) -> None:
-        channel = self._tickets[ticket].channel
-        self._settle(ticket).release()
-        if fault:
-            channel.refuse(fault)
-
-    def _credit(self, arrived: _Arrived) -> None:
-        arrived.channel.send(Header(Kind.CREDIT, self._number, replica=1), urgent=True)
 
 
 def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:

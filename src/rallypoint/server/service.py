@@ -51,6 +51,7 @@ from rallypoint.store.state import read_state
 from rallypoint.store.writer import SnapshotWriter
 
 VIEW_TIMEOUT_S = 60.0  # a coordinator may be away for a while
+_measures = msgspec.msgpack.Decoder(list[clip.Measure])
 
 
 class ServerService:
@@ -275,7 +276,7 @@ class ServerService:
     def _receive_measures(self, channel: Channel, header: Header) -> None:
         record, config = self._expect_job()
         try:
-            measures = msgspec.msgpack.decode(channel.receive_bytes(header), type=list[clip.Measure])
+            measures = _measures.decode(channel.receive_bytes(header))
         except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"measures that cannot be read: {error}") from None
         parameters = {shard.index for shard in record.layout.shards if shard.group >= 0}

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from rallypoint.core.job import JobRecord
+from rallypoint.core.typed import build_now
 from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
 
 Compression = Literal["none", "zstd", "zstd-planes"]
@@ -105,6 +106,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return checksum_of(body).encode() + b"\n" + body
 
 
+_formats, _manifests = msgspec.json.Decoder(_Format), msgspec.json.Decoder(Manifest)
+build_now(JobRecord)
+
+
 def decode_manifest(data: bytes) -> Manifest:
     """The manifest in `data`.
 
@@ -114,9 +119,9 @@ def decode_manifest(data: bytes) -> Manifest:
     if written != checksum_of(body).encode():
         raise DamagedSnapshot("the manifest is not what was written (its checksum differs)")
     try:
-        found = msgspec.json.decode(body, type=_Format).format
+        found = _formats.decode(body).format
         if found == FORMAT:
-            return _sound(msgspec.json.decode(body, type=Manifest))
+            return _sound(_manifests.decode(body))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedSnapshot(f"the manifest cannot be read: {error}") from None
     raise SnapshotError(

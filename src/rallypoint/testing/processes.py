@@ -5,6 +5,7 @@ A fork server imports torch once, so a process costs milliseconds instead of sec
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import traceback
@@ -103,11 +104,13 @@ class ProcessCluster:
 def fork_server() -> multiprocessing.context.ForkServerContext:
     """The context whose children have torch and this package imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rallypoint.testing.processes", "rallypoint.testing.reference"])
+    # (torch imports its compiler when the first optimizer is made: more than a second of every process)
+    context.set_forkserver_preload(["torch._dynamo", "rallypoint.testing.processes", "rallypoint.testing.reference"])
     return context
 
 
 def _child(pipe: Connection, main: Callable[..., None], token: str, *args: Any) -> None:
+    faulthandler.enable()
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -21,19 +20,16 @@ from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.worker import WorkerMachine
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
-from rallypoint.net.frames import LATEST, NEWEST, NOT_FINITE, SKIP, Header, Kind, wants
-from rallypoint.net.pool import bytes_of
-from rallypoint.net.transport import Transport
-from rallypoint.observe.trace import Tracer
+from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.observe.waits import wait_until
-from rallypoint.store.record import ShardRecord, encode_record
+from rallypoint.store.record import ShardRecord
 from rallypoint.store.state import read_state
 from rallypoint.worker.encoder import Encoder
-from rallypoint.worker.link import ServerLink
+from rallypoint.worker.initial import States, Words, push_initial
+from rallypoint.worker.links import Links, Surroundings
 from rallypoint.worker.memories import memories_of
 from rallypoint.worker.pull import Pull
-
-_INITIAL_SHARDS = 16  # copies of first weights under way at a time
+from rallypoint.worker.pushes import Pushes
 
 
 class Rewound(BaseException):
@@ -41,17 +37,6 @@ class Rewound(BaseException):
 
     Not an Exception: no handler of the user's code shall take it for a fault.
     """
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What an exchange needs to know of this process."""
-
-    me: str
-    token: str
-    transport: Transport
-    tracer: Tracer
-    say: Callable[[str], None]
 
 
 class Exchange:
@@ -64,8 +49,7 @@ class Exchange:
     def __init__(self, layout: Layout, config: JobConfig, around: Surroundings, *, pinned: bool = False) -> None:
         self.layout, self.me = layout, around.me
         self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
-        self._bytes = bytes_of(self.buffer)
-        self._around, self._window, self._steps = around, config.window, config.rounds
+        self._around, self._steps = around, config.rounds
         self._encoder = Encoder(layout, config)
         self._machine = _machine_for(around.me, layout, config)
         self._changed = threading.Condition()
@@ -75,9 +59,8 @@ class Exchange:
         self._computing = False
         self._leaving = False
         self._void = False  # there was a roll-back, and the encoder has not heard of it
-        self._weight, self._finite = 1.0, True
-        self._links: dict[str, ServerLink] = {}
-        self._rows: dict[int, memoryview] = {}  # contributions to parts of tables, on their way to `_push`
+        self._links = Links(around, config.window, self, lambda: self._number)
+        self._pushes = Pushes(layout, self.buffer, self._encoder, self._links, self._sent)
         self._pull: Pull | None = None
         self._pulls = 0
         self._streaming = config.streaming
@@ -87,8 +70,6 @@ class Exchange:
         self._taken: tuple[dict[int, ShardRecord], bool] = ({}, False)  # those, and what is skipped, of an install
         self._skipped: set[int] = set()  # shards whose landed version says that its step is skipped
         self._to_store: machine.Store | None = None
-        self._connections: dict[str, int] = {}  # those that stand, each with a number of its own
-        self._connected = 0
         self._turning = threading.Lock()  # one view after the other
         self._memories = memories_of(layout, config, self._encoder, self._hand)
         self._capture = -1  # the version of the last snapshot that was asked for
@@ -102,7 +83,8 @@ class Exchange:
             before = self._machine.view
             if before is not None and view.number <= before.number:
                 return  # a newer one was quicker
-            self._end_links_but(view)
+            # Before the machine hears of the view: nothing is received any more that belongs to a past that is void.
+            self._links.end_but(view, void=before is not None and before.since != view.since)
             with self._changed:
                 before = self._machine.view
                 effects = self._machine.handle(machine.Viewed(view))
@@ -111,13 +93,7 @@ class Exchange:
                 self._turn_memories(before, view)
                 self._changed.notify_all()
             self._run(effects)
-            for server in view.servers:
-                if server.id not in self._links:
-                    link = self._links[server.id] = ServerLink(
-                        transport=self._around.transport, server=server, me=self.me, token=self._around.token,
-                        window=self._window, arrivals=self, view=lambda: self._number, tracer=self._around.tracer,
-                    )  # fmt: skip
-                    link.start()  # only now: what comes of it looks for it among the links
+            self._links.open(view)
 
     def assist(self, step: int, replica: int) -> None:
         """The coordinator asks for one more replica."""
@@ -150,20 +126,7 @@ class Exchange:
     def close(self) -> None:
         """End every link."""
         with self._turning:
-            for link in self._links.values():
-                link.close()
-
-    def _end_links_but(self, view: View) -> None:
-        """Links to servers that have been replaced end, threads and all, before the machine hears of the view.
-
-        After a roll-back all of them: what is being received belongs to a past that is void.
-        """
-        before = self._machine.view
-        void = before is not None and before.since != view.since
-        for id, link in list(self._links.items()):
-            if void or link.server not in view.servers:
-                del self._links[id]
-                link.close()
+            self._links.close()
 
     # ---- the main thread ----
 
@@ -237,11 +200,8 @@ class Exchange:
     def _over(self) -> bool:
         return self._finished or self.gone
 
-    def initialise(
-        self, words: Callable[[int, int], torch.Tensor], state: Callable[[Shard], ShardRecord] | None = None
-    ) -> None:
-        """Push ``words(start, stop)`` (1-D fp32 CPU) of every shard as version 0, a few shards at a time; of parameters
-        ``state(shard)`` instead, if workers have one, as the version that this one `holds`.
+    def initialise(self, words: Words, state: States | None = None) -> None:
+        """Push what all begin with (see `push_initial`); with `state` as the version that this worker `holds`.
 
         Not out of the buffer: this may have to be done again while versions land there already.
         """
@@ -250,22 +210,11 @@ class Exchange:
                 return  # a view was quicker: it is not ours to bring any more, or not all servers are linked yet
             self._machine.initialised()
             since = self.view.since
-        room = threading.Semaphore(_INITIAL_SHARDS)
-        for shard in self.layout.shards:
-            while not room.acquire(timeout=0.1):
-                self.check()
-            view = self.view
-            if view.since != since:
-                return  # another beginning, perhaps somebody else's
-            version = max(0, self.holds)
-            header = Header(Kind.INITIAL, view.number, shard=shard.index, step=version, length=shard.slot_bytes)
-            if (link := self._links.get(view.primary[shard.index])) is None:
-                room.release()
-            elif state is not None and shard.role == "parameters":
-                data = memoryview(encode_record(state(shard), "none"))
-                link.push(header._replace(kind=Kind.STATE, length=len(data)), data, sent=room.release)
-            else:
-                link.push(header, bytes_of(words(shard.start, shard.stop)), sent=room.release)
+        version = max(0, self.holds)
+        push_initial(self.layout, self._links, lambda: self._view_since(since), self.check, version, words, state)
+
+    def _view_since(self, since: ViewNumber) -> View | None:
+        return self.view if self.view.since == since else None  # another beginning, perhaps somebody else's
 
     def begin_replica(self, replica: int) -> None:
         """Begin to compute this replica."""
@@ -278,7 +227,7 @@ class Exchange:
 
     def begin_push(self, weight: float, finite: bool) -> None:
         """What the contributions from now on weigh, and whether their loss was finite."""
-        self._weight, self._finite = weight, finite
+        self._pushes.begin(weight, finite)
 
     @property
     def rewound(self) -> bool:
@@ -314,7 +263,7 @@ class Exchange:
 
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
         """The same of a table's part, whose gradient (`codec/rows.py`) needs no slot."""
-        self._rows[shard] = gradient
+        self._pushes.set_rows(shard, gradient)
         self._handle(machine.Filled(shard))
 
     def pull(self, wanted: Mapping[int, tuple[memoryview, int]]) -> dict[int, bytearray]:
@@ -345,11 +294,11 @@ class Exchange:
         return pull.got
 
     def _unasked(self, pull: Pull) -> list[int]:
-        return list(pull.unasked(self._number, self.view.primary, self._connections))
+        return list(pull.unasked(self._number, self.view.primary, self._links.connections))
 
     def _ask_rows(self, pull: Pull, shard: int) -> None:
         home = self.view.primary[shard]
-        pull.ask(shard, self._number, home, self._connections[home])
+        pull.ask(shard, self._number, home, self._links.connections[home])
         payload = pull.wanted[shard][0]
         header = Header(
             Kind.PULL_ROWS, self._number, shard=shard, step=pull.version, base=pull.number, length=len(payload),
@@ -450,7 +399,7 @@ class Exchange:
 
     @property
     def _paths(self) -> Paths:
-        return Paths(self.view.primary, self._connections)
+        return Paths(self.view.primary, self._links.connections)
 
     def may_be_memory(self, header: Header) -> None:
         if self._memories is None:
@@ -485,7 +434,7 @@ class Exchange:
         wanted = 0 if header.wanted is None else header.wanted
         whole = not self._config.stateful_workers or self.layout.shards[shard].role == "buffers"
         lands = self._arrives(machine.Arriving(shard, version, header.view, wanted, header.base, whole), skips=skips)
-        return self._slot_bytes(shard)[:nbytes if skips else None] if lands else None
+        return self._pushes.slot(shard)[:nbytes if skips else None] if lands else None
 
     def state(self, header: Header, data: bytearray) -> None:
         if not self._config.stateful_workers or not 0 <= header.shard < len(self.layout.shards):
@@ -531,14 +480,13 @@ class Exchange:
 
     def link_up(self, server: Member) -> None:
         with self._changed:
-            self._connected += 1
-            self._connections[server.id] = self._connected
+            self._links.up(server.id)
         self._handle(machine.LinkUp(server.id))
         self._hand_over()
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
         with self._changed:
-            self._connections.pop(server.id, None)
+            self._links.lost(server.id)
         if isinstance(error, ProtocolError):  # a refusal may pass: we may have been given up, and be taken back
             self.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
         self._handle(machine.LinkLost(server.id))
@@ -561,7 +509,8 @@ class Exchange:
         for effect in effects:
             match effect:
                 case machine.Send():
-                    self._push(effect)
+                    self._copy_memory(effect)
+                    self._pushes.push(effect)
                 case machine.Fetch(shard=shard, version=version, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.fetch(shard, version, self._number)
@@ -573,43 +522,6 @@ class Exchange:
                         link.follow(self._number, on=on)
                 case _:
                     raise AssertionError(f"an effect that cannot follow here: {effect}")
-
-    def _push(self, send: machine.Send) -> None:
-        place = self.layout.shards[send.shard]
-        if place.part is not None:
-            self._push_rows(send, self._rows.pop(send.shard))
-            return
-        self._copy_memory(send)
-        payload = self._encoder.encode(
-            send.shard, send.step, send.replica, self.buffer[place.start : place.stop]
-        )
-        header = Header(
-            Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step,
-            length=place.nbytes if payload is None else len(payload.data), codec=0 if payload is None else payload.code,
-            weight=1.0 if place.role == "buffers" else self._weight, flags=0 if self._finite else NOT_FINITE,
-            base=send.base, wants=wants(send.wants),
-        )  # fmt: skip
-        link = self._links.get(send.server)
-        if payload is None:
-            if link is not None:
-                link.push(header, self._slot_bytes(send.shard), sent=lambda: self._sent(send.shard, send.serial))
-            return
-        if link is not None:
-            link.push(header, payload.data, sent=payload.buffer.release)
-        self._sent(send.shard, send.serial)  # the slot is free as soon as its gradient is written elsewhere
-
-    def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
-        header = Header(
-            Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=len(gradient),
-            weight=self._weight, flags=0 if self._finite else NOT_FINITE, base=send.base, wants=wants(send.wants),
-        )  # fmt: skip
-        if (link := self._links.get(send.server)) is not None:
-            link.push(header, gradient, sent=_nothing)
-        self._sent(send.shard, send.serial)  # the slot is empty: it is free at once
-
-    def _slot_bytes(self, shard: int) -> memoryview:
-        place = self.layout.shards[shard]
-        return self._bytes[place.start * 4 : place.stop * 4]
 
     @property
     def _number(self) -> ViewNumber:
@@ -631,17 +543,7 @@ class Exchange:
         return f"version {self._machine.step + 1}: {self._by_server(self._machine.missing)}"
 
     def _by_server(self, shards: list[int]) -> str:
-        homes: dict[str, int] = {}
-        for shard in shards:
-            homes[self.view.primary[shard]] = homes.get(self.view.primary[shard], 0) + 1
-        return "; ".join(f"{count} shards from {self._describe(home)}" for home, count in homes.items())
-
-    def _describe(self, server: str) -> str:
-        link = self._links.get(server)
-        if link is None:
-            return f"server {server}"
-        member = link.server
-        return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
+        return self._links.describe(shards, self.view.primary)
 
 
 def _machine_for(me: str, layout: Layout, config: JobConfig) -> StreamMachine | WorkerMachine:
@@ -655,7 +557,3 @@ def _machine_for(me: str, layout: Layout, config: JobConfig) -> StreamMachine | 
 
 def _birth(view: View, worker: str) -> int:
     return next((member.birth for member in view.workers if member.id == worker), -1)
-
-
-def _nothing() -> None:
-    """Rows that have been sent leave nothing that could be used again."""

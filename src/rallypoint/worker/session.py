@@ -41,9 +41,10 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.delayed import DelayedSource
-from rallypoint.worker.exchange import Exchange, Surroundings
+from rallypoint.worker.exchange import Exchange
 from rallypoint.worker.fragments import FragmentsSource
 from rallypoint.worker.hooks import GradientHooks
+from rallypoint.worker.links import Surroundings
 from rallypoint.worker.local import LocalStepsSource
 from rallypoint.worker.own import OwnStepper
 from rallypoint.worker.run import Run

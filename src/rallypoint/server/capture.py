@@ -1,0 +1,81 @@
+"""This server's part of a snapshot: which shards are still to be copied, and copies that wait for workers' memories.
+
+Copy-on-write: a shard is copied when its owner has nothing else to do, or else right before its next update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rallypoint.config import JobConfig
+from rallypoint.core.layout import Shard
+from rallypoint.core.server import Plan
+from rallypoint.observe.trace import Tracer
+from rallypoint.server.memories import Memories
+from rallypoint.store.record import ShardRecord
+from rallypoint.store.writer import SnapshotWriter, own_copy
+
+
+class Capture:
+    """The reducer's thread owns it; `state(shard, version)` is a shard's state, whose arrays still change."""
+
+    def __init__(
+        self, writer: SnapshotWriter, config: JobConfig, plan: Plan, shards: Sequence[Shard],
+        memories: Memories | None, state: Callable[[int, int], ShardRecord], tracer: Tracer,
+    ) -> None:  # fmt: skip
+        self.snapshot = ""
+        self._writer, self._streaming, self._plan, self._shards = writer, config.streaming, plan, shards
+        self._memories, self._state, self._tracer = memories, state, tracer
+        self._to_copy: dict[int, int] = {}
+
+    @property
+    def due(self) -> bool:
+        """Is there anything to be copied?"""
+        return bool(self._to_copy)
+
+    def begin(self, snapshot: str, shards: int) -> None:
+        """A snapshot of so many shards of ours begins."""
+        self.snapshot = snapshot
+        self._writer.begin(snapshot, shards)
+
+    def wanted(self, shard: int, version: int) -> None:
+        """The shard is at the snapshot's version now."""
+        self._to_copy[shard] = version
+
+    def copy_one(self) -> None:
+        """Copy any shard that is to be copied."""
+        self._copy(next(iter(self._to_copy)))
+
+    def before_update(self, shard: int) -> None:
+        """The shard is about to be changed."""
+        if shard in self._to_copy:
+            self._copy(shard)
+        self._put_complete(shard, at_last=True)
+
+    def memory_came(self, shard: int) -> None:
+        """A worker's copy of what it remembers has come, perhaps after the state was copied."""
+        self._put_complete(shard, at_last=False)
+
+    def disowned(self, shard: int) -> None:
+        """The shard is not ours any more."""
+        self._to_copy.pop(shard, None)
+
+    def abandon(self) -> None:
+        """The snapshot is not wanted any more."""
+        self._to_copy.clear()
+        if self._memories is not None:
+            self._memories.abandon()
+        self._writer.abandon()
+
+    def _copy(self, shard: int) -> None:
+        version = self._to_copy.pop(shard)
+        with self._tracer.span("capture", shard=shard, version=version):
+            record = own_copy(self._state(shard, version))
+        goes_on = not self._streaming and 0 < version < self._plan.rounds_of(shard)
+        if self._memories is None or not goes_on or not self._memories.awaited(record, self._shards[shard]):
+            self._writer.put(record)
+
+    def _put_complete(self, shard: int, *, at_last: bool) -> None:
+        """With the next update, at last, all memories are here that were sent."""
+        if self._memories is not None and (record := self._memories.complete(shard, at_last=at_last)) is not None:
+            self._writer.put(record)

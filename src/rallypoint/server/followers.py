@@ -1,0 +1,84 @@
+"""Who gets versions: workers that follow every one of them, and those that ask for one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rallypoint.core.shard_effects import Reply
+from rallypoint.core.view import ViewNumber
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind, wants
+from rallypoint.server.averaged import AveragedShard
+from rallypoint.server.owned import OwnedShard
+from rallypoint.server.rows import OwnedRows
+
+
+class Followers:
+    """Workers' channels; the reducer's thread owns them. `owned` is the reducer's own, by shard."""
+
+    def __init__(self, owned: Mapping[int, OwnedShard | OwnedRows]) -> None:
+        self.number = ViewNumber()
+        self._owned = owned
+        self._following: list[Channel] = []
+        self._workers: dict[str, Channel] = {}
+
+    def linked(self, channel: Channel, worker: str) -> None:
+        """A worker has connected (again): what its channel before this one still brings of wants does not count.
+
+        Both may have waited for the same view, and be told of it in any order.
+        """
+        if (other := self._workers.get(worker)) is None or other.number < channel.number:
+            self._workers[worker] = channel
+
+    def gone(self, channel: Channel, worker: str) -> bool:
+        """The channel is closed; was it the one that its worker has now?"""
+        self.unfollow(channel)
+        if not self.current(channel, worker):
+            return False
+        del self._workers[worker]
+        return True
+
+    def current(self, channel: Channel, worker: str) -> bool:
+        """Is it the one that its worker has now?"""
+        return self._workers.get(worker) is channel
+
+    def follow(self, channel: Channel) -> None:
+        """Every version from now on goes there."""
+        if channel not in self._following:
+            self._following.append(channel)
+
+    def unfollow(self, channel: Channel) -> None:
+        """The channel is gone, or wants no more."""
+        if channel in self._following:
+            self._following.remove(channel)
+
+    def publish(self, shard: int, version: int, *, last: bool) -> None:
+        """A version for all that follow."""
+        for channel in self._following:
+            self.send(channel, shard, version, last=last)
+
+    def send(self, channel: Channel, shard: int, version: int, *, last: bool) -> None:
+        """A version for one of them; the `last` goes as it is: it is what the job was for."""
+        owned = self._owned[shard]
+        code, buffer, nbytes = owned.raw(version) if last else owned.encoded(version)
+        header = Header(Kind.VERSION, self.number, shard=shard, step=version, length=nbytes, codec=code)
+        if isinstance(owned, AveragedShard):
+            header = owned.named(header)
+        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
+
+    def reply(self, shard: int, reply: Reply) -> None:
+        """The version that a worker has asked for, if it is still there."""
+        if (channel := self._workers.get(reply.follower)) is None:
+            return
+        owned = self._owned[shard]
+        code, buffer, nbytes = owned.raw(reply.version) if reply.last else owned.encoded(reply.version)
+        header = Header(
+            Kind.VERSION, self.number, shard=shard, step=reply.version, length=nbytes, codec=code, base=reply.clock,
+            wants=wants(reply.replica),
+        )  # fmt: skip
+        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
+
+    def tell(self, worker: str, header: Header, payload: memoryview | None = None, *, urgent: bool = False) -> None:
+        """Any other frame for a worker, if it is still there."""
+        if (channel := self._workers.get(worker)) is not None:
+            channel.send(header._replace(view=self.number), payload, urgent=urgent)

@@ -1,0 +1,86 @@
+"""One worker's links to all servers of a view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
+from rallypoint.worker.link import Arrivals, ServerLink
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an exchange needs to know of this process."""
+
+    me: str
+    token: str
+    transport: Transport
+    tracer: Tracer
+    say: Callable[[str], None]
+
+
+class Links:
+    """Made and ended with the views; `arrivals` gets what comes, `view` tells the number of the view in force.
+
+    `connections`: those that stand, each with a number of its own. They are the exchange's lock's to guard.
+    """
+
+    def __init__(
+        self, around: Surroundings, window: int, arrivals: Arrivals, view: Callable[[], ViewNumber]
+    ) -> None:
+        self.connections: dict[str, int] = {}
+        self._around, self._window, self._arrivals, self._view = around, window, arrivals, view
+        self._links: dict[str, ServerLink] = {}
+        self._connected = 0
+
+    def get(self, server: str) -> ServerLink | None:
+        """The link to that server; None if it is in no view that has come here."""
+        return self._links.get(server)
+
+    def open(self, view: View) -> None:
+        """Links to servers that are new in this view begin."""
+        for server in view.servers:
+            if server.id not in self._links:
+                link = self._links[server.id] = ServerLink(
+                    transport=self._around.transport, server=server, me=self._around.me, token=self._around.token,
+                    window=self._window, arrivals=self._arrivals, view=self._view, tracer=self._around.tracer,
+                )  # fmt: skip
+                link.start()  # only now: what comes of it looks for it among the links
+
+    def end_but(self, view: View, *, void: bool) -> None:
+        """Links to servers that have been replaced end, threads and all; if what is being received is `void`, all."""
+        for id, link in list(self._links.items()):
+            if void or link.server not in view.servers:
+                del self._links[id]
+                link.close()
+
+    def close(self) -> None:
+        """End every link."""
+        for link in self._links.values():
+            link.close()
+
+    def up(self, server: str) -> None:
+        """A connection stands (again)."""
+        self._connected += 1
+        self.connections[server] = self._connected
+
+    def lost(self, server: str) -> None:
+        """A connection is gone."""
+        self.connections.pop(server, None)
+
+    def describe(self, shards: Iterable[int], homes: Mapping[int, str]) -> str:
+        """From whom these shards are to come, as a phrase."""
+        counts: dict[str, int] = {}
+        for shard in shards:
+            counts[homes[shard]] = counts.get(homes[shard], 0) + 1
+        return "; ".join(f"{count} shards from {self._name(home)}" for home, count in counts.items())
+
+    def _name(self, server: str) -> str:
+        link = self._links.get(server)
+        if link is None:
+            return f"server {server}"
+        member: Member = link.server
+        return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
