@@ -379,15 +379,15 @@ def test_a_wish_on_a_connection_that_was_replaced_does_not_count(streaming_job: 
 def test_of_two_connections_the_later_one_counts_in_whatever_order_they_are_heard_of(streaming_job: Job) -> None:
     """Both may have waited for the same view, each in its own thread."""
     job, reducer = streaming_job, streaming_job.servers[0]._reducer
-    first = reducer._askers["worker0"]
+    first = reducer._followers.channel("worker0")
     job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    until(lambda: reducer._askers["worker0"] is not first)
-    second = reducer._askers["worker0"]
+    until(lambda: reducer._followers.channel("worker0") is not first)
+    second = reducer._followers.channel("worker0")
     assert first.number < second.number
     reducer.inbox.put(lambda: reducer.linked(first, "worker0"))
     reducer.inbox.put(lambda: reducer.gone(first, "worker0"))
     job.settle()
-    assert reducer._askers["worker0"] is second
+    assert reducer._followers.channel("worker0") is second
 
 
 def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import time
 from multiprocessing.connection import Connection
@@ -12,6 +11,7 @@ import pytest
 from samples import take
 
 from rallypoint.store.snapshots import Retention, SnapshotStore
+from rallypoint.testing.processes import fork_server
 
 KILLS = 20
 
@@ -26,8 +26,7 @@ def write_until_killed(root: str, version: int, attempt: int, said: Connection) 
 
 
 def test_killed_at_any_moment_the_last_committed_snapshot_is_whole(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rallypoint.store.record", "rallypoint.store.snapshots", "numpy.random"])
+    context = fork_server()
     moments = random.Random(7)
     store = SnapshotStore(str(tmp_path))
     version = 0

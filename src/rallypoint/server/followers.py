@@ -22,6 +22,10 @@ class Followers:
         self._following: list[Channel] = []
         self._workers: dict[str, Channel] = {}
 
+    def __len__(self) -> int:
+        """How many follow every version."""
+        return len(self._following)
+
     def linked(self, channel: Channel, worker: str) -> None:
         """A worker has connected (again): what its channel before this one still brings of wants does not count.
 
@@ -38,9 +42,13 @@ class Followers:
         del self._workers[worker]
         return True
 
+    def channel(self, worker: str) -> Channel | None:
+        """The one that this worker has now."""
+        return self._workers.get(worker)
+
     def current(self, channel: Channel, worker: str) -> bool:
         """Is it the one that its worker has now?"""
-        return self._workers.get(worker) is channel
+        return self.channel(worker) is channel
 
     def follow(self, channel: Channel) -> None:
         """Every version from now on goes there."""

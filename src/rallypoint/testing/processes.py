@@ -102,7 +102,10 @@ class ProcessCluster:
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """The context whose children have torch and this package imported already."""
+    """The context whose children have torch and this package imported already.
+
+    There is one fork server for a process: whoever asks multiprocessing itself may be the first, with other imports.
+    """
     context = multiprocessing.get_context("forkserver")
     # (torch imports its compiler when the first optimizer is made: more than a second of every process)
     context.set_forkserver_preload(["torch._dynamo", "rallypoint.testing.processes", "rallypoint.testing.reference"])
