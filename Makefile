@@ -7,7 +7,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test simulate chaos check format bench clean
+.PHONY: help setup train test quick simulate chaos check format bench clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ train: setup ## Train a small GPT on real text through 2 workers and 2 servers; 
 
 test: setup ## Run the tests; ARGS="-k name" for some of them
 	$(BIN)/python -m pytest $(ARGS)
+
+quick: setup ## The tests that start no whole programs, in a few minutes
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 
 simulate: setup ## Play SEEDS=1000 seeded plans of faults on a simulated cluster
 	$(BIN)/python -m rallypoint.testing.simulation --seeds $(or $(SEEDS),1000)

@@ -19,6 +19,8 @@ from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.terms import Terms
 from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
 
+pytestmark = pytest.mark.slow  # each starts whole programs
+
 SCRIPT = '''
 import math, os, sys
 import torch

@@ -21,6 +21,8 @@ import pytest
 import safetensors.torch
 import torch
 
+pytestmark = pytest.mark.slow  # each starts whole programs
+
 PATIENCE_S = 90.0
 STEPS = 24
 AT = 9  # the step in which the test strikes

@@ -13,6 +13,8 @@ import pytest
 
 from test_survival import AT, STEPS, Cluster, undisturbed_run
 
+pytestmark = pytest.mark.slow  # each starts whole programs
+
 SCRIPT = f"""
 import sys, time
 from pathlib import Path

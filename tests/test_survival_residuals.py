@@ -17,6 +17,8 @@ from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
 from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command, undisturbed_run
 
+pytestmark = pytest.mark.slow  # each starts whole programs
+
 CODECS = {
     "int8": "codec={'type': 'int8', 'block': 32}, clip=0.5,",
     "topk": "codec={'type': 'topk', 'ratio': 0.1, 'sampled': False}, clip=0.5,",

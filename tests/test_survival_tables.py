@@ -14,6 +14,8 @@ import torch
 
 from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command, undisturbed_run
 
+pytestmark = pytest.mark.slow  # each starts whole programs
+
 WAIT = "while micro.replica > 0 and micro.step >= int(gate.read_text()): time.sleep(0.005)"
 SCRIPT = f"""
 import sys, time

@@ -9,6 +9,8 @@ import pytest
 
 from test_survival import SCRIPT, STEPS, Cluster, undisturbed_run
 
+pytestmark = pytest.mark.slow  # each starts whole programs
+
 AT = 9  # the second step of a tick
 WAITING = """while micro.replica > 0 and micro.step >= int(gate.read_text()):
                 gate.with_name(f"waiting-{micro.replica}-{micro.step}").touch()"""
