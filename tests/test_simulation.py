@@ -91,6 +91,17 @@ def test_a_seed_replays_exactly_under_every_policy(policy: Played) -> None:
     assert simulate(18, policy).outcome.computed != first.outcome.computed
 
 
+@pytest.mark.parametrize(
+    ("policy", "seed"),
+    [
+        (Async(), 259262665),  # a server died between its answer and the contribution that had asked for it
+        (BoundedStaleness(1), 259519144),  # two coordinators in turn died before the job had begun
+    ],
+)
+def test_what_one_seed_in_thousands_has_found_stays_mended(policy: Played, seed: int) -> None:
+    _play_seeds(range(seed, seed + 1), policy)
+
+
 @pytest.mark.parametrize("seed", [3, 17, 40])
 def test_a_seed_replays_exactly(seed: int) -> None:
     first, again = simulate(seed), simulate(seed)

@@ -453,13 +453,13 @@ def test_what_may_not_have_arrived_is_computed_again_and_nothing_else() -> None:
         bench.handle(Sent(shard, send.serial))
     assert bench.arrive(0, 0, 1) == [Land(0)]
     bench.handle(Landed(0))
-    bench.handle(LinkLost("s0"))  # shards 0 and 2; but of 0 there is an answer
+    bench.handle(LinkLost("s0"))  # shards 0 and 2: an answer says nothing of what was sent with the question
     bench.fill(3)
     assert bench.handle(ReplicaComputed()) == []
     assert bench.machine.next_action() is None
     assert bench.handle(LinkUp("s0")) == []
     assert bench.machine.next_action() == Compute(0, 0)
-    assert [(send.shard, send.step, send.wants) for send in bench.compute()] == [(2, 0, 0)]
+    assert [(send.shard, send.step, send.wants) for send in bench.compute()] == [(0, 0, 0), (2, 0, 0)]
     assert bench.after == []
     assert bench.machine.upcoming == (1, 0)
 

@@ -203,8 +203,8 @@ class StreamMachine(SlotMachine):
         shard = event.shard
         if self.view is None or event.view < self.view.since:
             return [Discard(shard)]
-        if event.replica != self._next or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
-            return [Discard(shard)]  # not wanted any more, or here already
+        if event.replica != self._next or not self._asked[shard] or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
+            return [Discard(shard)]  # not wanted (any more), or here already
         if self._installing or self._slots[shard] is not Slot.FREE:
             self._asked[shard] = False  # a late answer, or one that overtook the news that the gradient has left
             return [Discard(shard), *self._ask()]
@@ -261,7 +261,8 @@ class StreamMachine(SlotMachine):
         for shard in shards:
             self._clocks.clear()  # what was sent of any replica may be lost with it: the answers will tell
             self._delivered[shard] = self._asked[shard] = False
-            if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
+            # An answer is about the replica that is wanted next. This turn's contribution may have been lost after it.
+            if self._slots[shard] in (Slot.QUEUED, Slot.LANDING) or (self._ready and self._slots[shard] is Slot.LANDED):
                 self._slots[shard] = Slot.FREE
                 self._answers[shard] = -1
 
@@ -269,14 +270,13 @@ class StreamMachine(SlotMachine):
 
     @property
     def _left(self) -> list[int]:
-        """The shards that have not had this turn's contribution (those whose answer is here have)."""
+        """The shards that have not had this turn's contribution."""
         if self._turn is None or not self._ready:
             return []
         return [
             shard for shard in range(self.shards)
-            if not self._delivered[shard] and self._slots[shard] not in (Slot.LANDING, Slot.LANDED)
-            and self.contributes(shard, self._turn)
-        ]  # fmt: skip
+            if not self._delivered[shard] and self.contributes(shard, self._turn)
+        ]
 
     @property
     def _undelivered(self) -> list[int]:

@@ -227,10 +227,13 @@ class Job:
     # ---- the coordinator's words, on the link's thread ----
 
     def _on_admitted(self, new: bool) -> None:
-        """The coordinator has taken us (back); what it cannot know of somebody new is said (again)."""
+        """The coordinator has taken us (back); what it may not know is said again.
+
+        Also to one that seems to know us: if it died before anything was agreed, the next counts births from one again.
+        """
         with self._changed:
             record = self._record
-        if new and record is not None:
+        if record is not None:
             self._link.send(Propose(record))
         if self._done:
             self._say_done()

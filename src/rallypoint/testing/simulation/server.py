@@ -270,7 +270,8 @@ class SimulatedServer:
                     del self.held[shard]
                     self._tickets = {t: (index, c) for t, (index, c) in self._tickets.items() if index != shard}
                 case machine.Restore():
-                    self.node.later(self.node.world.latency() * 4, lambda e=effect: self._restore(e))  # type: ignore[misc]
+                    since = self.machine.view.since if self.machine.view is not None else None
+                    self.node.later(self.node.world.latency() * 4, lambda e=effect, s=since: self._restore(e, s))  # type: ignore[misc]
                 case Tell(step=step, measures=measures):
                     self._send_all_peers("measures", step, measures)
                 case Verdict():
@@ -278,10 +279,11 @@ class SimulatedServer:
                 case machine.On(shard=shard, effect=on):
                     self._run_on(shard, self.held[shard], on)
 
-    def _restore(self, effect: machine.Restore) -> None:
+    def _restore(self, effect: machine.Restore, since: ViewNumber | None) -> None:
+        """Real servers restore at once: what belongs to a past that is void by now would never have been."""
         for index in effect.shards:
             view = self.machine.view
-            if view is None or view.origin != effect.origin or not self.machine.is_primary(index):
+            if view is None or view.since != since or not self.machine.is_primary(index):
                 continue
             version, (content, clocks) = self.store.read(effect.origin, index)
             self.held[index].master = State(content) if self.job.averages(index) else content

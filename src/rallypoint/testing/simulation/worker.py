@@ -55,8 +55,7 @@ class SimulatedWorker:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        if new:
-            self.membership.send(("propose", self.job.record()))
+        self.membership.send(("propose", self.job.record()))
         if self.done:
             self.membership.send(("done", self._since))
         if self.leaving:
