@@ -270,7 +270,11 @@ class Simulation:
             if server.node.alive and at == last:
                 contents.append(server.held[shard].master)
         id, version = self.store.newest()
-        return [*contents, self.store.read(id, shard)[1][0]] if version == job.steps else contents
+        if version == job.steps:
+            contents.append(self.store.read(id, shard)[1][0])
+        if any(fault.kind == "crash" for fault in self.plan.faults):  # its only server may go as soon as workers have it
+            contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
+        return contents
 
     def _where(self) -> str:
         lines = []
