@@ -272,7 +272,7 @@ class Simulation:
         id, version = self.store.newest()
         if version == job.steps:
             contents.append(self.store.read(id, shard)[1][0])
-        if any(fault.kind == "crash" for fault in self.plan.faults):  # its only server may go as soon as workers have it
+        if any(fault.kind == "crash" for fault in self.plan.faults):  # its only server may go once workers have it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
         return contents
 
