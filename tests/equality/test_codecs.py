@@ -17,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 
 from jobs import train_counting, train_with
 
+pytestmark = pytest.mark.slow  # several clusters each, together a minute
+
 CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"codec": Bf16()},
     "fp16": {"codec": Fp16()},

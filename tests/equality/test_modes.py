@@ -89,6 +89,7 @@ def _accounts(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if entry["type"] == "Accounted"]
 
 
+@pytest.mark.slow
 def test_a_worker_given_up_just_before_the_end_still_comes_to_the_last_version() -> None:
     # It is given up 4.5 to 6.8 s after it has fallen asleep, and the end put off for 6 s more: room on both sides.
     terms = Terms(workers_start=2, workers_max=2, servers=1, heartbeat=6.0)
