@@ -67,6 +67,10 @@ class Capture:
             self._memories.abandon()
         self._writer.abandon()
 
+    def close(self) -> None:
+        """No more snapshots."""
+        self._writer.close()
+
     def _copy(self, shard: int) -> None:
         version = self._to_copy.pop(shard)
         with self._tracer.span("capture", shard=shard, version=version):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rallypoint.core.shard_effects import Reply
 from rallypoint.core.view import ViewNumber
@@ -14,11 +14,11 @@ from rallypoint.server.rows import OwnedRows
 
 
 class Followers:
-    """Workers' channels; the reducer's thread owns them. `owned` is the reducer's own, by shard."""
+    """Workers' channels; the reducer's thread owns them. `owned` is the reducer's own, by shard; `view` tells the
+    number of the view in force."""
 
-    def __init__(self, owned: Mapping[int, OwnedShard | OwnedRows]) -> None:
-        self.number = ViewNumber()
-        self._owned = owned
+    def __init__(self, owned: Mapping[int, OwnedShard | OwnedRows], view: Callable[[], ViewNumber]) -> None:
+        self._owned, self._view = owned, view
         self._following: list[Channel] = []
         self._workers: dict[str, Channel] = {}
 
@@ -69,7 +69,7 @@ class Followers:
         """A version for one of them; the `last` goes as it is: it is what the job was for."""
         owned = self._owned[shard]
         code, buffer, nbytes = owned.raw(version) if last else owned.encoded(version)
-        header = Header(Kind.VERSION, self.number, shard=shard, step=version, length=nbytes, codec=code)
+        header = Header(Kind.VERSION, self._view(), shard=shard, step=version, length=nbytes, codec=code)
         if isinstance(owned, AveragedShard):
             header = owned.named(header)
         channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
@@ -81,7 +81,7 @@ class Followers:
         owned = self._owned[shard]
         code, buffer, nbytes = owned.raw(reply.version) if reply.last else owned.encoded(reply.version)
         header = Header(
-            Kind.VERSION, self.number, shard=shard, step=reply.version, length=nbytes, codec=code, base=reply.clock,
+            Kind.VERSION, self._view(), shard=shard, step=reply.version, length=nbytes, codec=code, base=reply.clock,
             wants=wants(reply.replica),
         )  # fmt: skip
         channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
@@ -89,4 +89,4 @@ class Followers:
     def tell(self, worker: str, header: Header, payload: memoryview | None = None, *, urgent: bool = False) -> None:
         """Any other frame for a worker, if it is still there."""
         if (channel := self._workers.get(worker)) is not None:
-            channel.send(header._replace(view=self.number), payload, urgent=urgent)
+            channel.send(header._replace(view=self._view()), payload, urgent=urgent)

@@ -67,14 +67,13 @@ class Reducer:
         self._gathering: dict[int, None] = {}  # shards whose sum may take more of what is in the inbox
         self._peers: dict[str, Channel] = {}
         self._owned: dict[int, OwnedShard | OwnedRows] = {}
-        self._followers = Followers(self._owned)
-        self._pulls = Pulls(tracer)
-        self._tickets = Tickets()
-        self._ledger = Ledger(surroundings.say)
         self._number = ViewNumber()
+        self._followers = Followers(self._owned, lambda: self._number)
+        self._pulls = Pulls(tracer)
+        self._tickets = Tickets(lambda: self._number)
+        self._ledger = Ledger(surroundings.say)
         self._machine: ServerMachine | None = None
         self._answer_to: Channel | None = None
-        self._writer: SnapshotWriter | None = None
         self._capture: Capture | None = None  # where snapshots are stored
         self._filled_under: dict[int, ViewNumber] = {}
         self._scratch = Scratch()  # of this thread, which encodes versions
@@ -87,8 +86,8 @@ class Reducer:
         """End the thread after what is in the inbox."""
         self.inbox.put(None)
         self._thread.join()
-        if self._writer is not None:
-            self._writer.close()
+        if self._capture is not None:
+            self._capture.close()
 
     def _run(self) -> None:
         while True:
@@ -104,13 +103,15 @@ class Reducer:
                 return
 
     def _next(self) -> Callable[[], None] | None:
-        capture = self._capture if self._capture is not None and self._capture.due else None
-        if capture is None and not self._gathering:
-            return self.inbox.get()
+        in_idle_time: Callable[[], None] | None = None
+        if self._gathering:
+            in_idle_time = self._fold_one
+        elif self._capture is not None and self._capture.due:
+            in_idle_time = self._capture.copy_one
         try:
-            return self.inbox.get_nowait()
+            return self.inbox.get(block=in_idle_time is None)
         except queue.Empty:
-            return capture.copy_one if capture is not None and not self._gathering else self._fold_one
+            return in_idle_time
 
     # ---- what the inbox's calls do: only ever on the owner's thread ----
 
@@ -123,7 +124,7 @@ class Reducer:
         self._shards, self._tables, self._config = shards, record.layout.tables, config
         self._pool, self._pools = pool, pools
         self._tickets.limit = config.hold_bytes
-        self._writer, self._snapshots_url = writer, url
+        self._snapshots_url = url
         self._machine = ServerMachine(self._me, plan_of(config, shards))
         self._cadence = self._machine.plan.cadence
         if any(map(remembers, config.codecs)):
@@ -145,7 +146,7 @@ class Reducer:
         moved = before is not None and (before.primary != view.primary or before.since != view.since)
         if moved and self._capture is not None:
             self._capture.abandon()
-        self._number = self._tickets.number = self._followers.number = view.number
+        self._number = view.number
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
         if self._memories is not None:

@@ -6,6 +6,7 @@ back when its payload has been used, or held within the job's limit of bytes tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rallypoint.core.view import ViewNumber
@@ -24,10 +25,11 @@ class _Arrived:
 
 
 class Tickets:
-    """The reducer's thread owns them. `number`: of the view in force; `limit`: bytes held with credit given."""
+    """The reducer's thread owns them. `view` tells the number of the view in force; `limit`: bytes held with credit
+    given."""
 
-    def __init__(self) -> None:
-        self.number, self.limit = ViewNumber(), 0
+    def __init__(self, view: Callable[[], ViewNumber]) -> None:
+        self._view, self.limit = view, 0
         self._arrived: dict[int, _Arrived] = {}
         self._last = 0
         self._held_bytes = 0
@@ -74,4 +76,4 @@ class Tickets:
 
     def credit(self, channel: Channel) -> None:
         """One more payload may come."""
-        channel.send(Header(Kind.CREDIT, self.number, replica=1), urgent=True)
+        channel.send(Header(Kind.CREDIT, self._view(), replica=1), urgent=True)

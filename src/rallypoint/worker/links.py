@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.link import Arrivals, ServerLink
@@ -82,5 +82,5 @@ class Links:
         link = self._links.get(server)
         if link is None:
             return f"server {server}"
-        member: Member = link.server
+        member = link.server
         return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
