@@ -272,9 +272,14 @@ class Simulation:
         id, version = self.store.newest()
         if version == job.steps:
             contents.append(self.store.read(id, shard)[1][0])
-        if any(fault.kind == "crash" for fault in self.plan.faults):  # its only server may go once workers have it
+        if self._primary_gone(shard):  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
         return contents
+
+    def _primary_gone(self, shard: int) -> bool:
+        view = self.coordinator.machine.view if self.coordinator is not None else None
+        primary = self.servers.get(view.primary[shard]) if view is not None else None
+        return primary is None or not primary.node.alive or shard not in primary.machine.held
 
     def _where(self) -> str:
         lines = []
