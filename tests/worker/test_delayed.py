@@ -58,12 +58,12 @@ def in_shards(model: torch.nn.Module) -> list[torch.Tensor]:
 def slow_install(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Version 5 is not found to be here before the event is set: replica 0 goes ahead, into step 10."""
     found = threading.Event()
-    ready = WorkerMachine._ready
+    complete = WorkerMachine.complete
 
     def late(self: WorkerMachine) -> bool:
-        return (self.step != 4 or found.is_set()) and ready(self)
+        return (self.step != 4 or found.is_set()) and complete.__get__(self)
 
-    monkeypatch.setattr(WorkerMachine, "_ready", late)
+    monkeypatch.setattr(WorkerMachine, "complete", property(late))
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from rallypoint.core.scan import Unanimity
 from rallypoint.core.shard_events import EVERYTHING
 from rallypoint.core.slots import (
     Action,
@@ -57,10 +58,12 @@ class StreamMachine(SlotMachine):
     _versions: list[int] = field(init=False)  # what is landing or has landed
     _bases: list[int] = field(init=False)  # what the model holds
     _delivered: list[bool] = field(init=False)  # this turn's contribution has been sent to the shard's primary
+    _here: Unanimity = field(init=False)
     _installing: bool = False
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
+        self._here = Unanimity(self.shards)
         self._answers, self._versions = [-1] * self.shards, [-1] * self.shards
         self._bases = [0] * self.shards
         self._asked, self._delivered = [False] * self.shards, [False] * self.shards
@@ -108,15 +111,25 @@ class StreamMachine(SlotMachine):
             return None
         if self._ready and self._turn is not None and self._undelivered:
             return Compute(self.step, self._turn)
-        if self._next is not None and not self.missing:
-            return Install(self._landed_clock)
-        return None
+        return Install(self._landed_clock) if self.complete else None
+
+    @property
+    def complete(self) -> bool:
+        """Is all here that is to be installed next, and the main thread free to do it?"""
+        if self._computing is not None or self._installing or self._next is None:
+            return False
+        return self._all_landed
+
+    @property
+    def _all_landed(self) -> bool:
+        return self._here.holds(lambda shard: self._slots[shard] is Slot.LANDED)
 
     def may_fill(self, shard: int) -> bool | None:
         """May the gradient be written into the slot now? None: it need not be written at all."""
         if self._slots[shard] is Slot.FILLING:
             return True
-        if shard not in self._undelivered or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
+        wanted = self._is_left(shard) and self._home(shard) in self._links
+        if not wanted or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
             return None
         return self._slots[shard] is Slot.FREE
 
@@ -214,7 +227,7 @@ class StreamMachine(SlotMachine):
 
     def _check_turn(self) -> list[Effect]:
         """All answers are here: is there anything left for that replica to do?"""
-        if self._next is None or self.missing or self._next == EVERYTHING:
+        if self._next is None or self._next == EVERYTHING or not self._all_landed:
             return []
         self._clocks[self._next] = self._landed_clock
         return self._choose_again() if self._landed_clock >= self.steps else []
@@ -271,12 +284,11 @@ class StreamMachine(SlotMachine):
     @property
     def _left(self) -> list[int]:
         """The shards that have not had this turn's contribution."""
-        if self._turn is None or not self._ready:
-            return []
-        return [
-            shard for shard in range(self.shards)
-            if not self._delivered[shard] and self.contributes(shard, self._turn)
-        ]
+        return [shard for shard in range(self.shards) if self._is_left(shard)]
+
+    def _is_left(self, shard: int) -> bool:
+        turn = self._turn if self._ready else None
+        return turn is not None and not self._delivered[shard] and self.contributes(shard, turn)
 
     @property
     def _undelivered(self) -> list[int]:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.scan import Lowest, Unanimity
 from rallypoint.core.slots import (
     Action,
     Arriving,
@@ -56,9 +57,10 @@ class WorkerMachine(SlotMachine):
     cadence: Cadence = TOGETHER
     in_order: bool = False  # the model goes from each version to the next, and may leave none out (AllReduce)
     _held: list[int] = field(init=False)  # the version in a slot that is landing or landed
-    _newest: list[int] = field(init=False)  # the newest version known to exist, -1 when nothing is known
-    _whole: list[int] = field(init=False)  # the newest of which that can be begun with, likewise
+    _newest: Lowest = field(init=False)  # the newest version known to exist, -1 when nothing is known
+    _whole: Lowest = field(init=False)  # the newest of which that can be begun with, likewise
     _asked: list[int] = field(init=False)  # the version that was fetched and has not come
+    _here: Unanimity = field(init=False)
     _delivered: list[set[int]] = field(init=False)  # replicas of this step sent to the shard's primary
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
@@ -68,8 +70,9 @@ class WorkerMachine(SlotMachine):
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
         self._held = [-1] * self.shards
-        self._newest = [-1] * self.shards
-        self._whole = [-1] * self.shards
+        self._newest = Lowest(self.shards, -1)
+        self._whole = Lowest(self.shards, -1)
+        self._here = Unanimity(self.shards)
         self._asked = [-1] * self.shards
         self._delivered = [set() for _ in range(self.shards)]
 
@@ -84,23 +87,31 @@ class WorkerMachine(SlotMachine):
         """
         if self._installing >= 0:
             return self._installing
-        known = min(self._newest)
+        known = self._newest.lowest
         if self.in_order and known >= 0:
-            return self.step + 1 if self.step >= 0 else min(self._whole)
+            return self.step + 1 if self.step >= 0 else self._whole.lowest
         return -1 if known < 0 else max(self.step + 1, known)
 
     def next_action(self) -> Action | None:
         """What the main thread is to do now; None when it has to wait."""
         if self._initialise:
             return Initialise() if self._may_initialise else None
-        if self._ready():
+        if self.complete:
             return Install(self.target)
-        if not 0 <= self.step < self.steps or min(self._newest) < 0:
+        if not 0 <= self.step < self.steps or self._newest.lowest < 0:
             return None  # (or nothing has been heard for a while: this step may be long over)
         for replica in self.hand:
-            if self._needed_by(replica):
+            if any(self._needs(shard, replica) for shard in range(self.shards)):
                 return Compute(self.step, replica)
         return None
+
+    @property
+    def complete(self) -> bool:
+        """Is all here that is to be installed next, and the main thread free to do it?"""
+        target = self.target
+        if target < 0 or self._computing is not None:
+            return False
+        return self._here.holds(lambda shard: self._in_place(shard, target))
 
     @property
     def takes_part(self) -> bool:
@@ -224,8 +235,8 @@ class WorkerMachine(SlotMachine):
             # Of a beginning that we have not heard of yet; when we have, the links are made anew and it comes again.
             return [Discard(shard)]
         before = self.target
-        self._newest[shard] = max(self._newest[shard], version)
-        self._whole[shard] = max(self._whole[shard], version if event.whole else -1)
+        self._newest.raise_to(shard, version)
+        self._whole.raise_to(shard, version if event.whole else -1)
         target = self.target
         if self._asked[shard] == version:
             self._asked[shard] = -1
@@ -270,8 +281,8 @@ class WorkerMachine(SlotMachine):
         self._installing = -1
         self._wanted = frozenset()
         self._held = [-1] * self.shards
-        self._newest = [-1] * self.shards
-        self._whole = [-1] * self.shards
+        self._newest = Lowest(self.shards, -1)
+        self._whole = Lowest(self.shards, -1)
         self._asked = [-1] * self.shards
         self._delivered = [set() for _ in range(self.shards)]
         self._assists.clear()
@@ -285,8 +296,8 @@ class WorkerMachine(SlotMachine):
             return []
         self.following = following
         if following:
-            self._newest = [-1] * self.shards  # nothing was heard for a while
-            self._whole = [-1] * self.shards
+            self._newest = Lowest(self.shards, -1)  # nothing was heard for a while
+            self._whole = Lowest(self.shards, -1)
         return [Follow(server, following) for server in sorted(self._links)]
 
     def _forget(self, shards: Iterable[int]) -> None:
@@ -296,12 +307,6 @@ class WorkerMachine(SlotMachine):
             self._asked[shard] = -1
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
-
-    def _ready(self) -> bool:
-        target = self.target
-        if target < 0 or self._computing is not None:
-            return False
-        return all(self._in_place(shard, target) for shard in range(self.shards))
 
     def _right(self, shard: int, step: int) -> int:
         """The version of this shard that is right for a step, by the name that it has here."""
@@ -319,11 +324,13 @@ class WorkerMachine(SlotMachine):
 
     def _needed_by(self, replica: int) -> list[int]:
         """The shards that have not had this replica's contribution to the step in progress from us, and still may."""
-        return [
-            shard for shard in range(self.shards)
-            if self._newest[shard] <= self.step and replica not in self._delivered[shard]
+        return [shard for shard in range(self.shards) if self._needs(shard, replica)]
+
+    def _needs(self, shard: int, replica: int) -> bool:
+        return (
+            self._newest[shard] <= self.step and replica not in self._delivered[shard]
             and self.contributes(shard, replica) and self._home(shard) in self._links
-        ]  # fmt: skip
+        )  # fmt: skip
 
     def _seek(self) -> list[Effect]:
         """Fetch what exists of the target, is not here, and is not coming by itself."""

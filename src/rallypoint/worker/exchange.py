@@ -474,7 +474,7 @@ class Exchange:
     def landed(self, shard: int) -> None:
         with self._changed:
             effects = self._machine.handle(machine.Landed(shard))
-            if not self._computing and self._machine.next_action() is not None:
+            if self._machine.complete:
                 self._changed.notify_all()
         self._run(effects)
 
