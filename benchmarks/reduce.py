@@ -25,10 +25,11 @@ DESIGNS: tuple[Design, ...] = ("rallypoint", "gloo")
 _DEFAULTS = JobConfig()
 
 # The three cases of the project's goals, each with the settings that suit its links: on slow ones small shards, so that
-# less of the first and the last shard travels alone, and no credit out of turn, so that no flow runs far ahead.
+# less of the first and the last shard travels alone, no credit out of turn, so that no flow runs far ahead, and with
+# many members a limit to what is in flight, so that they do not overrun each other's ports.
 GOALS: tuple[tuple[Case, dict[str, int]], ...] = (
     (Case(4, 4, 1000.0), {"shard_bytes": 512 << 10, "window": 8, "hold_bytes": 0}),
-    (Case(8, 8, 200.0), {"shard_bytes": 256 << 10, "window": 4, "hold_bytes": 0}),
+    (Case(8, 8, 200.0), {"shard_bytes": 384 << 10, "window": 2, "hold_bytes": 0, "in_flight_bytes": 256 << 10}),
     (Case(2, 1, None), {}),
 )
 
@@ -44,6 +45,7 @@ class Size:
     shard_bytes: int
     window: int
     hold_bytes: int
+    in_flight_bytes: int
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +94,7 @@ def run_once(at: Site, size: Size, design: Design) -> list[float]:
         Task(
             design=design, rank=rank, workers=len(at.workers), words=size.words, steps=size.steps + size.warm_up,
             shard_bytes=size.shard_bytes, window=size.window, hold_bytes=size.hold_bytes,
+            in_flight_bytes=size.in_flight_bytes,
         )
         for rank in range(len(at.workers))
     ]  # fmt: skip
@@ -159,6 +162,9 @@ def command(
     hold_kib: Annotated[
         int, typer.Option(min=0, help="KiB out of turn that a server holds before it slows the senders down.")
     ] = _DEFAULTS.hold_bytes // 1024,
+    in_flight_kib: Annotated[
+        int, typer.Option(min=0, help="KiB on their way to one host at once; 0: the kernel's choice.")
+    ] = _DEFAULTS.in_flight_bytes // 1024,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Time one synchronisation of K MB for n workers: Rallypoint's servers and Gloo's all-reduce, interleaved.
@@ -169,7 +175,7 @@ def command(
     """
     size = Size(
         words=int(megabytes * 1e6 / 4), steps=steps, warm_up=warm_up, rounds=rounds,
-        shard_bytes=shard_kib * 1024, window=window, hold_bytes=hold_kib * 1024,
+        shard_bytes=shard_kib * 1024, window=window, hold_bytes=hold_kib * 1024, in_flight_bytes=in_flight_kib * 1024,
     )  # fmt: skip
     one = (Case(workers, servers, None if loopback else rate), size)
     run([(case, replace(size, **tuning)) for case, tuning in GOALS] if goals else [one], json)

@@ -32,6 +32,7 @@ class Task(msgspec.Struct, frozen=True):
     shard_bytes: int
     window: int
     hold_bytes: int
+    in_flight_bytes: int
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -45,7 +46,7 @@ def rallypoint(task: Task) -> list[float]:
     config = resolve({
         "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
         "nonfinite": "continue", "shard_bytes": task.shard_bytes, "window": task.window,
-        "hold_bytes": task.hold_bytes,
+        "hold_bytes": task.hold_bytes, "in_flight_bytes": task.in_flight_bytes,
     })  # fmt: skip
     layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
     record = record_of(config, layout)

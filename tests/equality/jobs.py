@@ -130,7 +130,7 @@ CASES = {
         {**_RESNET_SETTINGS, "optimizer": rp.Adagrad(lr=0.02, initial_accumulator_value=0.1), "steps": 12},
     ),
     "no credit out of turn": Case(
-        _sometimes, _sometimes_loss, {**_PLAIN, "replicas": 5, "hold_bytes": 0, "window": 1}
+        _sometimes, _sometimes_loss, {**_PLAIN, "replicas": 5, "hold_bytes": 0, "window": 1, "in_flight_bytes": 1}
     ),
     "gpt weighted and accumulated": Case(
         _gpt, _gpt_loss, {**_GPT_SETTINGS, "accumulate": 2, "steps": 20}, _weight

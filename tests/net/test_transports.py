@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.tcp import TcpTransport, split_address
-from rallypoint.net.transport import Transport
+from rallypoint.net.transport import LEAST_IN_FLIGHT, Transport, share_of
 from rallypoint.testing.contracts import TransportContract
 
 
@@ -80,3 +82,35 @@ def test_only_loopback_is_private(address: str, private: bool) -> None:
 def test_listening_where_we_are_not_is_one_sentence() -> None:
     with pytest.raises(LinkError, match=r"^cannot listen at 203\.0\.113\.1:0: "):
         TcpTransport().listen("203.0.113.1:0")
+
+
+def test_the_kernel_lets_less_wait_where_less_may_be_in_flight() -> None:
+    """What a receiver does not read stays with the sender, but for what may be in flight and its own queue."""
+    kept = {limit: _accepted(limit) for limit in (16 << 10, 128 << 10)}
+    assert kept[16 << 10] < kept[128 << 10]
+
+
+def _accepted(limit: int) -> int:
+    """How many bytes of a stream that nobody reads a sender gets rid of."""
+    transport = TcpTransport()
+    listener = transport.listen("127.0.0.1:0")
+    near = transport.connect(listener.address, 5.0)
+    far = listener.accept()
+    far.limit_in_flight(limit)
+    near.set_timeout(0.3)
+    accepted = 0
+    with contextlib.suppress(LinkError):
+        while accepted < 64 << 20:
+            near.send(bytes(4096))
+            accepted += 4096
+    for end in (near, far, listener):
+        end.close()
+    return accepted
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "links", "share"),
+    [(0, 4, 0), (256 << 10, 8, 32 << 10), (1 << 20, 0, 1 << 20), (1, 8, LEAST_IN_FLIGHT)],
+)
+def test_links_share_what_may_be_in_flight(nbytes: int, links: int, share: int) -> None:
+    assert share_of(nbytes, links) == share

@@ -11,8 +11,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import rallypoint as rp
-from rallypoint.errors import ModelError, UsageError
+from rallypoint.errors import ConfigError, ModelError, UsageError
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.net.inproc import InprocConnection
 
 Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
@@ -188,3 +189,17 @@ def test_a_loop_may_be_left_early() -> None:
     with EmbeddedJob() as job:
         for _ in job.train(torch.nn.Linear(3, 2), DATA, batch=4, steps=10):
             break
+
+
+def test_links_share_what_may_be_in_flight_to_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[int] = []
+    monkeypatch.setattr(InprocConnection, "limit_in_flight", lambda self, nbytes: shares.append(nbytes))
+    train(torch.nn.Linear(3, 2))
+    assert shares == []
+    train(torch.nn.Linear(3, 2), in_flight_bytes=128 << 10)
+    assert set(shares) == {64 << 10, 128 << 10}  # the worker has two links, each server one
+
+
+def test_what_may_be_in_flight_is_not_negative() -> None:
+    with pytest.raises(ConfigError, match="in_flight_bytes is -1: it cannot be negative"):
+        train(torch.nn.Linear(3, 2), in_flight_bytes=-1)

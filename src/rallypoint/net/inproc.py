@@ -80,6 +80,9 @@ class InprocConnection:
     def set_timeout(self, seconds: float | None) -> None:
         self._timeout = seconds
 
+    def limit_in_flight(self, nbytes: int) -> None:
+        """Nothing is ever on its way here."""
+
     def close(self) -> None:
         self._outgoing.end()
         self._incoming.end(forget=True)

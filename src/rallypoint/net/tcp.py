@@ -64,6 +64,10 @@ class TcpConnection:
         with contextlib.suppress(OSError):
             self._socket.settimeout(seconds)
 
+    def limit_in_flight(self, nbytes: int) -> None:
+        with contextlib.suppress(OSError):  # the kernel may allow less (net.core.rmem_max)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
+
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in it; close alone does not

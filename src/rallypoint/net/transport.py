@@ -21,6 +21,9 @@ class Connection(Protocol):
     def set_timeout(self, seconds: float | None) -> None:
         """From now on a send or a receive that makes no progress for `seconds` is a LinkError (None: wait)."""
 
+    def limit_in_flight(self, nbytes: int) -> None:
+        """From now on let about `nbytes` wait to be received here; beyond that the other side has to wait."""
+
     def close(self) -> None:
         """End the stream both ways; whoever is blocked in it gets a LinkError. May be called again."""
 
@@ -50,3 +53,11 @@ class Transport(Protocol):
 
     def private(self, address: str) -> bool:
         """Can nobody but this machine (or this process) reach `address`?"""
+
+
+LEAST_IN_FLIGHT = 16 << 10  # bytes; with less a link would wait for every packet
+
+
+def share_of(nbytes: int, links: int) -> int:
+    """Each link's share of the bytes that may be on their way to one machine; 0 when there is no limit."""
+    return max(LEAST_IN_FLIGHT, nbytes // max(1, links)) if nbytes else 0

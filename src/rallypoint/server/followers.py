@@ -8,6 +8,7 @@ from rallypoint.core.shard_effects import Reply
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
+from rallypoint.net.transport import share_of
 from rallypoint.server.averaged import AveragedShard
 from rallypoint.server.owned import OwnedShard
 from rallypoint.server.rows import OwnedRows
@@ -21,6 +22,7 @@ class Followers:
         self._owned, self._view = owned, view
         self._following: list[Channel] = []
         self._workers: dict[str, Channel] = {}
+        self._in_flight = 0  # bytes, on each of these; 0: no limit of ours
 
     def __len__(self) -> int:
         """How many follow every version."""
@@ -33,6 +35,17 @@ class Followers:
         """
         if (other := self._workers.get(worker)) is None or other.number < channel.number:
             self._workers[worker] = channel
+            self._limit(channel)
+
+    def share(self, nbytes: int, workers: int) -> None:
+        """So many bytes may be on their way here at once from these many workers together (0: no limit of ours)."""
+        self._in_flight = share_of(nbytes, workers)
+        for channel in self._workers.values():
+            self._limit(channel)
+
+    def _limit(self, channel: Channel) -> None:
+        if self._in_flight:
+            channel.connection.limit_in_flight(self._in_flight)
 
     def gone(self, channel: Channel, worker: str) -> bool:
         """The channel is closed; was it the one that its worker has now?"""

@@ -147,6 +147,8 @@ class Reducer:
         if moved and self._capture is not None:
             self._capture.abandon()
         self._number = view.number
+        computing = view.deals[-1].hands if view.deals else {}
+        self._followers.share(self._config.in_flight_bytes, sum(map(bool, computing.values())))
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
         if self._memories is not None:

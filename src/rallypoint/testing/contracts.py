@@ -165,6 +165,19 @@ class TransportContract:
             sending.raise_if_failed()
         assert got == payload
 
+    def test_megabytes_arrive_where_little_may_be_in_flight(self, pair: tuple[Connection, Connection]) -> None:
+        near, far = pair
+        payload = random.Random(3).randbytes(_BULK)
+        for end in pair:
+            end.limit_in_flight(16 << 10)
+        with Beside(lambda: near.send(b"head", memoryview(payload))) as sending:
+            assert receive(far, 4 + _BULK) == b"head" + payload
+            sending.raise_if_failed()
+
+    def test_a_limit_in_flight_on_a_closed_connection_is_fine(self, pair: tuple[Connection, Connection]) -> None:
+        pair[0].close()
+        pair[0].limit_in_flight(16 << 10)
+
     def test_the_payload_may_be_changed_once_send_has_returned(self, pair: tuple[Connection, Connection]) -> None:
         near, far = pair
         payload = bytearray(b"x" * 1000)

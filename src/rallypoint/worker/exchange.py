@@ -59,7 +59,7 @@ class Exchange:
         self._computing = False
         self._leaving = False
         self._void = False  # there was a roll-back, and the encoder has not heard of it
-        self._links = Links(around, config.window, self, lambda: self._number)
+        self._links = Links(around, config, self, lambda: self._number)
         self._pushes = Pushes(layout, self.buffer, self._encoder, self._links, self._sent)
         self._pull: Pull | None = None
         self._pulls = 0

@@ -71,7 +71,7 @@ class ServerLink:
         self._window = window
         self._arrivals, self._tracer = arrivals, tracer
         self._channel: Channel | None = None
-        self._credits = 0
+        self._credits, self._in_flight = 0, 0
         self._waiting: deque[tuple[Header, memoryview, Callable[[], None]]] = deque()
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
@@ -131,6 +131,13 @@ class ServerLink:
         """Ask for every shard's newest version and each one that follows; or for no more."""
         self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number))
 
+    def limit_in_flight(self, nbytes: int) -> None:
+        """Let about so many bytes of versions be on their way here at once (0: no limit of ours)."""
+        with self._lock:
+            self._in_flight, channel = nbytes, self._channel
+        if channel is not None and nbytes:
+            channel.connection.limit_in_flight(nbytes)
+
     def close(self) -> None:
         """End the link and its threads."""
         self._dialer.close()
@@ -144,6 +151,9 @@ class ServerLink:
     def _up(self, channel: Channel) -> None:
         with self._lock:
             self._channel, self._credits = channel, self._window
+            in_flight = self._in_flight
+        if in_flight:
+            channel.connection.limit_in_flight(in_flight)
         self._arrivals.link_up(self.server)
 
     def _down(self, error: RallypointError) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+from rallypoint.config import JobConfig
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.transport import Transport
+from rallypoint.net.transport import Transport, share_of
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.link import Arrivals, ServerLink
 
@@ -29,10 +30,10 @@ class Links:
     """
 
     def __init__(
-        self, around: Surroundings, window: int, arrivals: Arrivals, view: Callable[[], ViewNumber]
+        self, around: Surroundings, config: JobConfig, arrivals: Arrivals, view: Callable[[], ViewNumber]
     ) -> None:
         self.connections: dict[str, int] = {}
-        self._around, self._window, self._arrivals, self._view = around, window, arrivals, view
+        self._around, self._config, self._arrivals, self._view = around, config, arrivals, view
         self._links: dict[str, ServerLink] = {}
         self._connected = 0
 
@@ -42,13 +43,17 @@ class Links:
 
     def open(self, view: View) -> None:
         """Links to servers that are new in this view begin."""
+        share = share_of(self._config.in_flight_bytes, len(view.servers))
         for server in view.servers:
-            if server.id not in self._links:
-                link = self._links[server.id] = ServerLink(
-                    transport=self._around.transport, server=server, me=self._around.me, token=self._around.token,
-                    window=self._window, arrivals=self._arrivals, view=self._view, tracer=self._around.tracer,
-                )  # fmt: skip
-                link.start()  # only now: what comes of it looks for it among the links
+            if (link := self._links.get(server.id)) is not None:
+                link.limit_in_flight(share)
+                continue
+            link = self._links[server.id] = ServerLink(
+                transport=self._around.transport, server=server, me=self._around.me, token=self._around.token,
+                window=self._config.window, arrivals=self._arrivals, view=self._view, tracer=self._around.tracer,
+            )  # fmt: skip
+            link.limit_in_flight(share)
+            link.start()  # only now: what comes of it looks for it among the links
 
     def end_but(self, view: View, *, void: bool) -> None:
         """Links to servers that have been replaced end, threads and all; if what is being received is `void`, all."""
