@@ -175,8 +175,17 @@ def test_a_backup_whose_link_was_lost_is_filled_again_and_still_counts() -> None
 def test_a_fill_that_was_under_way_on_a_lost_link_makes_room_for_others() -> None:
     primary = dict.fromkeys(range(4), "s0")
     server = _server(_plan(4), _view(1, primary, {0: "s1", 1: "s1", 2: "s2", 3: "s2"}), "s1", "s2")
-    server.peer_lost("s1")
-    assert _on(server.handle(3, Initialise(9)), Fill) == [(2, Fill(0)), (3, Fill(0))]
+    assert _on(server.peer_lost("s1"), Fill) == [(2, Fill(0)), (3, Fill(0))]
+
+
+def test_an_update_that_is_acknowledged_fills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it look whether there is anything to fill: with replication that would be n looks at every update."""
+    server = _server(_plan(2), _view(1, dict.fromkeys(range(2), "s0"), dict.fromkeys(range(2), "s1")), "s1")
+    for index in (0, 1):
+        server.handle(index, Acked(0))
+    monkeypatch.setattr(ServerMachine, "held", property(lambda self: pytest.fail("it looked at all shards")))
+    server.handle(0, Contribute(0, 0, 1.0, 1))
+    assert _on(server.handle(0, Acked(1)), Publish) == [(0, Publish(1))]
 
 
 @pytest.mark.parametrize("again", [{"s0": 1, "s1": 8, "s2": 3}, {"s0": 1, "s2": 3}], ids=["born again", "another"])
@@ -280,7 +289,7 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
             assert machine.is_primary(index) == (primary[index] == "s0")
         peer = data.draw(st.sampled_from(["s1", "s2"]))
         if peer in linked:
-            machine.peer_lost(peer)
+            effects += machine.peer_lost(peer)
             linked.discard(peer)
         else:
             linked.add(peer)

@@ -133,9 +133,11 @@ class ServerMachine:
         """An event for one shard that is held here."""
         machine = self._machines[index]
         effects: list[Effect] = [On(index, effect) for effect in machine.handle(event)]
-        if isinstance(event, (shard_events.Acked, shard_events.Initialise, shard_events.Loaded)):
+        if isinstance(event, (shard_events.Initialise, shard_events.Loaded)):
+            effects += self._fill_some([index])  # it has a state to give only now
+        elif isinstance(event, shard_events.Acked) and index in self._filling:  # not at every update's
             self._filling.discard(index)
-            effects += self._fill_some()
+            effects += self._fill_some(self.held)
         return effects
 
     def capture(self, version: int) -> list[Effect]:
@@ -187,15 +189,16 @@ class ServerMachine:
         """The link to another server of the view stands (again): it may have missed what was told."""
         self._linked.add(server)
         known = [] if self._clip is None else list(self._clip.retell())
-        return [*known, *self._fill_some()]
+        return [*known, *self._fill_some(self.held)]
 
-    def peer_lost(self, server: str) -> None:
+    def peer_lost(self, server: str) -> list[Effect]:
         """The link to another server was lost, with whatever was under way to it."""
         self._linked.discard(server)
         for index, (backup, _) in self._backups.items():
             if backup == server:
                 self._machines[index].relinked()
                 self._filling.discard(index)
+        return self._fill_some(self.held)  # what was under way there makes room for others
 
     def adopt(self, view: View) -> list[Effect]:
         """Take a new view, or the first."""
@@ -213,7 +216,7 @@ class ServerMachine:
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines.keys() - held)]
         for index in sorted(held):
             effects += self._assign(index, view)
-        return [*effects, *self._share(view), *self._fill_some()]
+        return [*effects, *self._share(view), *self._fill_some(self.held)]
 
     # ---- views ----
 
@@ -271,12 +274,13 @@ class ServerMachine:
             sorted(self.plan.measured), frozenset(), self.plan.clip, skip_not_finite=self.plan.skip_not_finite
         )
 
-    def _fill_some(self) -> list[Effect]:
-        """Let some more backups have their first state, in the background of what else is under way."""
+    def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
+        """Let some more of these shards' backups have their first state, in the background of what else goes on."""
         effects: list[Effect] = []
-        for index, machine in sorted(self._machines.items()):
+        for index in indices:
             if len(self._filling) >= FILLS_AT_ONCE:
                 break
+            machine = self._machines[index]
             if not machine.unfilled or self._backups[index][0] not in self._linked:
                 continue
             if filled := machine.handle(shard_events.FillBackup()):

@@ -172,7 +172,7 @@ class Reducer:
         """The link to another server is gone."""
         if self._peers.get(peer) is channel:
             del self._peers[peer]
-            self.machine.peer_lost(peer)
+            self._run_all(self.machine.peer_lost(peer))
 
     def follow(self, channel: Channel) -> None:
         """Send the newest version of every shard, and every one from now on."""

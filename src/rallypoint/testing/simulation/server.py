@@ -232,7 +232,7 @@ class SimulatedServer:
     def _peer_lost(self, member: Member, wire: Wire) -> None:
         if self._peers.get(member.id, (None, None))[1] is wire:
             del self._peers[member.id]
-            self.machine.peer_lost(member.id)
+            self._run(self.machine.peer_lost(member.id))
             self._connect(member)
 
     def _from_backup(self, member: Member, message: Any) -> None:
