@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -26,6 +27,9 @@ _MAY_CHANGE = {
 def pytest_configure(config: pytest.Config) -> None:
     # An exception that ends a thread unseen is a failure of the test that ran it.
     config.addinivalue_line("filterwarnings", "error::pytest.PytestUnhandledThreadExceptionWarning")
+    # A shell that starts the tests in the background has them ignore Ctrl-C, and so all that they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
