@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -197,7 +198,15 @@ class LocalRun:
 
     def watch(self, meddle: Callable[[LocalRun], None]) -> int:
         """Until the job is over: the exit status."""
+        with _interrupts_noted() as interrupts:
+            self._look_after(meddle, interrupts)
+        self._wait_for_workers()
+        return self._verdict()
+
+    def _look_after(self, meddle: Callable[[LocalRun], None], interrupts: Sequence[int]) -> None:
         while not (self.console.finished or self.console.failure or self.failure):
+            if interrupts:
+                raise Interrupted
             self._mend()
             self.console.complain_of_silence(2 * _SILENCE_S)  # it says what it waits for more often than that
             meddle(self)
@@ -208,8 +217,6 @@ class LocalRun:
                         "every worker ended before the job was over: does the script join and loop to the last step?"
                     )
             time.sleep(_POLL_S)
-        self._wait_for_workers()
-        return self._verdict()
 
     def _wait_for_workers(self) -> None:
         """Those that took part may still save the model; one that has only just been started has nothing to do here."""
@@ -339,3 +346,17 @@ def _merge_trace(plan: Launch, console: RunConsole) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted
+
+
+@contextlib.contextmanager
+def _interrupts_noted() -> Iterator[Sequence[int]]:
+    """Ctrl-C and its like are noted here instead of raised anywhere: what was just taking a lock might keep it."""
+    noted: list[int] = []
+    every = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [number for number in every if signal.getsignal(number) is not signal.SIG_IGN]  # as a shell wants it
+    previous = {number: signal.signal(number, lambda number, frame: noted.append(number)) for number in numbers}
+    try:
+        yield noted
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
