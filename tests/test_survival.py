@@ -33,7 +33,8 @@ import torch, rallypoint as rp
 from rallypoint.worker.tensors import weights_hash
 gate = Path(sys.argv[1])
 torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch.nn.Linear(30, 3))
+model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch.nn.Linear(30, 3),
+                            torch.nn.Identity())
 data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
 with rp.join() as job:
     run = job.train(model, data, replicas=3, batch=4, steps={STEPS}, clip=0.5, shard_bytes=256,
@@ -43,6 +44,7 @@ with rp.join() as job:
             loss = torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1])
             while micro.replica > 0 and micro.step >= int(gate.read_text()):
                 time.sleep(0.005)  # replica 0 of this step is on the servers, the others are not
+                model[-1](loss)  # the forward goes on, layer by layer: a roll-back ends it here
             micro.backward(loss)
     if run.lead:
         torch.save(model.state_dict(), run.folder / "model.pt")

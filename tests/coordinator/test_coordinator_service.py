@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.config import resolve
+from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import service
 from rallypoint.coordinator.service import CoordinatorService, Reception
 from rallypoint.core.cluster import ClusterMachine
@@ -61,9 +61,9 @@ LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's
 REPLICAS, STEPS = 2, 3
 
 
-def record() -> JobRecord:
-    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": STEPS, "shard_bytes": 64})
-    return JobRecord(msgspec.to_builtins(config), build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64), STEPS)
+def record(**settings: Any) -> JobRecord:
+    config = resolve({"replicas": REPLICAS, "batch": 1, "steps": STEPS, "shard_bytes": 64, **settings})
+    return record_of(config, build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64))
 
 
 @dataclass
@@ -124,10 +124,10 @@ class House:
         self.channels.append(Channel(connection, id))
         return self.channels[-1]
 
-    def begin(self) -> tuple[Member, Member, View]:
+    def begin(self, **settings: Any) -> tuple[Member, Member, View]:
         """A job of one server and one worker that runs: both, and the view."""
         server, worker = self.enter("server", "server0"), self.enter("worker", "worker0")
-        worker.link.send(Propose(record()))
+        worker.link.send(Propose(record(**settings)))
         return server, worker, worker.next(Turn).view
 
     def finish(self, worker: Member, view: View) -> None:
@@ -250,6 +250,22 @@ def test_an_observer_that_comes_late_is_told_the_plan_and_then_every_step(house:
     for replica in (0, 1):
         worker.link.send(Report(1, replica, 2.0, 1.0, 5, since=view.since))
     assert eyes.next(StepDone) == StepDone(1, 2.0, 10, again=1)
+
+
+def test_a_step_whose_reports_cross_a_worker_s_handing_on_of_the_state_is_told(house: House) -> None:
+    house.open(workers_max=2, workers_start=1)
+    _, worker, view = house.begin(sync={"type": "all-reduce"})
+    eyes = house.enter("observer", "eyes")
+    worker.link.send(Report(0, 0, 1.0, 1.0, 5, since=view.since))
+    second = house.enter("worker", "worker1")
+    second.link.send(Propose(record(sync={"type": "all-reduce"})))
+    after = second.next(Turn).view
+    assert after.since > view.since
+    worker.link.send(Report(0, 1, 3.0, 1.0, 5, since=view.since))  # and it brings version 1
+    assert eyes.next(StepDone) == StepDone(0, 2.0, 10)
+    for member, replica in ((worker, 0), (second, 1)):
+        member.link.send(Report(1, replica, 2.0, 1.0, 5, since=after.since))
+    assert eyes.next(StepDone) == StepDone(1, 2.0, 10)
 
 
 def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: House, tmp_path: Path) -> None:

@@ -391,6 +391,17 @@ def test_a_worker_beyond_the_maximum_stands_by() -> None:
     assert job.view.workers[-1].id == "w2"
 
 
+def test_who_computes_makes_no_room_for_one_that_came_first_and_was_ready_last() -> None:
+    job = _Job(_terms(1, 1, workers_max=2))
+    job.join("w1")
+    job.come("s0", "w0", "w2")
+    hands = job.view.hands(0)
+    assert sorted(hands) == ["w0", "w2"]
+    job.play(Proposed("w1", RECORD))
+    assert job.view.hands(0) == hands
+    assert _again(job).machine._active() == ["w0", "w2"]
+
+
 def test_a_job_may_be_resized_and_the_next_coordinator_keeps_to_it() -> None:
     job = _begun(_terms(2), ("s0", "s1", "w0", "w1", "w2"))
     revision = job.machine.revision

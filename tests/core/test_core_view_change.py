@@ -37,7 +37,7 @@ def _members(servers: Sequence[str], workers: Sequence[str]) -> Membership:
         members.join(Member(name, f"host-of-{name}"), "server")
     for name in workers:
         members.join(Member(name, "here"), "worker")
-        members.proposed.add(name)
+        members.propose(name)
     return members
 
 

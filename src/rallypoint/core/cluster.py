@@ -120,6 +120,11 @@ class ClusterMachine:
     def _stateful_workers(self) -> bool:
         return self.record is not None and self.record.stateful_workers
 
+    @property
+    def handed_over(self) -> bool:
+        """Has the past in force begun with what a worker had come to? Then none of the steps before are void."""
+        return self._begun and self._stateful_workers and self.view is not None and not self.view.origin
+
     def waiting_for(self) -> str | None:
         """What the job waits for as a whole, as a phrase (I8); None when it is a step."""
         if self.phase is Phase.RECOVERING and self._carriers.reached and self._members.servers:
@@ -330,7 +335,7 @@ class ClusterMachine:
             self.revision += self._carriers.has(worker, version)
 
     def _active(self) -> list[str]:
-        """The workers that compute, the longest here first; the others stand by."""
+        """The workers that compute, the longest ready first; the others stand by."""
         return self._members.active(self.terms.workers_min, self._workers_max)
 
     def _deals(self, before: View | None) -> tuple[Deal, ...]:

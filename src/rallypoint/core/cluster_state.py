@@ -39,14 +39,14 @@ class ClusterState(msgspec.Struct, frozen=True):
 
 def awaited(phase: Phase, members: Membership, terms: Terms, workers_to_begin: int) -> str | None:
     """What the job waits for as a whole, as a phrase (I8); None when it is a step."""
-    workers, servers = len(members.proposed - members.leaving), len(members.servers)
+    workers, servers = len(members.proposed.keys() - members.leaving), len(members.servers)
     match phase:
         case Phase.GATHERING:
             missing = [
                 *_missing(terms.servers - servers, "server"),
                 *_missing(workers_to_begin - len(members.workers), "worker"),
             ]
-            silent = sorted(members.workers.keys() - members.proposed)
+            silent = sorted(members.workers.keys() - members.proposed.keys())
             return " and ".join(missing) if missing else f"the model of {', '.join(silent)}"
         case Phase.RECOVERING:
             return " and ".join(_missing(1 - servers, "server")) or "a snapshot to go back to"

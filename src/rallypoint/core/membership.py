@@ -16,7 +16,7 @@ class Membership:
     Attributes:
         births: how many numbers have been given to processes that joined.
         workers, servers: who is here.
-        proposed: workers that have brought the job's model.
+        proposed: workers that have brought the job's model, those who did so first first.
         leaving: workers that were told to go, and hand their replicas back.
         done: workers that hold the last version.
         awaited: members known to an earlier coordinator that have not come back yet.
@@ -27,7 +27,7 @@ class Membership:
     births: int = 0
     workers: dict[str, Member] = field(default_factory=dict)
     servers: dict[str, Member] = field(default_factory=dict)
-    proposed: set[str] = field(default_factory=set)
+    proposed: dict[str, None] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
     awaited: set[str] = field(default_factory=set)
@@ -43,7 +43,7 @@ class Membership:
         """An earlier coordinator published `view`: its members are taken to be here, and awaited."""
         self.workers = {member.id: member for member in view.workers}
         self.servers = {member.id: member for member in view.servers}
-        self.proposed = set(self.workers)
+        self.proposed = dict.fromkeys(self.workers)
         self.awaited = {*self.workers, *self.servers}
 
     def join(self, member: Member, role: str) -> int:
@@ -65,7 +65,8 @@ class Membership:
         """The member is gone, with all that is known of it."""
         self.workers.pop(id, None)
         self.servers.pop(id, None)
-        for members in (self.proposed, self.leaving, self.done, self.awaited):
+        self.proposed.pop(id, None)
+        for members in (self.leaving, self.done, self.awaited):
             members.discard(id)
         self._heard.pop(id, None)
 
@@ -94,7 +95,7 @@ class Membership:
 
     def propose(self, worker: str) -> None:
         """A worker has brought the job's model."""
-        self.proposed.add(worker)
+        self.proposed[worker] = None
         self.astray.pop(worker, None)
 
     def is_complete(self, now: float) -> bool:
@@ -105,13 +106,13 @@ class Membership:
 
     def active(self, at_least: int, at_most: int) -> list[str]:
         """The workers that compute; the others stand by. Nobody does while fewer than `at_least` could."""
-        able = [worker for worker in self.workers if worker in self.proposed and worker not in self.leaving]
+        able = [worker for worker in self.proposed if worker in self.workers and worker not in self.leaving]
         return able[:at_most] if len(able) >= at_least else []
 
     @property
     def present(self) -> set[str]:
         """The workers that are here and have brought the job's model."""
-        return self.proposed & self.workers.keys()
+        return self.proposed.keys() & self.workers.keys()
 
     @property
     def all_done(self) -> bool:

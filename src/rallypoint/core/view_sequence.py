@@ -95,4 +95,4 @@ class ViewSequence:
 
 
 def _workers(members: Membership) -> tuple[Member, ...]:
-    return tuple(worker for id, worker in members.workers.items() if id in members.proposed)
+    return tuple(members.workers[id] for id in members.proposed if id in members.workers)
