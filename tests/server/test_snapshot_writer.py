@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rallypoint.net.messages import NotStored, Stored
 from rallypoint.store.manifest import snapshot_id
-from rallypoint.store.record import ShardRecord
-from rallypoint.store.writer import SnapshotWriter, own_copy
+from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.writer import SnapshotWriter
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 
@@ -83,7 +82,7 @@ def test_a_store_that_fails_is_told_and_the_next_snapshot_is_written(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("rallypoint.store.files.Files.put", fails)
+        patch.setattr("rallypoint.store.files.Files.writing", fails)
         name = writer.take(3)
         told = writer.next()
     assert isinstance(told, NotStored)
@@ -102,9 +101,24 @@ def test_closing_gives_up_what_is_under_way(tmp_path: Path) -> None:
     writer.writer.put(next(records(3)))  # a late shard is nobody's
 
 
-def test_a_copy_does_not_change_with_what_it_was_copied_from() -> None:
-    values = np.zeros(4, np.float32)
-    copy = own_copy(ShardRecord(0, 1, {"master": values}, {"step": 1.0}))
-    values += 1
-    assert copy.arrays["master"].tolist() == [0.0] * 4
-    assert (copy.shard, copy.version, copy.scalars) == (0, 1, {"step": 1.0})
+def test_copies_are_stored_as_they_were_and_their_memory_is_used_again(writer: Writer) -> None:
+    staging = writer.writer._staging
+    addresses = []
+    for version in (3, 4):
+        name, everything = snapshot_id(version, 1), list(records(version))
+        writer.writer.begin(name, len(everything))
+        copies = [writer.writer.copy(record) for record in everything]
+        addresses.append({array.ctypes.data for copy in copies for array in copy.arrays.values()})
+        for copy, record in zip(copies, everything, strict=True):
+            for array in record.arrays.values():
+                array[:] = 77  # its owner goes on
+            writer.writer.put(copy)
+        del copies, copy
+        told = writer.next()
+        assert isinstance(told, Stored)
+        expected = SnapshotStore(str(writer.folder / "expected")).write_part(name, "server0", records(version), "none")
+        assert {shard: place[3] for shard, place in told.shards.items()} == {
+            shard: entry.checksum for shard, entry in expected.shards.items()
+        }
+    assert addresses[0] == addresses[1]
+    assert not staging._lent

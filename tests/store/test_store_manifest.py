@@ -80,9 +80,9 @@ def test_other_bytes_are_refused(change: Any) -> None:
 
 def test_another_format_gets_its_own_sentence() -> None:
     with pytest.raises(
-        SnapshotError, match=r"of format 2, and this version .* reads format 1: use the version"
+        SnapshotError, match=r"of format 3, and this version .* reads format 2: use the version"
     ) as raised:
-        decode_manifest(forged({"format": 2, "what": "ever"}))
+        decode_manifest(forged({"format": 3, "what": "ever"}))
     assert not isinstance(raised.value, DamagedSnapshot)
 
 

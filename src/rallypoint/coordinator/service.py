@@ -76,7 +76,7 @@ class Reception(msgspec.Struct, frozen=True):
     folder: str = ""
     trace: tuple[int, int] = (0, 0)
     snapshots: str = ""
-    compression: str = "zstd"
+    compression: str = "none"
     retention: Retention = Retention()
 
 

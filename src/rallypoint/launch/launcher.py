@@ -59,7 +59,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     snapshots: str = ""
     snapshot_steps: int = 0
     snapshot_seconds: float = 60.0
-    compression: str = "zstd"
+    compression: str = "none"
     retention: Retention = Retention()
     restart: bool = True
     trace: str = ""

@@ -45,7 +45,7 @@ class Welcome(_Message, frozen=True):
     folder: str = ""
     trace: tuple[int, int] = (0, 0)
     snapshots: str = ""
-    compression: str = "zstd"
+    compression: str = "none"
     heartbeat: float = 3.0
 
 

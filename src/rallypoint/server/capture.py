@@ -13,7 +13,7 @@ from rallypoint.core.server import Plan
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.memories import Memories
 from rallypoint.store.record import ShardRecord
-from rallypoint.store.writer import SnapshotWriter, own_copy
+from rallypoint.store.writer import SnapshotWriter
 
 
 class Capture:
@@ -74,7 +74,7 @@ class Capture:
     def _copy(self, shard: int) -> None:
         version = self._to_copy.pop(shard)
         with self._tracer.span("capture", shard=shard, version=version):
-            record = own_copy(self._state(shard, version))
+            record = self._writer.copy(self._state(shard, version))
         goes_on = not self._streaming and 0 < version < self._plan.rounds_of(shard)
         if self._memories is None or not goes_on or not self._memories.awaited(record, self._shards[shard]):
             self._writer.put(record)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec.core
@@ -14,6 +15,8 @@ from fsspec.implementations.local import LocalFileSystem
 from rallypoint.errors import ConfigError
 
 _PARTIAL = ".partial"
+
+Chunk = bytes | memoryview
 
 
 class Files:
@@ -38,15 +41,33 @@ class Files:
 
     def put(self, path: str, chunks: Sequence[bytes]) -> None:
         """Write a file whole, in place of any that has its name. What a failure leaves half written is removed."""
-        folder, _, name = path.rpartition("/")
+        with self.writing(path) as write:
+            for chunk in chunks:
+                write(chunk)
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Callable[[Chunk], object]]:
+        """The same in pieces, which are given to what this yields. Only a remote filesystem's wait in memory."""
+        folder = path.rpartition("/")[0]
         self._make_folder(self._full(folder))
-        if not self._local:
-            self._fs.pipe_file(self._full(path), b"".join(chunks))
+        if self._local:
+            with self._writing_locally(path) as write:
+                yield write
             return
+        chunks: list[bytes] = []
+        yield lambda chunk: chunks.append(bytes(chunk))
+        self._fs.pipe_file(self._full(path), b"".join(chunks))
+
+    @contextmanager
+    def _writing_locally(self, path: str) -> Iterator[Callable[[Chunk], object]]:
+        folder, _, name = path.rpartition("/")
         # A name of its own for every writer: one that was paused and replaced must not write into our file.
         partial = self._full(f"{folder}/.{name}.{uuid.uuid4().hex}{_PARTIAL}".lstrip("/"))
         try:
-            self._write(partial, chunks)
+            with self._fs.open(partial, "wb") as file:
+                yield file.write
+                file.flush()
+                os.fsync(file.fileno())
             os.replace(partial, self._full(path))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -95,13 +116,6 @@ class Files:
 
     def _full(self, path: str) -> str:
         return f"{self._root}/{path}" if path else self._root
-
-    def _write(self, full: str, chunks: Sequence[bytes]) -> None:
-        with self._fs.open(full, "wb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
 
     def _make_folder(self, full: str) -> None:
         if not self._local:

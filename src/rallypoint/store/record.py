@@ -76,9 +76,15 @@ _heads = msgspec.msgpack.Decoder(_Head)
 
 
 def encode_record(record: ShardRecord, compression: Compression) -> bytes:
-    """The record as bytes. `zstd-planes` groups the bytes of equal weight first: sign and exponent compress, noise not.
+    """The record as bytes: see `encode_chunks`."""
+    return b"".join(encode_chunks(record, compression))
 
-    Raises ConfigError for an unknown compression, UsageError for an array that cannot be written.
+
+def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes | memoryview]:
+    """The record as bytes in several pieces, of which uncompressed arrays are the record's own memory.
+
+    `zstd-planes` groups the bytes of equal weight first: sign and exponent compress, noise does not. Raises ConfigError
+    for an unknown compression, UsageError for an array that cannot be written.
     """
     if compression not in get_args(Compression):
         raise ConfigError(f"compression {compression!r} is unknown: use one of {', '.join(get_args(Compression))}")
@@ -92,7 +98,7 @@ def encode_record(record: ShardRecord, compression: Compression) -> bytes:
         record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.memories)
     )
     head = msgspec.msgpack.encode(described)
-    return b"".join([_PREFIX.pack(_MAGIC, len(head)), head, *payloads])
+    return [_PREFIX.pack(_MAGIC, len(head)) + head, *payloads]
 
 
 def decode_record(data: bytes) -> ShardRecord:

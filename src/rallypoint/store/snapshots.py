@@ -14,12 +14,13 @@ import errno
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from rallypoint.errors import DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store.files import Files
+from rallypoint.store.files import Chunk, Files
 from rallypoint.store.manifest import (
     Compression,
     Manifest,
@@ -65,18 +66,20 @@ class SnapshotStore:
     def write_part(self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression) -> Part:
         """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
 
-        Records are taken one by one; up to 64 MiB of them wait in memory for their file. On any failure the part's
-        files are removed again. Raises SnapshotFailed when the filesystem refuses (disk full, no permission).
+        Records are taken one by one, each when the one before it has been written. On any failure the part's files are
+        removed again. Raises SnapshotFailed when the filesystem refuses (disk full, no permission).
         """
         _check_names(snapshot_id, part)
         files: dict[str, int] = {}
         shards: dict[int, ShardEntry] = {}
         try:
-            for number, packed in enumerate(_pack(records, compression)):
-                name = f"{part}-{number}.shards"
-                self._put(snapshot_id, f"{snapshot_id}/{name}", [data for _, data in packed])
-                files[name] = sum(len(data) for _, data in packed)
-                shards.update(_entries(name, packed))
+            coming = iter(records)
+            while (first := next(coming, None)) is not None:
+                name = f"{part}-{len(files)}.shards"
+                with self._writing(snapshot_id, f"{snapshot_id}/{name}") as write:
+                    entries = _write_file(name, chain((first,), coming), compression, write)
+                files[name] = sum(entry.length for entry in entries.values())
+                shards |= entries
         except BaseException:
             for name in files:  # the disk may be full: leave nothing behind that nobody will need
                 with contextlib.suppress(OSError):
@@ -274,8 +277,15 @@ class SnapshotStore:
         return data
 
     def _put(self, snapshot_id: str, path: str, chunks: list[bytes]) -> None:
+        with self._writing(snapshot_id, path) as write:
+            for chunk in chunks:
+                write(chunk)
+
+    @contextmanager
+    def _writing(self, snapshot_id: str, path: str) -> Iterator[Callable[[Chunk], object]]:
         try:
-            self._files.put(path, chunks)
+            with self._files.writing(path) as write:
+                yield write
         except OSError as error:
             raise SnapshotFailed(
                 f"snapshot {snapshot_id} failed: {self._files.where(path)} cannot be written: {_reason(error)}; "
@@ -303,27 +313,24 @@ class SnapshotStore:
             raise SnapshotError(f"{where} cannot be read: {_reason(error)}") from None
 
 
-def _pack(records: Iterable[ShardRecord], compression: Compression) -> Iterator[list[tuple[int, bytes]]]:
-    """Encoded records, (shard, bytes), in groups that fill a file each."""
-    from rallypoint.store.record import encode_record  # needs numpy, which importing this module must not
+def _write_file(
+    file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object]
+) -> dict[int, ShardEntry]:
+    """Encoded records, one after the other, until the file is full or there are no more: where each shard lies."""
+    from rallypoint.store.record import encode_chunks  # needs numpy, which importing this module must not
 
-    packed: list[tuple[int, bytes]] = []
+    entries: dict[int, ShardEntry] = {}
     size = 0
     for record in records:
-        packed.append((record.shard, encode_record(record, compression)))
-        size += len(packed[-1][1])
+        chunks = encode_chunks(record, compression)
+        entry = ShardEntry(file, size, sum(map(len, chunks)), checksum_of(*chunks))
+        for chunk in chunks:
+            write(chunk)
+        entries[record.shard] = entry
+        size += entry.length
         if size >= FILE_BYTES:
-            yield packed
-            packed, size = [], 0
-    if packed:
-        yield packed
-
-
-def _entries(file: str, packed: list[tuple[int, bytes]]) -> Iterator[tuple[int, ShardEntry]]:
-    offset = 0
-    for shard, data in packed:
-        yield shard, ShardEntry(file, offset, len(data), checksum_of(data))
-        offset += len(data)
+            break
+    return entries
 
 
 def _passes(check: Callable[[Manifest], None], manifest: Manifest) -> bool:

@@ -12,13 +12,12 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 
-import numpy as np
-
 from rallypoint.errors import RallypointError
 from rallypoint.net.messages import NotStored, Stored
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.staging import Staging
 
 _NICE = 10  # compressing for a snapshot shall not take the processor from a step
 
@@ -35,6 +34,7 @@ class SnapshotWriter:
     ) -> None:
         self._store = SnapshotStore(url)
         self._compression, self._part, self._tell = compression, part, tell
+        self._staging = Staging()
         self._jobs: queue.SimpleQueue[tuple[str, int, queue.SimpleQueue[ShardRecord | None]] | None]
         self._jobs = queue.SimpleQueue()
         self._current: queue.SimpleQueue[ShardRecord | None] | None = None
@@ -46,6 +46,10 @@ class SnapshotWriter:
         self.abandon()
         self._current = queue.SimpleQueue()
         self._jobs.put((snapshot, shards, self._current))
+
+    def copy(self, record: ShardRecord) -> ShardRecord:
+        """A record with arrays of its own, to be `put`: in memory that is used again for the next one."""
+        return self._staging.copy(record)
 
     def put(self, record: ShardRecord) -> None:
         """One of the shards (its arrays are ours from now on)."""
@@ -70,7 +74,7 @@ class SnapshotWriter:
         while (job := self._jobs.get()) is not None:
             snapshot, shards, records = job
             try:
-                part = self._store.write_part(snapshot, self._part, _so_many(records, shards), self._compression)
+                part = self._store.write_part(snapshot, self._part, self._so_many(records, shards), self._compression)
             except _Abandoned:
                 continue
             except Exception as error:  # a remote filesystem raises anything; unanswered, everybody would wait for it
@@ -80,16 +84,10 @@ class SnapshotWriter:
             entries = {s: (e.file, e.offset, e.length, e.checksum) for s, e in part.shards.items()}
             self._tell(Stored(snapshot, part.files, entries))
 
-
-def own_copy(record: ShardRecord) -> ShardRecord:
-    """The record with arrays that nobody else changes."""
-    arrays = {name: np.array(array, copy=True) for name, array in record.arrays.items()}
-    return ShardRecord(record.shard, record.version, arrays, dict(record.scalars), record.clocks, record.memories)
-
-
-def _so_many(records: queue.SimpleQueue[ShardRecord | None], count: int) -> Iterator[ShardRecord]:
-    for _ in range(count):
-        record = records.get()
-        if record is None:
-            raise _Abandoned("a newer snapshot, or a new view, has come")
-        yield record
+    def _so_many(self, records: queue.SimpleQueue[ShardRecord | None], count: int) -> Iterator[ShardRecord]:
+        for _ in range(count):
+            record = records.get()
+            if record is None:
+                raise _Abandoned("a newer snapshot, or a new view, has come")
+            yield record
+            self._staging.give_back(record)  # it has been written when the next one is asked for
