@@ -167,12 +167,15 @@ class Members:
             extra = {"GLOO_SOCKET_IFNAME": at.interface, _RESULT: str(self._result(f"worker{index}"))}
             self.start(place, f"worker{index}", argv, extra)
 
-    def start_rallypoint(self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0) -> None:
+    def start_rallypoint(
+        self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0
+    ) -> None:
         """Start a coordinator and the servers, through the product's own command line."""
         read, write = os.pipe()
         terms = Terms(
             workers_start=len(at.workers), workers_max=len(at.workers), servers=len(at.servers),
-            replication=replication, snapshots=snapshot_seconds > 0, snapshot_seconds=snapshot_seconds,
+            replication=replication, snapshot_seconds=snapshot_seconds, snapshot_steps=snapshot_steps,
+            snapshots=snapshot_seconds > 0 or snapshot_steps > 0,
         )  # fmt: skip
         about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder)}
         argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster import Case, Members, Site, Spread, main, report, site, step_times, table
+from cluster import BenchmarkFailed, Case, Members, Site, Spread, main, report, site, step_times, table
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from train_member import Design, Result, Task
 
@@ -108,6 +108,8 @@ def run_once(at: Site, plan: Plan, design: Design) -> Trained:
         members.start_workers(at, "train_member.py", tasks)
         members.wait(900.0)
         results = members.results(at, Result)
+    if len({len(result.losses) for result in results}) > 1:
+        raise BenchmarkFailed("replicas moved between workers: something else has made one of them slow; try again")
     losses = [statistics.fmean(each) for each in zip(*(result.losses for result in results), strict=True)]
     times = step_times([result.finishes for result in results], plan.warm_up)
     return Trained(times, losses, [result.peak_bytes for result in results])

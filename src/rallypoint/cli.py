@@ -60,7 +60,7 @@ Snapshots = Annotated[str, typer.Option(
     help="Where: a folder or any fsspec URL; by default in the run's folder; none for no snapshots.",
 )]  # fmt: skip
 Compression = Annotated[
-    str, typer.Option(metavar="KIND", rich_help_panel=_SNAPSHOTS, help="zstd, zstd-planes (smaller, slower) or none.")
+    str, typer.Option(metavar="KIND", rich_help_panel=_SNAPSHOTS, help="none, zstd or zstd-planes (smaller, slower).")
 ]
 KeepLast = Annotated[
     int, typer.Option(min=1, metavar="N", rich_help_panel=_SNAPSHOTS, help="Snapshots to keep: the last so many,")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
@@ -18,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samples import LAYOUT, records, same, take
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store import snapshots
+from rallypoint.store import direct, snapshots
 from rallypoint.store.manifest import Compression, checksum_of, snapshot_id
 from rallypoint.store.record import encode_record
 from rallypoint.store.snapshots import Retention, SnapshotStore
@@ -276,38 +278,18 @@ def test_a_store_that_does_not_answer_is_not_taken_for_damage(tmp_path: Path, mo
 # A full disk
 
 
-class _FullDisk:
-    """A file on a disk that takes `room` bytes in all."""
-
-    def __init__(self, file: Any, disk: dict[str, int]) -> None:
-        self._file, self._disk = file, disk
-
-    def write(self, data: bytes) -> int:
-        self._disk["room"] -= len(data)
-        if self._disk["room"] < 0:
-            self._file.write(data[:10])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return int(self._file.write(data))
-
-    def __enter__(self) -> _FullDisk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-
 def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    disk = {"room": room}
-    real = LocalFileSystem.open
+    """The disk takes so many bytes more."""
 
-    def opened(self: LocalFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
-        file = real(self, path, mode, **options)
-        return _FullDisk(file, disk) if "w" in mode else file
+    def write(descriptor: int, data: memoryview) -> int:
+        nonlocal room
+        if room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = os.write(descriptor, data[:room])
+        room -= written
+        return written
 
-    monkeypatch.setattr(LocalFileSystem, "open", opened)
+    monkeypatch.setattr(direct, "os", SimpleNamespace(**{**vars(os), "write": write}))
 
 
 @pytest.mark.parametrize("room", [0, 500, 900])

@@ -7,12 +7,14 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from mmap import mmap
 from pathlib import Path
 
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
 from rallypoint.errors import ConfigError
+from rallypoint.store.direct import DirectFile, new_buffer
 
 _PARTIAL = ".partial"
 
@@ -33,6 +35,7 @@ class Files:
             raise ConfigError(f"{url} is no place for snapshots: {error}") from None
         self._root: str = root.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
+        self._buffers: list[mmap] = []  # of files that are written no more: fresh memory costs more than a copy
 
     def where(self, path: str = "") -> str:
         """The full name, for messages: a plain path for a local filesystem, a URL for others."""
@@ -63,16 +66,18 @@ class Files:
         folder, _, name = path.rpartition("/")
         # A name of its own for every writer: one that was paused and replaced must not write into our file.
         partial = self._full(f"{folder}/.{name}.{uuid.uuid4().hex}{_PARTIAL}".lstrip("/"))
+        buffer = self._buffers.pop() if self._buffers else new_buffer()
         try:
-            with self._fs.open(partial, "wb") as file:
+            with DirectFile(partial, buffer) as file:
                 yield file.write
-                file.flush()
-                os.fsync(file.fileno())
+                file.sync()
             os.replace(partial, self._full(path))
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(partial)
             raise
+        finally:
+            self._buffers.append(buffer)
         _sync_folder(self._full(folder))
 
     def get(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
