@@ -1,6 +1,7 @@
 """This server's part of a snapshot: which shards are still to be copied, and copies that wait for workers' memories.
 
-Copy-on-write: a shard is copied when its owner has nothing else to do, or else right before its next update.
+Copy-on-write: a shard is copied when its owner has nothing else to do and the store has caught up, or else right before
+its next update.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from rallypoint.store.writer import SnapshotWriter
 
 
 class Capture:
-    """The reducer's thread owns it; `state(shard, version)` is a shard's state, whose arrays still change."""
+    """The reducer's thread owns it; `state(shard, version)` is a shard's state, whose arrays still change. `wake` is
+    called, from any thread, when `due` may have become true."""
 
     def __init__(
         self, writer: SnapshotWriter, config: JobConfig, plan: Plan, shards: Sequence[Shard],
-        memories: Memories | None, state: Callable[[int, int], ShardRecord], tracer: Tracer,
+        memories: Memories | None, state: Callable[[int, int], ShardRecord], tracer: Tracer, wake: Callable[[], None],
     ) -> None:  # fmt: skip
+        writer.caught_up = wake
         self.snapshot = ""
         self._writer, self._streaming, self._plan, self._shards = writer, config.streaming, plan, shards
         self._memories, self._state, self._tracer = memories, state, tracer
@@ -30,8 +33,8 @@ class Capture:
 
     @property
     def due(self) -> bool:
-        """Is there anything to be copied?"""
-        return bool(self._to_copy)
+        """Is there anything to be copied now, if there is time?"""
+        return bool(self._to_copy) and self._writer.wants_more
 
     def begin(self, snapshot: str, shards: int) -> None:
         """A snapshot of so many shards of ours begins."""

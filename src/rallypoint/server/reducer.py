@@ -131,8 +131,9 @@ class Reducer:
             self._memories = Memories(self._me, ShardMemories(config), config.replicas, self._followers.tell)
         if writer is not None:
             self._capture = Capture(
-                writer, config, self._machine.plan, shards, self._memories, self._stored_state, self._tracer
-            )
+                writer, config, self._machine.plan, shards, self._memories, self._stored_state, self._tracer,
+                wake=lambda: self.inbox.put(_nothing),
+            )  # fmt: skip
 
     @property
     def machine(self) -> ServerMachine:
@@ -499,3 +500,7 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
         buffer_policy=Sync(quorum=1) if config.contributors("buffers") > 1 else None,
         compensates=isinstance(policy, Async) and policy.delay_compensation > 0, cadence=cadence_of(config, shards),
     )  # fmt: skip
+
+
+def _nothing() -> None:
+    """Wakes the owner's thread, so that it looks again what there is to do in idle time."""

@@ -18,6 +18,7 @@ except ImportError:  # Windows
 
 BUFFER_BYTES = 4 << 20
 _ALIGNMENT = 4096  # of memory, position and length: at least a logical block of every disk there is
+_LARGE = 1 << 16
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
@@ -52,7 +53,7 @@ class DirectFile:
         rest = memoryview(chunk).cast("B")
         while len(rest):
             taken = min(len(rest), len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + taken] = rest[:taken]
+            _copy(rest[:taken], self._buffer[self._filled : self._filled + taken])
             self._filled += taken
             rest = rest[taken:]
             if self._filled == len(self._buffer):
@@ -84,6 +85,16 @@ class DirectFile:
             flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
             fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
             self._direct = False
+
+
+def _copy(chunk: memoryview, to: memoryview) -> None:
+    if len(chunk) < _LARGE:
+        to[:] = chunk
+        return
+    # Unlike a slice's assignment, it lets other threads run. Not imported above: who only commits needs no numpy.
+    from numpy import copyto, frombuffer, uint8
+
+    copyto(frombuffer(to, uint8), frombuffer(chunk, uint8))
 
 
 def new_buffer() -> mmap:

@@ -51,6 +51,11 @@ class ShardRecord:
     clocks: tuple[int, ...] = ()
     memories: dict[int, Array] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays."""
+        return sum(array.nbytes for array in (*self.arrays.values(), *self.memories.values()))
+
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 

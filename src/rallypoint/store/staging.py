@@ -14,7 +14,7 @@ import numpy as np
 
 from rallypoint.store.record import Array, ShardRecord
 
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 512 << 20
 
 
 class Staging:
