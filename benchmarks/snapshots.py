@@ -107,16 +107,15 @@ def figures(design: Design, results: Sequence[Result], warm_up: int) -> Figures:
 
 
 COLUMNS = (
-    "design", "", "usual step", "longest without", "longest step over it", "the first one's", "training lost",
-    "durable after",
+    "design", "", "usual step", "longest", "longest with one", "the first", "training lost", "durable after",
 )  # fmt: skip
 
 
 def row(found: Figures) -> list[str]:
     """A line of the table."""
     return [
-        NAMES[found.design], "s", f"{found.usual.median:.3f}", f"+{found.noise:.3f}", found.longest.show(),
-        f"{found.first_longest:.3f}", found.lost.show(), found.durable.show(2),
+        NAMES[found.design], "s", f"{found.usual.median:.2f}", f"+{found.noise:.2f}", f"+{found.longest.show(2)}",
+        f"+{found.first_longest:.2f}", found.lost.show(2), found.durable.show(2),
     ]  # fmt: skip
 
 
@@ -150,7 +149,8 @@ def command(
     state = 12 * layers * width * width
     title = (
         f"{layers * width * width / 1e6:.0f} M parameters, {state / 1e9:.2f} GB with AdamW's state; one process, or one"
-        f" worker and {servers} servers; a snapshot every {every} steps"
+        f" worker and {servers} servers\na snapshot every {every} steps; longest steps: over the usual one, without a"
+        " snapshot and with one under way"
     )
     report(console, [table(title, COLUMNS, [row(each) for each in found])], found, json)
 
