@@ -25,7 +25,8 @@ def test_every_process_that_joins_has_a_birth_number_of_its_own_even_under_a_kno
 
 def test_nothing_is_known_any_more_of_a_member_that_is_gone() -> None:
     members = _joined("s0", "w0")
-    for known in (members.proposed, members.leaving, members.done, members.awaited):
+    members.propose("w0")
+    for known in (members.leaving, members.done, members.awaited):
         known.add("w0")
     members.heard("w0", 1.0)
     members.remove("w0")
@@ -40,7 +41,7 @@ def test_only_the_very_process_that_an_earlier_coordinator_knew_is_back() -> Non
     members = Membership()
     members.expect(view)
     assert members.awaited == {"w0", "s0"}
-    assert members.proposed == {"w0"}
+    assert list(members.proposed) == ["w0"]
     assert members.is_back(Member("w0", "here", birth=4), "worker")
     assert not members.is_back(Member("w0", "here", birth=5), "worker")
     assert not members.is_back(Member("w0", "here", birth=4), "server")
@@ -63,11 +64,12 @@ def test_who_is_silent_is_named_with_the_seconds_and_one_never_heard_is_not_sile
     (3, 2, ["w3", "w0"]),
     (4, 9, []),
 ])  # fmt: skip
-def test_those_here_longest_compute_if_they_have_brought_the_model_and_are_not_leaving(
+def test_those_compute_who_brought_the_model_first_and_are_not_leaving(
     at_least: int, at_most: int, active: list[str]
 ) -> None:
-    members = _joined("w3", "w4", "w0", "w2", "w1")
-    members.proposed = {"w0", "w1", "w2", "w3"}
+    members = _joined("w0", "w1", "w2", "w3", "w4")
+    for worker in ("w3", "w0", "w2", "w1"):
+        members.propose(worker)
     members.leaving = {"w2"}
     assert members.active(at_least, at_most) == active
 
@@ -75,7 +77,8 @@ def test_those_here_longest_compute_if_they_have_brought_the_model_and_are_not_l
 def test_all_are_done_when_everybody_who_has_brought_the_model_is_and_anybody_has() -> None:
     members = _joined("w0", "w1", "w2")
     assert not members.all_done
-    members.proposed = {"w0", "w1"}
+    members.propose("w0")
+    members.propose("w1")
     members.done = {"w0"}
     assert not members.all_done
     members.done.add("w1")
@@ -83,7 +86,7 @@ def test_all_are_done_when_everybody_who_has_brought_the_model_is_and_anybody_ha
     members.remove("w1")
     assert members.all_done
     assert members.present == {"w0"}
-    members.proposed.add("w2")
+    members.propose("w2")
     members.done.add("somebody")  # whose word is not that of those who are here
     assert not members.all_done
 
