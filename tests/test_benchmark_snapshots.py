@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(FOLDER))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 
 from cluster import BenchmarkFailed
 from snapshots import figures, from_log, prices
 from snapshots_member import Result
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
 # Steps of 1 s; the ones from 4 to 7 (a long one in it) and from 9 to 10.5 are touched by a snapshot.
 STARTS = [0.0, 5.0, 6.0, 7.0, 8.0, 10.5, 11.5, 12.5, 14.0, 15.0]
@@ -51,7 +52,7 @@ def test_the_log_says_when_a_version_was_there_and_when_it_was_stored(tmp_path: 
 @pytest.mark.slow
 def test_it_runs_against_torch_s_own_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    small = ("--layers", "2", "--width", "64", "--batch", "8", "--every", "6", "--snapshots", "1", "--rounds", "1")
+    small = ("--layers", "2", "--width", "512", "--batch", "2048", "--every", "8", "--snapshots", "1", "--rounds", "1")
     argv = [sys.executable, str(FOLDER / "snapshots.py"), *small, "--json", str(path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

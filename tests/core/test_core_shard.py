@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.policy import Sync
+from rallypoint.core.policy import Async, Sync
 from rallypoint.core.policy import Verdict as Admission
 from rallypoint.core.shard import ShardMachine
 from rallypoint.core.shard_effects import (
@@ -22,6 +22,7 @@ from rallypoint.core.shard_effects import (
     Effect,
     Fill,
     Finish,
+    Gather,
     Hold,
     Install,
     InStep,
@@ -36,6 +37,7 @@ from rallypoint.core.shard_events import (
     Decide,
     Event,
     FillBackup,
+    Fold,
     Initialise,
     Loaded,
     Replicated,
@@ -628,3 +630,18 @@ def test_a_capture_is_forgotten_with_the_role() -> None:
     bench.handle(Assigned(primary=True, backup=False, fresh=False))
     bench.push(0, 0)
     assert bench.of(Capture) == []
+
+
+def test_what_is_being_folded_when_a_backup_is_filled_is_in_its_state() -> None:
+    primary = ShardMachine(Async(fold=3), 3, rounds=9)
+    primary.handle(Assigned(primary=True, backup=True, fresh=True))
+    primary.handle(Initialise(1))
+    for replica in (0, 2):
+        effects = primary.handle(Contribute(0, replica, 1.0, ticket=2 + replica))
+    assert effects[-1] == Gather(), "one more may come, or the owner's idle moment"
+    *folded, fill = primary.handle(FillBackup())
+    (applied,) = (effect for effect in folded if isinstance(effect, Apply))
+    assert (applied.version, applied.replicate) == (1, False)
+    assert fill == Fill(1)
+    assert primary.clocks == [1, 0, 1], "told with the state: the backup drops both if they come again"
+    assert primary.handle(Fold()) == []

@@ -327,8 +327,12 @@ class ShardMachine:
     def _fill(self) -> list[Effect]:
         if not (self.primary and self.unfilled and self.version >= 0):
             return []
+        effects: list[Effect] = []
+        while self.policy.streaming and self._sum:
+            # The backup is told of one contribution with each update: what is being folded belongs to the state.
+            effects += self._finish()
         self.unfilled, self._fed = False, True
-        return [Fill(self.version)]
+        return [*effects, Fill(self.version)]
 
     def _acknowledged(self, version: int) -> list[Effect]:
         if not (self.primary and self._fed):
