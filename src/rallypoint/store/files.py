@@ -66,7 +66,10 @@ class Files:
         folder, _, name = path.rpartition("/")
         # A name of its own for every writer: one that was paused and replaced must not write into our file.
         partial = self._full(f"{folder}/.{name}.{uuid.uuid4().hex}{_PARTIAL}".lstrip("/"))
-        buffer = self._buffers.pop() if self._buffers else new_buffer()
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = new_buffer()
         try:
             with DirectFile(partial, buffer) as file:
                 yield file.write
