@@ -341,6 +341,20 @@ def test_it_says_whom_it_waits_for_from_the_first_member_to_the_last_replica(hou
     says("waiting for 1 more worker (at least 1 are wanted), ")
 
 
+def test_a_member_s_own_words_about_a_wait_do_not_make_it_seem_shorter(house: House) -> None:
+    house.open()
+    _, worker, view = house.begin()
+    eyes = house.enter("observer", "eyes")
+    waiting_since = house.coordinator._last_news
+    worker.link.send(Say("worker0 is waiting for version 1, 5 s so far"))
+    eyes.next(Say)
+    assert house.coordinator._last_news == waiting_since
+    for replica in (0, 1):
+        worker.link.send(Report(0, replica, 1.0, 1.0, 1, since=view.since))
+    eyes.next(StepDone)
+    assert house.coordinator._last_news > waiting_since
+
+
 def test_the_first_weights_are_waited_for_by_name(house: House, impatient: float, tmp_path: Path) -> None:
     house.open(snapshots=True, reception=Reception(snapshots=str(tmp_path)))
     eyes = house.enter("observer", "eyes")

@@ -455,7 +455,9 @@ class CoordinatorService:
         self._inbox.put(lambda: self._announce(Say(text)))
 
     def _announce(self, message: Message) -> None:
-        self._last_news = self._last_said = time.monotonic()
+        self._last_said = time.monotonic()
+        if not isinstance(message, Say):  # a member that says what it waits for is no end of the waiting
+            self._last_news = self._last_said
         self._log.write(message)
         for channel in self._observers:
             channel.send_message(message)
