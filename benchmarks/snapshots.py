@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json as json_module
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def run_once(task: Task, servers: int) -> Result:
 
 def from_log(path: Path) -> Result:
     """What the coordinator saw: a version exists when its step is done, a snapshot when its manifest is written."""
-    events = [json_module.loads(line) for line in path.read_text().splitlines()]
+    events = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
     done = {event["step"]: event["t"] for event in events if event["type"] == "StepDone"}
     last = max(done) + 1
     saves = [

@@ -109,7 +109,7 @@ def run_once(at: Site, plan: Plan, design: Design) -> Trained:
         members.wait(900.0)
         results = members.results(at, Result)
     if len({len(result.losses) for result in results}) > 1:
-        raise BenchmarkFailed("replicas moved between workers: something else has made one of them slow; try again")
+        raise BenchmarkFailed("replicas moved between workers, one of which was measured as slow: try again")
     losses = [statistics.fmean(each) for each in zip(*(result.losses for result in results), strict=True)]
     times = step_times([result.finishes for result in results], plan.warm_up)
     return Trained(times, losses, [result.peak_bytes for result in results])

@@ -17,7 +17,7 @@ from snapshots_member import Result
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
-# Steps of 1 s; the ones from 4 to 7 (a long one in it) and from 9 to 10.5 are touched by a snapshot.
+# After the first, steps of 1 s; but a snapshot touches the one of 2.5 s and the next, another that of 1.5 s.
 STARTS = [0.0, 5.0, 6.0, 7.0, 8.0, 10.5, 11.5, 12.5, 14.0, 15.0]
 SAVES = [(8.0, 11.0), (13.0, 13.5)]
 

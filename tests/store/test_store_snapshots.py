@@ -219,7 +219,7 @@ def test_latest_decides_and_its_loss_is_no_loss(tmp_path: Path) -> None:
 def test_when_nothing_is_usable_every_snapshot_is_named(store: SnapshotStore) -> None:
     for version in (1, 2):
         manifest = take(store, version)
-        store._files.put(f"{manifest.id}/manifest.json", [b"?"])
+        put(store, f"{manifest.id}/manifest.json", b"?")
     said: list[str] = []
     assert store.latest_usable(said.append) is None
     assert [sentence.rpartition("; ")[2] for sentence in said] == [
@@ -233,7 +233,7 @@ def test_a_newer_format_stops_rather_than_going_back(store: SnapshotStore) -> No
     take(store, 1)
     manifest = take(store, 2)
     body = b'{"format": 7}'
-    store._files.put(f"{manifest.id}/manifest.json", [checksum_of(body).encode(), b"\n", body])
+    put(store, f"{manifest.id}/manifest.json", checksum_of(body).encode() + b"\n" + body)
     with pytest.raises(SnapshotError, match=r"snapshot step-00000002-1 cannot be used: .* format 7"):
         store.latest_usable(silent)
     assert [manifest.version for manifest in store.manifests()] == [1]
@@ -248,7 +248,7 @@ def test_reading_a_damaged_shard_names_it(store: SnapshotStore) -> None:
     path = f"{manifest.id}/{entry.file}"
     data = bytearray(store._files.get(path))
     data[entry.offset + entry.length // 2] ^= 1
-    store._files.put(path, [bytes(data)])
+    put(store, path, bytes(data))
     reading = store.read(manifest, SHARDS)
     assert same([next(reading)], [next(records(5))])  # what is sound can be had
     with pytest.raises(DamagedSnapshot, match=r"step-00000005-1 is damaged: file server0-0.shards: shard 1 is not"):
@@ -276,6 +276,11 @@ def test_a_store_that_does_not_answer_is_not_taken_for_damage(tmp_path: Path, mo
 
 
 # A full disk
+
+
+def put(store: SnapshotStore, path: str, data: bytes) -> None:
+    with store._files.writing(path) as write:
+        write(data)
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch, room: int) -> None:

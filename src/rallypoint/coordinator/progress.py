@@ -25,7 +25,7 @@ class StepTally:
 
     def add(self, report: Report) -> StepDone | None:
         """The step that this report completes, if it does."""
-        if not 0 <= report.replica < self._replicas or report.since not in self._sinces:
+        if not 0 <= report.replica < self._replicas or not self.counts(report.since):
             return None
         reports = self._reports.setdefault(report.step, {}) if report.step > self.done else {}
         if report.step <= self.done and self._enough < self._replicas:
@@ -44,6 +44,10 @@ class StepTally:
         weight = sum(r.weight for r in reports.values())
         loss = sum(reports[replica].loss * reports[replica].weight for replica in sorted(reports)) / weight
         return StepDone(report.step, loss, sum(r.items for r in reports.values()), self.again)
+
+    def counts(self, since: ViewNumber) -> bool:
+        """Does what is reported of that past count?"""
+        return since in self._sinces
 
     def rewind(self, done: int, since: ViewNumber) -> None:
         """The job goes on after step `done`: what was reported of later ones is void, and so are all earlier pasts."""

@@ -22,7 +22,7 @@ from rallypoint.core.cluster import ClusterMachine
 from rallypoint.core.job import JobRecord
 from rallypoint.core.policy import Sync
 from rallypoint.core.terms import Terms
-from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
@@ -102,7 +102,6 @@ class CoordinatorService:
         self._late = Lateness()
         self._planned: Planned | None = None
         self._metrics: dict[str, float] = {}
-        self._since = ViewNumber()
         self._announced: Members | None = None
         self._last_news = self._last_said = self._ticked = self._awake = time.monotonic()
         self._last_word: Finished | Aborted | None = None
@@ -353,8 +352,7 @@ class CoordinatorService:
         assert self._machine.record is not None
         if self._planned is None:
             self._plan(self._machine.record, view)
-        if view.since != self._since and self._tally is not None:
-            self._since = view.since
+        if self._tally is not None and not self._tally.counts(view.since):
             if self._machine.handed_over:
                 self._tally.hand_over(view.since)
             else:
@@ -428,7 +426,6 @@ class CoordinatorService:
         quorum = config.policy.quorum if isinstance(config.policy, Sync) else None
         self._tally = StepTally(config.replicas, quorum)
         self._tally.rewind(self._machine.furthest, view.since)
-        self._since = view.since
         self._planned = Planned(
             steps=config.steps, replicas=config.replicas, item=config.item,
             words=layout.words + sum(table.numel for table in layout.tables),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
 from pathlib import Path
@@ -42,15 +42,10 @@ class Files:
         full = self._full(path)
         return full if self._local else str(self._fs.unstrip_protocol(full))
 
-    def put(self, path: str, chunks: Sequence[bytes]) -> None:
-        """Write a file whole, in place of any that has its name. What a failure leaves half written is removed."""
-        with self.writing(path) as write:
-            for chunk in chunks:
-                write(chunk)
-
     @contextmanager
     def writing(self, path: str) -> Iterator[Callable[[Chunk], object]]:
-        """The same in pieces, which are given to what this yields. Only a remote filesystem's wait in memory."""
+        """Write a file whole, in place of any that has its name, in pieces that are given to what this yields (only a
+        remote filesystem's wait in memory). What a failure leaves half written is removed."""
         folder = path.rpartition("/")[0]
         self._make_folder(self._full(folder))
         if self._local:

@@ -102,8 +102,8 @@ class SnapshotStore:
             decode_manifest(data)  # what could not be read again must not become the newest snapshot
         except SnapshotError as error:
             raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
-        self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", [data])
-        self._put(manifest.id, _LATEST, [_latest_text(manifest.id)])
+        self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
+        self._put(manifest.id, _LATEST, _latest_text(manifest.id))
 
     def discard(self, snapshot_id: str) -> None:
         """Delete a snapshot or an attempt at one, the manifest first: half deleted is not committed."""
@@ -276,10 +276,9 @@ class SnapshotStore:
             raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard} is not what was written"))
         return data
 
-    def _put(self, snapshot_id: str, path: str, chunks: list[bytes]) -> None:
+    def _put(self, snapshot_id: str, path: str, data: bytes) -> None:
         with self._writing(snapshot_id, path) as write:
-            for chunk in chunks:
-                write(chunk)
+            write(data)
 
     @contextmanager
     def _writing(self, snapshot_id: str, path: str) -> Iterator[Callable[[Chunk], object]]:
