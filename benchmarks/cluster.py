@@ -76,21 +76,28 @@ class ThisMachine:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Who is there; `rate_mbit` is the rate of every link in both directions, None is plain loopback."""
+    """Who is there; `rate_mbit` is the rate of every link in both directions (of every worker's, where servers have
+    `server_mbit`), None is plain loopback."""
 
     workers: int
     servers: int
     rate_mbit: float | None
+    server_mbit: float | None = None
 
     @property
     def name(self) -> str:
         """How the tables call it: ``4+2, 1000 Mbit/s``."""
         links = "loopback" if self.rate_mbit is None else f"{self.rate_mbit:g} Mbit/s"
+        links += "" if self.server_mbit is None else f" (servers {self.server_mbit:g})"
         return f"{self.workers}+{self.servers}, {links}"
 
-    def wire_seconds(self, nbytes: int) -> float:
-        """K/B: what a link takes for `nbytes` (0 without a link)."""
-        return 0.0 if self.rate_mbit is None else nbytes * 8 / (self.rate_mbit * 1e6)
+    def wire_seconds(self, nbytes: int, server_copies: int = 0) -> float:
+        """K/B: what a worker's link takes for `nbytes`, or the servers' for so many copies of them together, if that is
+        longer (0 without links)."""
+        if self.rate_mbit is None:
+            return 0.0
+        rates = self.rate_mbit, (self.server_mbit or self.rate_mbit) * self.servers / (server_copies or 1)
+        return nbytes * 8 / (min(rates) * 1e6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,8 @@ def site(case: Case) -> Iterator[Site]:
         return
     with Netlab(hosts=1 + case.workers + case.servers, rate_mbit=case.rate_mbit) as lab:
         coordinator, *others = lab.hosts
+        for server in others[case.workers :]:
+            server.set_rate(case.server_mbit or case.rate_mbit)
         yield Site(coordinator, others[: case.workers], others[case.workers :], "eth0")
 
 

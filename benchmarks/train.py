@@ -4,6 +4,7 @@
     python benchmarks/train.py --workers 4 --servers 2 --rate 500   # one case (netlab: needs root)
     python benchmarks/train.py --loopback --workers 2 --servers 1   # plain loopback
     python benchmarks/train.py --durable                            # what replication and snapshots cost
+    python benchmarks/train.py --durable --server-rate 1250         # where servers' links carry what replication adds
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cluster import BenchmarkFailed, Case, Members, Site, Spread, main, report, site, step_times, table
+from cluster import Case, Members, Site, Spread, main, report, site, step_times, table
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from train_member import Design, Result, Task
 
@@ -29,6 +30,8 @@ NAMES: Mapping[Design, str] = {
     "rallypoint": "Rallypoint", "replicated": "+ replication 2", "snapshots": "+ snapshots every 10 s",
     "durable": "+ both", "ddp": "DDP over Gloo", "alone": "compute only",
 }  # fmt: skip
+REPLICATED: tuple[Design, ...] = ("replicated", "durable")
+SERVED: tuple[Design, ...] = ("rallypoint", "snapshots", *REPLICATED)
 STATES: Mapping[Design, int] = {"rallypoint": 2, "replicated": 2, "snapshots": 2, "durable": 2, "ddp": 4, "alone": 2}
 """Vectors as long as the model in a worker: parameters and gradients; under DDP also AdamW's two."""
 
@@ -67,7 +70,8 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """One line of the table. `limit` is max(compute, K/B) in seconds; `peak` and `analytic` are bytes per worker."""
+    """One line of the table. `limit` is max(compute, K/B) in seconds, with B that of the busiest link; `peak` and
+    `analytic` are bytes per worker."""
 
     case: str
     design: str
@@ -100,19 +104,29 @@ def run_once(at: Site, plan: Plan, design: Design) -> Trained:
     workers = len(at.workers)
     tasks = [Task(design, rank, workers, plan.model, plan.settings(workers)) for rank in range(workers)]
     with Members() as members:
-        if design not in ("ddp", "alone"):
+        if design in SERVED:
             members.start_rallypoint(
-                at, replication=2 if design in ("replicated", "durable") else 1,
+                at, replication=2 if design in REPLICATED else 1,
                 snapshot_seconds=10.0 if design in ("snapshots", "durable") else 0.0,
             )  # fmt: skip
         members.start_workers(at, "train_member.py", tasks)
         members.wait(900.0)
         results = members.results(at, Result)
-    if len({len(result.losses) for result in results}) > 1:
-        raise BenchmarkFailed("replicas moved between workers, one of which was measured as slow: try again")
-    losses = [statistics.fmean(each) for each in zip(*(result.losses for result in results), strict=True)]
-    times = step_times([result.finishes for result in results], plan.warm_up)
-    return Trained(times, losses, [result.peak_bytes for result in results])
+    began, losses = by_step(results)
+    return Trained(step_times([began], plan.warm_up), losses, [result.peak_bytes for result in results])
+
+
+def by_step(results: Sequence[Result]) -> tuple[list[float], list[float]]:
+    """When the last worker began with each step, and the step's loss: replicas may have moved between workers."""
+    began: dict[int, list[float]] = {}
+    losses: dict[int, list[float]] = {}
+    for result in results:
+        firsts = dict(zip(reversed(result.steps), reversed(result.began), strict=True))  # of two replicas, the first
+        for step, at in firsts.items():
+            began.setdefault(step, []).append(at)
+        for step, loss in zip(result.steps, result.losses, strict=True):
+            losses.setdefault(step, []).append(loss)
+    return [max(began[step]) for step in sorted(began)], [statistics.fmean(losses[step]) for step in sorted(losses)]
 
 
 def merge(runs: Sequence[Trained]) -> Trained:
@@ -126,10 +140,11 @@ def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Traine
     run, compute = runs[design], statistics.median(runs["alone"].steps)
     model_bytes = 4 * sum(parameter.numel() for parameter in GPT(plan.model).parameters())
     batch = case.workers * plan.batch
+    copies = case.workers * (design in SERVED) + (design in REPLICATED)
     samples = Spread.of([batch / seconds for seconds in run.steps])
     return Figures(
         case=case.name, design=design, step=Spread.of(run.steps), samples=samples,
-        tokens=samples.median * plan.model.block, limit=max(compute, case.wire_seconds(model_bytes)),
+        tokens=samples.median * plan.model.block, limit=max(compute, case.wire_seconds(model_bytes, copies)),
         peak=max(run.peaks), analytic=STATES[design] * model_bytes,
         final_loss=None if design == "alone" else statistics.fmean(run.losses[-_LAST:]),
         losses=[] if design == "alone" else run.losses,
@@ -172,8 +187,8 @@ def run(cases: Sequence[Case], plan: Plan, path: Path | None) -> None:
     size = every[0].analytic / STATES["rallypoint"]
     title = (
         f"a GPT of {size / 4e6:.1f} M parameters (K = {size / 1e6:.0f} MB), {plan.batch} x {plan.model.block} bytes a "
-        "worker; limit: max(compute, K/B)\npeak: a worker's memory over its imports and data; analytic: parameters + "
-        "gradients (+ AdamW's state under DDP), without activations"
+        "worker\nlimit: max(compute, K/B), with replication the servers' (W+1)K/SB; peak: a worker's memory over its "
+        "imports and data\nanalytic: parameters + gradients (+ AdamW's state under DDP), without activations"
     )
     tables = [table(title, COLUMNS, [row(figure) for figure in every])]
     report(console, tables + [curves(case, figures) for case, figures in found.items()], every, path)
@@ -188,6 +203,7 @@ def command(
     workers: Annotated[int, typer.Option(min=1, help="Workers; each computes one replica.")] = 4,
     servers: Annotated[int, typer.Option(min=1, help="Reduction servers.")] = 4,
     rate: Annotated[float, typer.Option(help="Mbit/s of every link, both directions (netlab: needs root).")] = 1000.0,
+    server_rate: Annotated[float | None, typer.Option(help="That of the servers' links, if it is another.")] = None,
     loopback: Annotated[bool, typer.Option("--loopback", help="No links: all on this machine's loopback.")] = False,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT.")] = 6,
     width: Annotated[int, typer.Option(min=8, help="Its width, a multiple of 8 (it has 8 heads).")] = 512,
@@ -205,14 +221,15 @@ def command(
     """Train a GPT on text with Rallypoint and with DDP over Gloo: same model, samples, optimizer, links; interleaved.
 
     A third run only computes (forward and backward in as many processes at once). The limit of a step is the greater
-    of that and K/B, the time a link takes for the gradients.
+    of that and K/B, the time the busiest link takes: servers that replicate carry the gradients once more.
     """
     sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
     plan = Plan(
         GPTConfig(layers=layers, heads=8, width=width, block=block), batch, lr, steps, warm_up, rounds,
         {name: value for name, value in sets.items() if value is not None}, DURABLE if durable else DESIGNS,
     )  # fmt: skip
-    run(GOALS if goals else (Case(workers, servers, None if loopback else rate),), plan, json)
+    case = Case(workers, servers, None if loopback else rate, None if loopback else server_rate)
+    run(GOALS if goals else (case,), plan, json)
 
 
 if __name__ == "__main__":

@@ -37,9 +37,11 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct, frozen=True):
-    """When each step began (seconds, monotonic) and its loss here; bytes at the peak, over imports and data."""
+    """Of every replica's step computed here: its number, when it began (seconds, monotonic), its loss; bytes at the
+    peak, over imports and data."""
 
-    finishes: list[float]
+    steps: list[int]
+    began: list[float]
     losses: list[float]
     peak_bytes: int
 
@@ -48,20 +50,22 @@ class Recorder:
     """Collects what a Result says; `begin` once everything is imported and the data is read."""
 
     def __init__(self) -> None:
-        self._finishes: list[float] = []
+        self._steps: list[int] = []
+        self._began: list[float] = []
         self._losses: list[float] = []
         with open("/proc/self/clear_refs", "w") as peak:
             peak.write("5")  # the peak begins anew: ru_maxrss would remember our parent's
         self._baseline = _memory("VmRSS")
 
-    def step(self, loss: torch.Tensor, began: float) -> None:
-        """A step that began then had this loss."""
-        self._finishes.append(began)
+    def step(self, step: int, loss: torch.Tensor, began: float) -> None:
+        """A replica's step that began then had this loss."""
+        self._steps.append(step)
+        self._began.append(began)
         self._losses.append(float(loss.detach()))
 
     def result(self) -> Result:
         """All of it."""
-        return Result(self._finishes, self._losses, _memory("VmHWM") - self._baseline)
+        return Result(self._steps, self._began, self._losses, _memory("VmHWM") - self._baseline)
 
 
 def rallypoint(task: Task, data: TextDataset, recorder: Recorder) -> None:
@@ -73,7 +77,7 @@ def rallypoint(task: Task, data: TextDataset, recorder: Recorder) -> None:
                 began = time.monotonic()
                 loss = model.loss(*micro.batch)
                 micro.backward(loss)
-            recorder.step(loss, began)
+            recorder.step(micro.step, loss, began)
 
 
 def ddp(task: Task, data: TextDataset, recorder: Recorder) -> None:
@@ -92,7 +96,7 @@ def ddp(task: Task, data: TextDataset, recorder: Recorder) -> None:
             group["lr"] = rate_at(config.schedule, step, config.steps)
         optimizer.step()
         optimizer.zero_grad()
-        recorder.step(loss, began)
+        recorder.step(step, loss, began)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -109,7 +113,7 @@ def alone(task: Task, data: TextDataset, recorder: Recorder) -> None:
         loss = model.loss(*batches.load(step, task.rank, 0))
         loss.backward()  # type: ignore[no-untyped-call]
         model.zero_grad()
-        recorder.step(loss, began)
+        recorder.step(step, loss, began)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

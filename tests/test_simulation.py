@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core import view_change
+from rallypoint.core import trial, view_change
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard import ShardMachine
@@ -406,6 +406,20 @@ def test_a_replica_computed_by_two_workers_counts_once() -> None:
 def test_buffers_that_run_a_version_ahead_of_a_slow_worker_are_not_lost(job: SimulatedJob, ahead: bool) -> None:
     results = _play_all(_plan(seed, job, 2, 2) for seed in range(25))
     assert (sum(result.fetched for result in results) > 0) == ahead  # else this has proven nothing
+
+
+@pytest.mark.parametrize("policy", [Sync(), AllReduce(), BoundedStaleness(1)], ids=word_for)
+def test_replicas_that_move_for_the_speeds_sake_and_back_again_are_counted_once(
+    policy: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every deal by speed is taken back, and tried again at once: many more moves than any real job sees."""
+    for name, value in (("ROUNDS", 1), ("SECONDS", 0.1), ("PAUSE_S", 0.3), ("_PAID", 0.0)):
+        monkeypatch.setattr(trial, name, value)
+    returned: list[int] = []
+    end = trial.Trial.end
+    monkeypatch.setattr(trial.Trial, "end", lambda of, start: (returned.append(start), end(of, start)))
+    _play_seeds(FIXED, policy)
+    assert returned
 
 
 def test_losing_one_server_at_a_time_rolls_nothing_back() -> None:

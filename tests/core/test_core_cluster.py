@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -52,6 +52,7 @@ from rallypoint.core.optimizer import AdamW
 from rallypoint.core.policy import LocalSteps
 from rallypoint.core.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.terms import Terms
+from rallypoint.core.trial import PAUSE_S, ROUNDS
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.core.view_change import AHEAD
 
@@ -59,9 +60,11 @@ PURE = settings(derandomize=True, deadline=None, max_examples=50)
 STEPS = 20
 
 
-def _record(width: int = 4, frozen: dict[str, str] | None = None, replicas: int = 4, **config: Any) -> JobRecord:
+def _record(
+    width: int = 4, frozen: dict[str, str] | None = None, replicas: int = 4, steps: int = STEPS, **config: Any
+) -> JobRecord:
     specs = [TensorSpec("body.weight", (8, 8), "float32", 0), TensorSpec("head.weight", (width,), "float32", 0)]
-    record = record_of(JobConfig(replicas=replicas, steps=STEPS, **config), build_layout(specs, 64), frozen)
+    record = record_of(JobConfig(replicas=replicas, steps=steps, **config), build_layout(specs, 64), frozen)
     return msgspec.msgpack.decode(msgspec.msgpack.encode(record), type=JobRecord)  # as it comes from the wire
 
 
@@ -138,6 +141,15 @@ class _Job:
         for worker, hand in self.view.hands(step).items():
             for replica in hand if only in ("", worker) else ():
                 effects += self.play(Progress(worker, step, replica, seconds, self.view.since))
+        return effects
+
+    def rounds(self, first: int, count: int, seconds: float, slow: float = 1.0) -> list[Effect]:
+        """Steps of so many seconds, of which w0 is busy with each of its replicas for `slow` times as long as w1."""
+        effects = []
+        for step in range(first, first + count):
+            self.step(step, 0.1 * slow, only="w0")
+            self.step(step, 0.1, only="w1")
+            effects += self.tick(seconds)
         return effects
 
     def store(self, taken: Capture) -> list[Effect]:
@@ -544,38 +556,76 @@ def test_a_new_coordinator_gives_everybody_a_whole_heartbeat() -> None:
 
 def test_a_worker_that_has_become_slow_is_dealt_less() -> None:
     job = _begun(_terms(2))
-    for step in range(1, 5):
-        job.step(step, 0.4, only="w0")
-        job.step(step, 0.1, only="w1")
-    job.tick(2.5)
+    job.rounds(1, ROUNDS, 0.8, slow=4.0)
     later = job.view.deals[-1]
     assert later.start == job.machine.furthest + AHEAD
-    assert {worker: len(hand) for worker, hand in later.hands.items()} == {"w0": 1, "w1": 3}
+    assert _sizes(later.hands) == {"w0": 1, "w1": 3}
     assert job.tick(2.5) == []  # the change has not come to count yet
     assert set(job.machine.lateness()) == {"w0", "w1"}
+    job.rounds(later.start - 1, ROUNDS + 2, 0.4, slow=4.0)
+    assert _sizes(job.view.hands(STEPS)) == {"w0": 1, "w1": 3}, "it has paid: it stays"
+
+
+def test_a_deal_by_speed_that_does_not_make_steps_shorter_is_taken_back_and_tried_again_much_later() -> None:
+    """Workers that share a machine's cores slow each other down: whoever happens to begin first looks fast."""
+    job = _begun(_terms(2), record=_record(steps=1000))
+    before = job.view.hands(0)
+    job.rounds(1, ROUNDS, 0.8, slow=4.0)
+    start = job.view.deals[-1].start
+    job.rounds(start - 1, ROUNDS + 2, 0.8, slow=4.0)
+    assert _sizes(job.view.hands(start)) == {"w0": 1, "w1": 3}
+    back = job.view.deals[-1]
+    assert (back.start, back.hands) == (job.machine.furthest + AHEAD, before)
+    quiet = int(PAUSE_S / 0.8) - 1
+    assert _of(Publish, job.rounds(job.machine.furthest + 1, quiet, 0.8, slow=4.0)) == []
+    assert len(_of(Publish, job.rounds(job.machine.furthest + 1, 3, 0.8, slow=4.0))) == 1
+    assert _sizes(job.view.deals[-1].hands) == {"w0": 1, "w1": 3}
+
+
+def test_a_worker_that_computed_nothing_because_it_was_slow_is_tried_again() -> None:
+    job = _begun(_terms(2), record=_record(steps=1000))
+    job.rounds(1, ROUNDS, 0.8, slow=40.0)
+    assert _sizes(job.view.hands(100)) == {"w0": 0, "w1": 4}
+    job.rounds(job.machine.furthest + 1, 2 + ROUNDS + 1, 0.4, slow=40.0)
+    assert _sizes(job.view.hands(100)) == {"w0": 0, "w1": 4}
+    began = job.now
+    while _sizes(job.view.deals[-1].hands) == {"w0": 0, "w1": 4}:
+        job.rounds(job.machine.furthest + 1, 1, 0.4)
+    assert 50.0 < job.now - began < 70.0
+    job.rounds(job.machine.furthest + 1, 2 + ROUNDS + 1, 0.2)
+    assert _sizes(job.view.hands(300)) == {"w0": 2, "w1": 2}
+
+
+def _sizes(hands: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {worker: len(hand) for worker, hand in hands.items()}
 
 
 def test_a_replica_that_leaves_something_on_its_worker_is_not_moved_for_speed_s_sake() -> None:
     job = _begun(_terms(2), record=_record(sync=LocalSteps(steps=2)))
     before = job.view
-    for step in range(1, 5):
-        job.step(step, 0.4, only="w0")
-        job.step(step, 0.1, only="w1")
-    assert job.tick(2.5) == []
+    assert job.rounds(1, 2 * ROUNDS, 0.8, slow=4.0) == []
     assert job.view == before
 
 
 def test_nor_is_it_moved_because_a_server_has_gone_while_its_worker_was_slow() -> None:
     terms, names = _terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1")
-    for record, stays in ((_record(sync=LocalSteps(steps=2)), True), (_record(), False)):
+    for record in (_record(sync=LocalSteps(steps=2)), _record()):
         job = _begun(terms, names, record=record)
         before = job.view.hands(0)
-        for step in range(1, 5):
-            job.step(step, 0.4, only="w0")
-            job.step(step, 0.1, only="w1")
+        job.rounds(1, ROUNDS - 1, 0.8, slow=4.0)
         job.play(Left("s0", "its connection ended"))
         assert "s0" not in job.view.primary.values()
-        assert (job.view.hands(100) == before) is stays
+        assert job.view.hands(100) == before
+
+
+def test_a_deal_that_is_still_to_come_stays_when_a_server_goes() -> None:
+    job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
+    job.rounds(1, ROUNDS, 0.8, slow=4.0)
+    later = job.view.deals[-1]
+    assert later.start > job.machine.furthest
+    job.play(Left("s0", "its connection ended"))
+    assert "s0" not in job.view.primary.values()
+    assert job.view.deals[-1] == later
 
 
 @pytest.mark.parametrize("wanted", [True, False])

@@ -61,13 +61,25 @@ def test_the_makespan_is_when_the_last_worker_is_through(replicas: int, rates: l
     assert Speeds().makespan({}, known) == 0.0
 
 
-def test_it_is_settled_when_everybody_is_known_and_the_last_deal_is_a_while_ago() -> None:
+def test_enough_is_known_when_it_is_of_everybody_who_computes() -> None:
     speeds = _speeds(a=1.0, b=1.0)
-    assert speeds.settled(["a", "b"], 10.0)
-    assert not speeds.settled(["a", "b", "c"], 10.0)
-    speeds.unsettle(10.0)
-    assert not speeds.settled(["a", "b"], 11.9)
-    assert speeds.settled(["a", "b"], 12.0)
+    assert speeds.known({"a": (0,), "b": (1,), "idle": ()})
+    assert not speeds.known({"a": (0,), "b": (1,), "c": (2,)})
+
+
+def test_what_is_known_of_a_worker_that_computes_nothing_is_known_no_longer_after_a_while() -> None:
+    speeds = _speeds(a=1.0, b=0.5)
+    hands = {"a": (), "b": (0, 1)}
+    speeds.fade(hands, now=60.0)
+    assert speeds.rates(["a", "b"]) == {"a": 1.0, "b": 2.0}
+    speeds.fade(hands, now=70.0)
+    assert speeds.rates(["a", "b"]) == {"a": 2.0, "b": 2.0}
+
+
+def test_only_the_first_report_of_a_replica_s_step_is_one() -> None:
+    speeds = Speeds()
+    reports = [("a", 0, 0), ("b", 0, 1), ("b", 0, 0), ("a", 1, 0)]
+    assert [speeds.computed(w, step, replica, 1.0, now=1.0) for w, step, replica in reports] == [1, 1, 0, 1]
 
 
 def test_percentiles_are_the_median_and_the_99th() -> None:

@@ -269,9 +269,8 @@ class CoordinatorService:
             case Beat():
                 pass
             case Report():
-                self._handle(
-                    cluster_events.Progress(hello.id, message.step, message.replica, message.seconds, message.since)
-                )
+                done = (hello.id, message.step, message.replica, message.seconds, message.since)
+                self._handle(cluster_events.Progress(*done, now=self._time_awake()))
                 self._report(message)
             case Applied(late=late):
                 self._late.add(late)

@@ -35,8 +35,9 @@ from rallypoint.core.membership import Membership
 from rallypoint.core.snapshot_duty import SnapshotDuty
 from rallypoint.core.speeds import Speeds
 from rallypoint.core.terms import Terms
+from rallypoint.core.trial import Trial
 from rallypoint.core.view import Deal, Member, View, ViewNumber
-from rallypoint.core.view_change import following_deals, says_nothing_new
+from rallypoint.core.view_change import AHEAD, following_deals, says_nothing_new
 from rallypoint.core.view_sequence import ViewSequence
 
 
@@ -57,6 +58,7 @@ class ClusterMachine:
     _begun: bool = False  # the first weights are safe, or a step has been computed: they cannot be brought again
     _members: Membership = field(default_factory=Membership)
     _speeds: Speeds = field(default_factory=Speeds)
+    _trial: Trial = field(default_factory=Trial)
     _carriers: Carriers = field(default_factory=Carriers)
     _now: float = 0.0
     _origin: str = ""
@@ -324,7 +326,9 @@ class ClusterMachine:
             self._begun = True
             self.revision += 1
         self._has_state(event.worker, event.step)
-        self._speeds.computed(event.worker, event.step, event.replica, event.seconds, self._now)
+        now = max(self._now, event.now)
+        if self._speeds.computed(event.worker, event.step, event.replica, event.seconds, now):
+            self._trial.computed(event.step, self._replicas, now)
         self.furthest = max(self.furthest, event.step)
         self._snapshots.computed(event.step, event.replica)
         return []
@@ -343,9 +347,16 @@ class ClusterMachine:
         if not active or self.record is None or self._storing_first_weights:
             return ()
         hands = before.hands(self.furthest + 1) if before is not None else {}
-        # What is kept on the workers is not to move because somebody else has gone, a server, just when one was slow.
-        speeds = Speeds() if self.record.sticky else self._speeds
-        return following_deals(hands, active, int(self.record.config["replicas"]), self.furthest, speeds)
+        if before is not None and hands.keys() == set(active):
+            return before.deals_from(self.furthest + 1)  # no worker has come or gone
+        # What is kept on the workers is not to move because one was slow just when another has gone.
+        speeds = self._speeds if self._trial.paid and not self.record.sticky else Speeds()
+        return following_deals(hands, active, self._replicas, self.furthest, speeds)
+
+    @property
+    def _replicas(self) -> int:
+        assert self.record is not None
+        return int(self.record.config["replicas"])
 
     @property
     def _storing_first_weights(self) -> bool:
@@ -353,17 +364,23 @@ class ClusterMachine:
         return self.terms.snapshots and not self._begun
 
     def _deal_again_if_uneven(self) -> list[Effect]:
-        """When somebody has become slower or faster than what it was dealt for."""
-        if self.view is None or self.record is None or not self._speeds.settled(self._active(), self._now):
-            return []
-        if self.record.sticky:
-            return []  # a replica that moves leaves behind what is worth more
+        """When somebody has become slower or faster than what it was dealt for; and back, if that has not paid."""
+        if self.view is None or self.record is None or self.record.sticky:
+            return []  # (a replica that moves leaves behind what is worth more)
         if len(self.view.deals) > 1 and self.view.deals[-1].start > self.furthest:
             return []  # the last change has not come to count yet
-        effects = self._turn()
-        if effects:
-            self._speeds.unsettle(self._now)
-        return effects
+        hands, start = self.view.hands(self.furthest + 1), self.furthest + AHEAD
+        if (former := self._trial.verdict(self._now)) is not None:
+            self._trial.end(start)
+            return self._turn(deals=(Deal(0, dict(hands)), Deal(start, dict(former))))
+        self._speeds.fade(hands, self._now)
+        if not self._trial.may_begin(self._now) or not self._speeds.known(hands):
+            return []
+        deals = following_deals(hands, self._active(), self._replicas, self.furthest, self._speeds)
+        if len(deals) == 1:
+            return []
+        self._trial.begin(hands, deals[-1].start)
+        return self._turn(deals=deals)
 
     def _assist_stragglers(self) -> list[Effect]:
         if not self.terms.backup_tasks or self.view is None or self.record is None or self.record.sticky:
@@ -375,13 +392,14 @@ class ClusterMachine:
 
     # ---- views ----
 
-    def _turn(self, *, ending: bool = False) -> list[Effect]:
-        """The view that follows from who is here now, if it differs from the one in force."""
+    def _turn(self, *, deals: tuple[Deal, ...] | None = None, ending: bool = False) -> list[Effect]:
+        """The view that follows from who is here now, if it differs from the one in force; with `deals`, these."""
         if self.phase is Phase.RECOVERING and self._stateful_workers:
             return self._hand_over()
         if self.phase is not Phase.RUNNING or self.view is None or self.record is None:
             return []
-        before, deals, ending = self.view, self._deals(self.view), self.view.ending or ending
+        before, ending = self.view, self.view.ending or ending
+        deals = self._deals(before) if deals is None else deals
         if self.record.stateful_workers and self._carriers.must_begin_again(
             before, deals, self._members.workers, self._members.servers, self._members.present, ending=ending
         ):
@@ -393,6 +411,8 @@ class ClusterMachine:
             return []
         if self._storing_first_weights and view.primary != before.primary:
             return self._start_over("")
+        if view.hands(self.furthest + 1).keys() != before.hands(self.furthest + 1).keys():
+            self._trial.restart()
         return self._publish(view, abandon=view.primary != before.primary)
 
     def _roll_back(self) -> list[Effect]:
@@ -448,6 +468,7 @@ class ClusterMachine:
         if self.record.stateful_workers:
             self._views.replication = 1  # there is nothing on a server that could be lost
         self._speeds.restart()
+        self._trial.restart()
         self._snapshots.restart()
         if not self._members.servers or (origin == "" and not self._active()):
             self.phase = Phase.GATHERING  # nobody to begin with

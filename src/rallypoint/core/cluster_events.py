@@ -27,13 +27,14 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A worker has computed a replica of `step` in `seconds`, in the past that `since` names."""
+    """A worker has computed a replica of `step` in `seconds`, in the past that `since` names; it is `now`."""
 
     worker: str
     step: int
     replica: int
     seconds: float
     since: ViewNumber
+    now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 _REMEMBERED = 32  # replicas of each worker
 _ENOUGH = 4  # replicas before a worker's speed is believed
-_SETTLING_S = 2.0  # between two deals for the speeds' sake
+_STALE_S = 60.0  # after which what is known of a worker that computes nothing is known no longer
 _LATE = 2.0  # times the usual time of a replica after which an idle worker is asked for it too
 
 
@@ -20,15 +20,16 @@ class Speeds:
     _reported: dict[int, set[int]] = field(default_factory=dict)  # step -> replicas
     _last: dict[str, float] = field(default_factory=dict)  # when each worker last reported
     _assisted: set[tuple[int, int]] = field(default_factory=set)
-    _dealt_at: float = 0.0
 
-    def computed(self, worker: str, step: int, replica: int, seconds: float, now: float) -> None:
-        """A report has come."""
+    def computed(self, worker: str, step: int, replica: int, seconds: float, now: float) -> bool:
+        """A report has come; is it the first of that replica and step?"""
         self._seconds.setdefault(worker, deque(maxlen=_REMEMBERED)).append(max(seconds, 1e-6))
-        self._reported.setdefault(step, set()).add(replica)
+        first = replica not in self._reported.setdefault(step, set())
+        self._reported[step].add(replica)
         self._last[worker] = now
         for old in [s for s in self._reported if s < step - 2]:
             del self._reported[old]
+        return first
 
     def forget(self, worker: str) -> None:
         """The worker is gone."""
@@ -50,13 +51,15 @@ class Speeds:
         """Seconds until the last worker is through with its hand."""
         return max((len(hand) / rates.get(worker, 1.0) for worker, hand in hands.items()), default=0.0)
 
-    def settled(self, workers: Sequence[str], now: float) -> bool:
-        """Is enough known of everybody, and the last change long enough ago, to deal by speed again?"""
-        return now - self._dealt_at >= _SETTLING_S and all(len(self._seconds.get(w, ())) >= _ENOUGH for w in workers)
+    def known(self, hands: Mapping[str, Sequence[int]]) -> bool:
+        """Is enough known of everybody who computes?"""
+        return all(len(self._seconds.get(worker, ())) >= _ENOUGH for worker, hand in hands.items() if hand)
 
-    def unsettle(self, now: float) -> None:
-        """A new deal was made."""
-        self._dealt_at = now
+    def fade(self, hands: Mapping[str, Sequence[int]], now: float) -> None:
+        """Forget the speeds of those who have computed nothing for long: they may not be slow any more."""
+        for worker, hand in hands.items():
+            if not hand and now - self._last.get(worker, now) > _STALE_S:
+                self.forget(worker)
 
     def percentiles(self) -> dict[str, tuple[float, float]]:
         """Every worker's median and 99th percentile of seconds per replica."""

@@ -70,6 +70,12 @@ class View(msgspec.Struct, frozen=True):
         counting = [deal for deal in self.deals if deal.start <= max(0, step)]
         return counting[-1].hands if counting else {}
 
+    def deals_from(self, step: int) -> tuple[Deal, ...]:
+        """The one that counts at `step`, and those that will later."""
+        counting = [deal for deal in self.deals if deal.start <= max(0, step)]
+        later = (deal for deal in self.deals if deal.start > max(0, step))
+        return (*(msgspec.structs.replace(deal, start=0) for deal in counting[-1:]), *later)
+
     def hand(self, worker: str, step: int) -> tuple[int, ...]:
         """The replicas that `worker` computes at `step`, ascending."""
         return self.hands(step).get(worker, ())

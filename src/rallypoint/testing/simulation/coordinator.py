@@ -50,8 +50,12 @@ class SimulatedCoordinator:
         self._write()
         self._tick()
 
+    @property
+    def _time(self) -> float:
+        return self.node.world.now + 1.0  # 0 is no time to the machine
+
     def _tick(self) -> None:
-        self._handle(cluster_events.Tick(self.node.world.now + 1.0))
+        self._handle(cluster_events.Tick(self._time))
         self.node.later(TICK_S, self._tick)
 
     def accept(self, wire: Wire, hello: Any) -> str:
@@ -82,7 +86,7 @@ class SimulatedCoordinator:
                 self._handle(cluster_events.Proposed(who, record))
             case ("progress", step, replica, seconds, since):
                 self.outcome.computed.append((who, step, replica))
-                self._handle(cluster_events.Progress(who, step, replica, seconds, since))
+                self._handle(cluster_events.Progress(who, step, replica, seconds, since, self._time))
             case ("in step", backups):
                 self._handle(cluster_events.InStep(who, backups))
             case ("leaving",):
