@@ -1,6 +1,7 @@
 """What a snapshot costs training, and when it is durable: Rallypoint against torch's distributed checkpoints (DCP).
 
     python benchmarks/snapshots.py                          # 100 M parameters: 1.2 GB with AdamW's state
+    python benchmarks/snapshots.py --pad 2                  # as where an accelerator computes: the cores have time
     python benchmarks/snapshots.py --layers 4 --rounds 1    # a smaller one
 """
 
@@ -113,8 +114,8 @@ COLUMNS = (
 def row(found: Figures) -> list[str]:
     """A line of the table."""
     return [
-        NAMES[found.design], "s", f"{found.usual.median:.2f}", f"+{found.noise:.2f}", f"+{found.longest.show(2)}",
-        f"+{found.first_longest:.2f}", found.lost.show(2), found.durable.show(2),
+        NAMES[found.design], "s", f"{found.usual.median:.3f}", f"+{found.noise:.3f}", f"+{found.longest.show()}",
+        f"+{found.first_longest:.3f}", found.lost.show(), found.durable.show(2),
     ]  # fmt: skip
 
 
@@ -126,6 +127,7 @@ def command(
     layers: Annotated[int, typer.Option(min=1, help="Square matrices in the model.")] = 24,
     width: Annotated[int, typer.Option(min=8, help="Their width.")] = 2048,
     batch: Annotated[int, typer.Option(min=1, help="Rows at a step: makes it last.")] = 64,
+    pad: Annotated[float, typer.Option(min=0.0, help="Seconds of every step that the worker sleeps.")] = 0.0,
     servers: Annotated[int, typer.Option(min=1, help="Rallypoint's servers (there is one worker).")] = 1,
     every: Annotated[int, typer.Option(min=2, help="Steps between snapshots.")] = 10,
     snapshots: Annotated[int, typer.Option(min=1, help="Snapshots in a round.")] = 4,
@@ -141,14 +143,15 @@ def command(
     results: dict[Design, list[Result]] = {design: [] for design in DESIGNS}
     for number in range(rounds):
         for design in DESIGNS:
-            task = Task(design, layers, width, batch, steps, every, "")
+            task = Task(design, layers, width, batch, pad, steps, every, "")
             results[design].append(run_once(task, servers))
             console.print(f"{NAMES[design]}, round {number + 1} is over", style="dim")
     found = [figures(design, results[design], warm_up) for design in DESIGNS]
     state = 12 * layers * width * width
     title = (
         f"{layers * width * width / 1e6:.0f} M parameters, {state / 1e9:.2f} GB with AdamW's state; one process, or one"
-        f" worker and {servers} servers\na snapshot every {every} steps; longest steps: over the usual one, without a"
+        f" worker and {servers} servers; steps of {pad:g} s and more\na snapshot every {every} steps; longest steps: over"
+        " the usual one, without a"
         " snapshot and with one under way"
     )
     report(console, [table(title, COLUMNS, [row(each) for each in found])], found, json)

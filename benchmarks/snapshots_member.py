@@ -26,12 +26,14 @@ Design = Literal["rallypoint", "dcp-thread", "dcp-process", "dcp-blocking"]
 
 
 class Task(msgspec.Struct, frozen=True):
-    """`layers` square matrices of `width`, `batch` rows at a step; a save after every `every` steps."""
+    """`layers` square matrices of `width`, `batch` rows and `pad` seconds of sleep at a step; a save after every
+    `every` steps."""
 
     design: Design
     layers: int
     width: int
     batch: int
+    pad: float
     steps: int
     every: int
     folder: str
@@ -53,6 +55,7 @@ def rallypoint(task: Task, model: nn.Sequential, rows: torch.Tensor) -> Result:
         for micro in run:
             with micro:
                 starts.append(time.monotonic())
+                time.sleep(task.pad)
                 micro.backward(model(micro.batch[0]).square().mean())
     return Result(starts, [])
 
@@ -65,6 +68,7 @@ def checkpointed(task: Task, model: nn.Sequential, rows: torch.Tensor) -> Result
     starts: list[float] = []
     for step in range(task.steps):
         starts.append(time.monotonic())
+        time.sleep(task.pad)
         model(rows[: task.batch]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

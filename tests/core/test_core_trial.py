@@ -26,21 +26,21 @@ class _Clock:
 
     def begin(self, seconds: float = 1.0) -> None:
         self.rounds(ROUNDS + 1, seconds)
-        assert self.trial.may_begin(self.now)
-        self.trial.begin(FORMER, self.step + 2)
+        assert self.trial.round(self.now) == pytest.approx(seconds)
+        self.trial.begin(FORMER, seconds, self.step + 2)
 
 
 def test_nothing_is_tried_before_enough_rounds_and_enough_seconds_are_measured() -> None:
     clock = _Clock()
     clock.rounds(ROUNDS, 10.0)
-    assert not clock.trial.may_begin(clock.now)  # one more: the first end is only where the second round begins
+    assert clock.trial.round(clock.now) is None  # one more: the first end is only where the second round begins
     clock.rounds(1, 10.0)
-    assert clock.trial.may_begin(clock.now)
+    assert clock.trial.round(clock.now) is not None
     quick = _Clock()
     quick.rounds(ROUNDS + 1, SECONDS / (ROUNDS + 2))
-    assert not quick.trial.may_begin(quick.now)
+    assert quick.trial.round(quick.now) is None
     quick.rounds(3, SECONDS / (ROUNDS + 2))
-    assert quick.trial.may_begin(quick.now)
+    assert quick.trial.round(quick.now) is not None
 
 
 @pytest.mark.parametrize(("after", "paid"), [(0.5, True), (0.94, True), (0.97, False), (1.0, False), (2.0, False)])
@@ -74,7 +74,7 @@ def test_after_one_that_has_not_paid_the_next_ones_wait_longer_and_longer() -> N
         assert clock.trial.verdict(clock.now) == FORMER
         clock.trial.end(clock.step + 2)
         began = clock.now
-        while not clock.trial.may_begin(clock.now):
+        while clock.trial.round(clock.now) is None:
             clock.rounds(1, 1.0)
         waited.append(clock.now - began)
     assert waited == [PAUSE_S, 2 * PAUSE_S, 4 * PAUSE_S]
@@ -86,7 +86,7 @@ def test_when_somebody_comes_or_goes_what_was_measured_is_void_and_the_trial_ove
     clock.trial.restart()
     clock.rounds(ROUNDS, 5.0)
     assert clock.trial.verdict(clock.now) is None
-    assert not clock.trial.may_begin(clock.now)
+    assert clock.trial.round(clock.now) is None
     clock.rounds(1, 5.0)
     assert clock.trial.verdict(clock.now) is None
-    assert clock.trial.may_begin(clock.now)
+    assert clock.trial.round(clock.now) is not None

@@ -119,6 +119,12 @@ def test_a_deal_that_is_nearly_fair_stays() -> None:
     assert len(following_deals(hands, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=3.0))) == 2
 
 
+def test_what_a_round_takes_beside_computing_no_deal_makes_shorter() -> None:
+    hands, speeds = {"w0": (0, 2), "w1": (1, 3)}, _speeds(w0=1.0, w1=3.0)  # six seconds of computing would become three
+    for seconds, deals in ((0.0, 2), (6.0, 2), (32.9, 2), (33.1, 1), (60.0, 1)):
+        assert len(following_deals(hands, ["w0", "w1"], 4, 5, speeds, seconds)) == deals
+
+
 # ---- news ----
 
 

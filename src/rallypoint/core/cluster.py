@@ -372,15 +372,19 @@ class ClusterMachine:
         hands, start = self.view.hands(self.furthest + 1), self.furthest + AHEAD
         if (former := self._trial.verdict(self._now)) is not None:
             self._trial.end(start)
-            return self._turn(deals=(Deal(0, dict(hands)), Deal(start, dict(former))))
+            said = Say(f"steps have not become shorter: from step {start} on replicas are dealt as before")
+            return [said, *self._turn(deals=(Deal(0, dict(hands)), Deal(start, dict(former))))]
         self._speeds.fade(hands, self._now)
-        if not self._trial.may_begin(self._now) or not self._speeds.known(hands):
+        seconds = self._trial.round(self._now)
+        if seconds is None or not self._speeds.known(hands):
             return []
-        deals = following_deals(hands, self._active(), self._replicas, self.furthest, self._speeds)
+        deals = following_deals(hands, self._active(), self._replicas, self.furthest, self._speeds, seconds)
         if len(deals) == 1:
             return []
-        self._trial.begin(hands, deals[-1].start)
-        return self._turn(deals=deals)
+        self._trial.begin(hands, seconds, start)
+        shares = ", ".join(f"{worker} {len(hand)}" for worker, hand in sorted(deals[-1].hands.items()))
+        said = Say(f"workers are not equally fast: from step {start} on replicas are dealt by speed ({shares})")
+        return [said, *self._turn(deals=deals)]
 
     def _assist_stragglers(self) -> list[Effect]:
         if not self.terms.backup_tasks or self.view is None or self.record is None or self.record.sticky:

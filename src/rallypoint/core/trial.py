@@ -44,14 +44,13 @@ class Trial:
         while len(self._ends) > ROUNDS + 1 and now - self._ends[1] >= SECONDS:
             self._ends.popleft()
 
-    def may_begin(self, now: float) -> bool:
-        """Is enough known to tell later whether another deal is better, and the last failure long enough ago?"""
-        return self._former is None and now >= self._not_before and self._seconds() is not None
+    def round(self, now: float) -> float | None:
+        """Seconds of a round, as another deal would have to beat it; None while that is not known, or not to be tried
+        again yet."""
+        return self._seconds() if self._former is None and now >= self._not_before else None
 
-    def begin(self, former: Hands, start: int) -> None:
-        """Other hands than these will count from step `start` on."""
-        seconds = self._seconds()
-        assert seconds is not None, "may_begin was not asked"
+    def begin(self, former: Hands, seconds: float, start: int) -> None:
+        """Other hands than these, of which a round took so many seconds, will count from step `start` on."""
         self._former, self._before = former, seconds
         self._measure_from(start)
 

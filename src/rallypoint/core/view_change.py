@@ -108,19 +108,23 @@ def _hosts(servers: Mapping[str, Member]) -> dict[str, str]:
 
 
 def following_deals(
-    hands: Mapping[str, tuple[int, ...]], workers: Sequence[str], replicas: int, furthest: int, speeds: Speeds
-) -> tuple[Deal, ...]:
+    hands: Mapping[str, tuple[int, ...]], workers: Sequence[str], replicas: int, furthest: int, speeds: Speeds,
+    round: float = 0.0,
+) -> tuple[Deal, ...]:  # fmt: skip
     """How the replicas are dealt to `workers` (at least one), where `hands` counts for the next step; {} if none does.
 
     Replicas of those who are gone go to others at once. If that is uneven for the workers' speeds, a fair deal
-    follows, which counts from a step a little ahead of the `furthest` one seen.
+    follows, which counts from a step a little ahead of the `furthest` one seen. If it is known what a `round` takes,
+    in seconds, what it takes beside computing counts too: no deal makes that shorter.
     """
     rates = speeds.rates(workers)
     fair = deal_replicas(replicas, sorted(workers), rates)
     if not hands:
         return (Deal(0, fair),)
     now = patch_hands(hands, workers, rates)
-    if speeds.makespan(now, rates) <= speeds.makespan(fair, rates) * _WORTH_IT:
+    computing = speeds.makespan(now, rates)
+    beside = max(0.0, round - computing)
+    if computing + beside <= (speeds.makespan(fair, rates) + beside) * _WORTH_IT:
         return (Deal(0, now),)
     return (Deal(0, now), Deal(furthest + AHEAD, fair))
 
