@@ -87,9 +87,10 @@ class Case:
     @property
     def name(self) -> str:
         """How the tables call it: ``4+2, 1000 Mbit/s``."""
-        links = "loopback" if self.rate_mbit is None else f"{self.rate_mbit:g} Mbit/s"
-        links += "" if self.server_mbit is None else f" (servers {self.server_mbit:g})"
-        return f"{self.workers}+{self.servers}, {links}"
+        if self.rate_mbit is None:
+            return f"{self.workers}+{self.servers}, loopback"
+        rates = f"{self.rate_mbit:g}" + (f"/{self.server_mbit:g}" if self.server_mbit else "")
+        return f"{self.workers}+{self.servers}, {rates} Mbit/s"
 
     def wire_seconds(self, nbytes: int, server_copies: int = 0) -> float:
         """K/B: what a worker's link takes for `nbytes`, or the servers' for so many copies of them together, if that is
