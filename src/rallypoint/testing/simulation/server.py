@@ -14,7 +14,7 @@ from rallypoint.core.policy import BoundedStaleness, Sync
 from rallypoint.core.server import Plan, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
-from rallypoint.testing.simulation.member import Membership
+from rallypoint.testing.simulation.member import COORDINATOR, Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
 
@@ -355,7 +355,13 @@ class SimulatedServer:
         held.keep(apply.version, apply.oldest)
 
     def _check_published(self, index: int, version: int) -> None:
-        """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4)."""
+        """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4).
+
+        Not in a past that is void, where nobody sees it any more (I10): a worker that goes on elsewhere may have let a
+        version land over what it still sends to a server that has slept through the roll-back.
+        """
+        if self._void:
+            return
         content = self.held[index].wire[version]
         if not isinstance(content, Mean):
             self.job.check_version(index, version, content.content if isinstance(content, State) else content)
@@ -370,6 +376,13 @@ class SimulatedServer:
                     f"{self.node.name} publishes version {version} of shard {index} while its backup "
                     f"{backup.node.name} is at version {theirs.version}"
                 )
+
+    @property
+    def _void(self) -> bool:
+        """Has there been a roll-back that this server has not heard of?"""
+        view, deciding = self.machine.view, getattr(self.node.world.acceptors.get(COORDINATOR), "machine", None)
+        current = None if deciding is None else deciding.view
+        return view is not None and current is not None and view.since < current.since
 
     def check_tally(self, index: int) -> None:
         """Every contribution of the job was applied, folded into another's update, or dropped: once, and no other."""
