@@ -120,8 +120,8 @@ def site(case: Case) -> Iterator[Site]:
         return
     with Netlab(hosts=1 + case.workers + case.servers, rate_mbit=case.rate_mbit) as lab:
         coordinator, *others = lab.hosts
-        for server in others[case.workers :]:
-            server.set_rate(case.server_mbit or case.rate_mbit)
+        for server in others[case.workers :] if case.server_mbit else ():
+            server.set_rate(case.server_mbit)
         yield Site(coordinator, others[: case.workers], others[case.workers :], "eth0")
 
 

@@ -150,9 +150,8 @@ def command(
     state = 12 * layers * width * width
     title = (
         f"{layers * width * width / 1e6:.0f} M parameters, {state / 1e9:.2f} GB with AdamW's state; one process, or one"
-        f" worker and {servers} servers; steps of {pad:g} s and more\na snapshot every {every} steps; longest steps:"
-        " over the usual one, without a"
-        " snapshot and with one under way"
+        f" worker and {servers} servers; steps padded by {pad:g} s\na snapshot every {every} steps; longest steps: over"
+        " the usual one, without a snapshot and with one under way"
     )
     report(console, [table(title, COLUMNS, [row(each) for each in found])], found, json)
 

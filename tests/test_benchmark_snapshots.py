@@ -52,7 +52,7 @@ def test_the_log_says_when_a_version_was_there_and_when_it_was_stored(tmp_path: 
 @pytest.mark.slow
 def test_it_runs_against_torch_s_own_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
-    small = ("--layers", "2", "--width", "512", "--batch", "2048", "--every", "8", "--snapshots", "1", "--rounds", "1")
+    small = ("--layers", "2", "--width", "512", "--pad", "0.1", "--every", "8", "--snapshots", "1", "--rounds", "1")
     argv = [sys.executable, str(FOLDER / "snapshots.py"), *small, "--json", str(path)]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr

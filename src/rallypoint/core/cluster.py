@@ -370,8 +370,7 @@ class ClusterMachine:
         if len(self.view.deals) > 1 and self.view.deals[-1].start > self.furthest:
             return []  # the last change has not come to count yet
         hands, start = self.view.hands(self.furthest + 1), self.furthest + AHEAD
-        if (former := self._trial.verdict(self._now)) is not None:
-            self._trial.end(start)
+        if (former := self._trial.verdict(self._now, start)) is not None:
             said = Say(f"steps have not become shorter: from step {start} on replicas are dealt as before")
             return [said, *self._turn(deals=(Deal(0, dict(hands)), Deal(start, dict(former))))]
         self._speeds.fade(hands, self._now)

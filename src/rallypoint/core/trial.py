@@ -54,8 +54,8 @@ class Trial:
         self._former, self._before = former, seconds
         self._measure_from(start)
 
-    def verdict(self, now: float) -> Hands | None:
-        """The hands to return to, once it is known that the deal on trial has not paid; to be followed by `end`."""
+    def verdict(self, now: float, start: int) -> Hands | None:
+        """The hands to return to from step `start` on, once it is known that the deal on trial has not paid."""
         seconds = self._seconds()
         if self._former is None or seconds is None:
             return None
@@ -66,11 +66,8 @@ class Trial:
             return None
         self._not_before = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
-        return former
-
-    def end(self, start: int) -> None:
-        """The former hands count again from step `start` on."""
         self._measure_from(start)
+        return former
 
     def restart(self) -> None:
         """Somebody came or went, or steps are computed again: what was measured says nothing about what follows."""

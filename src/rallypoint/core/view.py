@@ -67,14 +67,17 @@ class View(msgspec.Struct, frozen=True):
 
     def hands(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""
-        counting = [deal for deal in self.deals if deal.start <= max(0, step)]
+        counting = self._counting(step)
         return counting[-1].hands if counting else {}
 
     def deals_from(self, step: int) -> tuple[Deal, ...]:
         """The one that counts at `step`, and those that will later."""
-        counting = [deal for deal in self.deals if deal.start <= max(0, step)]
-        later = (deal for deal in self.deals if deal.start > max(0, step))
-        return (*(msgspec.structs.replace(deal, start=0) for deal in counting[-1:]), *later)
+        counting = self._counting(step)
+        now = tuple(msgspec.structs.replace(deal, start=0) for deal in counting[-1:])
+        return now + self.deals[len(counting) :]
+
+    def _counting(self, step: int) -> list[Deal]:
+        return [deal for deal in self.deals if deal.start <= max(0, step)]
 
     def hand(self, worker: str, step: int) -> tuple[int, ...]:
         """The replicas that `worker` computes at `step`, ascending."""
