@@ -5,6 +5,7 @@
     python benchmarks/train.py --loopback --workers 2 --servers 1   # plain loopback
     python benchmarks/train.py --durable                            # what replication and snapshots cost
     python benchmarks/train.py --durable --server-rate 1250         # where servers' links carry what replication adds
+    python benchmarks/train.py --design rallypoint --design replicated --batch 4     # these two, with more to compute
 """
 
 from __future__ import annotations
@@ -53,6 +54,11 @@ class Plan:
     sets: Mapping[str, Any]
     designs: tuple[Design, ...] = DESIGNS
 
+    @property
+    def model_bytes(self) -> int:
+        """K: of all parameters."""
+        return 4 * sum(parameter.numel() for parameter in GPT(self.model).parameters())
+
     def settings(self, workers: int) -> dict[str, object]:
         """Those of `job.train`. One step more than measured: a step ends where the next begins."""
         return {
@@ -71,12 +77,13 @@ class Trained(msgspec.Struct, frozen=True):
 
 class Figures(msgspec.Struct, frozen=True):
     """One line of the table. `limit` is max(compute, K/B) in seconds, with B that of the busiest link; `peak` and
-    `analytic` are bytes per worker."""
+    `analytic` are bytes per worker; `ratio` is to Rallypoint's median step, round by round."""
 
     case: str
     design: str
     step: Spread
     samples: Spread
+    ratio: Spread | None
     tokens: float
     limit: float
     peak: int
@@ -90,13 +97,12 @@ def measure(case: Case, plan: Plan, console: Console) -> list[Figures]:
     runs: dict[Design, list[Trained]] = {design: [] for design in plan.designs}
     with site(case) as at:
         for number in range(plan.rounds):
-            for design in plan.designs:
+            for design in plan.designs if number % 2 == 0 else reversed(plan.designs):  # a machine's speed drifts
                 run = run_once(at, plan, design)
                 runs[design].append(run)
                 spread = Spread.of(run.steps).show()
                 console.print(f"{case.name}: {NAMES[design]}, round {number + 1}: {spread} s a step", style="dim")
-    merged = {design: merge(found) for design, found in runs.items()}
-    return [figures(case, plan, design, merged) for design in plan.designs]
+    return [figures(case, plan, design, runs) for design in plan.designs]
 
 
 def run_once(at: Site, plan: Plan, design: Design) -> Trained:
@@ -135,15 +141,22 @@ def merge(runs: Sequence[Trained]) -> Trained:
     return Trained(steps, runs[0].losses, [peak for run in runs for peak in run.peaks])
 
 
-def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Trained]) -> Figures:
+def ratio(run: Sequence[Trained], to: Sequence[Trained]) -> Spread:
+    """Of the median steps of each round."""
+    pairs = zip(run, to, strict=True)
+    return Spread.of([statistics.median(ours.steps) / statistics.median(theirs.steps) for ours, theirs in pairs])
+
+
+def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Sequence[Trained]]) -> Figures:
     """The figures of one design, with the limit that the others' give."""
-    run, compute = runs[design], statistics.median(runs["alone"].steps)
-    model_bytes = 4 * sum(parameter.numel() for parameter in GPT(plan.model).parameters())
+    run, compute = merge(runs[design]), statistics.median(merge(runs["alone"]).steps)
+    model_bytes = plan.model_bytes
     batch = case.workers * plan.batch
     copies = case.workers * (design in SERVED) + (design in REPLICATED)
     samples = Spread.of([batch / seconds for seconds in run.steps])
     return Figures(
         case=case.name, design=design, step=Spread.of(run.steps), samples=samples,
+        ratio=ratio(runs[design], runs["rallypoint"]) if "rallypoint" in runs else None,
         tokens=samples.median * plan.model.block, limit=max(compute, case.wire_seconds(model_bytes, copies)),
         peak=max(run.peaks), analytic=STATES[design] * model_bytes,
         final_loss=None if design == "alone" else statistics.fmean(run.losses[-_LAST:]),
@@ -152,8 +165,8 @@ def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Traine
 
 
 COLUMNS = (
-    "case", "design", "samples/s [min..max]", "tokens/s", "s a step", "longest", "x limit", "peak MB", "analytic MB",
-    "last loss",
+    "case", "design", "samples/s [min..max]", "tokens/s", "s a step", "longest", "x limit", "x Rallypoint [rounds]",
+    "peak MB", "analytic MB", "last loss",
 )  # fmt: skip
 
 
@@ -161,20 +174,20 @@ def row(found: Figures) -> list[str]:
     """A line of the table."""
     return [
         found.case, NAMES[found.design], found.samples.show(2), f"{found.tokens:.0f}", f"{found.step.median:.3f}",  # type: ignore[index]
-        f"{found.step.greatest:.3f}",
-        f"{found.step.median / found.limit:.2f}", f"{found.peak / 1e6:.0f}", f"{found.analytic / 1e6:.0f}",
+        f"{found.step.greatest:.3f}", f"{found.step.median / found.limit:.2f}",
+        "" if found.ratio is None else found.ratio.show(2), f"{found.peak / 1e6:.0f}", f"{found.analytic / 1e6:.0f}",
         "" if found.final_loss is None else f"{found.final_loss:.4f}",
     ]  # fmt: skip
 
 
 def curves(case: Case, found: Sequence[Figures]) -> Table:
-    """The losses of both designs side by side, at a few steps."""
-    by_design = {figure.design: figure.losses for figure in found}
-    ours, theirs = by_design["rallypoint"], by_design["ddp"]
-    points = sorted({round(i * (len(ours) - 1) / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)})
+    """The losses of all designs side by side, at a few steps."""
+    learning = [figure for figure in found if figure.losses]
+    last = len(learning[0].losses) - 1
+    points = sorted({round(i * last / (_CURVE_POINTS - 1)) for i in range(_CURVE_POINTS)})
     lines = [
-        [name, "nats/byte", *(f"{losses[step]:.4f}" for step in points)]
-        for name, losses in (("Rallypoint", ours), ("DDP over Gloo", theirs))
+        [NAMES[figure.design], "nats/byte", *(f"{figure.losses[step]:.4f}" for step in points)]  # type: ignore[index]
+        for figure in learning
     ]
     return table(f"loss, {case.name}", ["design", "", *(f"step {step}" for step in points)], lines)
 
@@ -184,7 +197,7 @@ def run(cases: Sequence[Case], plan: Plan, path: Path | None) -> None:
     console = Console(highlight=False)
     found = {case: measure(case, plan, console) for case in cases}
     every = [figure for figures in found.values() for figure in figures]
-    size = every[0].analytic / STATES["rallypoint"]
+    size = plan.model_bytes
     title = (
         f"a GPT of {size / 4e6:.1f} M parameters (K = {size / 1e6:.0f} MB), {plan.batch} x {plan.model.block} bytes a "
         "worker\nlimit: max(compute, K/B), with replication the servers' (W+1)K/SB; peak: a worker's memory over its "
@@ -216,6 +229,9 @@ def command(
     shard_kib: Annotated[int | None, typer.Option(min=1, help="Rallypoint's shards, in KiB.")] = None,
     window: Annotated[int | None, typer.Option(min=1, help="Shards under way from a worker to a server.")] = None,
     durable: Annotated[bool, typer.Option("--durable", help="Also with replication 2, snapshots, and both.")] = False,
+    design: Annotated[
+        list[str] | None, typer.Option(help=f"Only this, and compute only; repeatable: {', '.join(DURABLE[:-1])}.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Train a GPT on text with Rallypoint and with DDP over Gloo: same model, samples, optimizer, links; interleaved.
@@ -224,9 +240,15 @@ def command(
     of that and K/B, the time the busiest link takes: servers that replicate carry the gradients once more.
     """
     sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
+    designs = DURABLE if durable else DESIGNS
+    if design:
+        if unknown := set(design) - set(DURABLE):
+            known = ", ".join(DURABLE[:-1])
+            raise typer.BadParameter(f"{', '.join(sorted(unknown))}: use {known}", param_hint="--design")
+        designs = tuple(name for name in DURABLE if name in {*design, "alone"})
     plan = Plan(
         GPTConfig(layers=layers, heads=8, width=width, block=block), batch, lr, steps, warm_up, rounds,
-        {name: value for name, value in sets.items() if value is not None}, DURABLE if durable else DESIGNS,
+        {name: value for name, value in sets.items() if value is not None}, designs,
     )  # fmt: skip
     case = Case(workers, servers, None if loopback else rate, None if loopback else server_rate)
     run(GOALS if goals else (case,), plan, json)

@@ -1,7 +1,7 @@
 """The coordinator's machine: who joins and leaves, what they bring, which view follows, when snapshots are due.
 
-It ties together who is here (`membership`), which view follows another (`view_sequence`, `view_change`), who is slow
-(`speeds`) and when snapshots are taken (`snapshot_duty`). Events come in (`cluster_events`) and effects go out
+It ties together who is here (`membership`), which view follows another (`view_sequence`, `view_change`), who computes
+what (`dealing`) and when snapshots are taken (`snapshot_duty`). Events come in (`cluster_events`) and effects go out
 (`cluster_effects`); time comes in with Tick only. What must survive the coordinator is in `state()`; the shell writes
 it down whenever `revision` has risen, before it does anything else that an event has brought (I7).
 """
@@ -30,14 +30,13 @@ from rallypoint.core.cluster_effects import (
     Say,
 )
 from rallypoint.core.cluster_state import ClusterState, Phase, awaited
+from rallypoint.core.dealing import Dealing
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.membership import Membership
 from rallypoint.core.snapshot_duty import SnapshotDuty
-from rallypoint.core.speeds import Speeds
 from rallypoint.core.terms import Terms
-from rallypoint.core.trial import Trial
 from rallypoint.core.view import Deal, Member, View, ViewNumber
-from rallypoint.core.view_change import AHEAD, following_deals, says_nothing_new
+from rallypoint.core.view_change import says_nothing_new
 from rallypoint.core.view_sequence import ViewSequence
 
 
@@ -57,8 +56,7 @@ class ClusterMachine:
     _workers_max: int = 1
     _begun: bool = False  # the first weights are safe, or a step has been computed: they cannot be brought again
     _members: Membership = field(default_factory=Membership)
-    _speeds: Speeds = field(default_factory=Speeds)
-    _trial: Trial = field(default_factory=Trial)
+    _dealing: Dealing = field(default_factory=Dealing)
     _carriers: Carriers = field(default_factory=Carriers)
     _now: float = 0.0
     _origin: str = ""
@@ -135,7 +133,7 @@ class ClusterMachine:
 
     def lateness(self) -> Mapping[str, tuple[float, float]]:
         """Every worker's seconds per replica: median and 99th percentile of the last ones."""
-        return self._speeds.percentiles()
+        return self._dealing.lateness()
 
     # ---- events ----
 
@@ -242,7 +240,7 @@ class ClusterMachine:
             return []
         was_worker, polite = member in self._members.workers, member in self._members.leaving
         self._members.remove(member)
-        self._speeds.forget(member)
+        self._dealing.forget(member)
         had_state = self._carriers.reached.pop(member, -1) >= 0
         if self.phase is Phase.GATHERING:
             if not self._members.proposed and self.resume is None:
@@ -326,9 +324,7 @@ class ClusterMachine:
             self._begun = True
             self.revision += 1
         self._has_state(event.worker, event.step)
-        now = max(self._now, event.now)
-        if self._speeds.computed(event.worker, event.step, event.replica, event.seconds, now):
-            self._trial.computed(event.step, self._replicas, now)
+        self._dealing.computed(event, self._replicas, max(self._now, event.now))
         self.furthest = max(self.furthest, event.step)
         self._snapshots.computed(event.step, event.replica)
         return []
@@ -349,9 +345,7 @@ class ClusterMachine:
         hands = before.hands(self.furthest + 1) if before is not None else {}
         if before is not None and hands.keys() == set(active):
             return before.deals_from(self.furthest + 1)  # no worker has come or gone
-        # What is kept on the workers is not to move because one was slow just when another has gone.
-        speeds = self._speeds if self._trial.paid and not self.record.sticky else Speeds()
-        return following_deals(hands, active, self._replicas, self.furthest, speeds)
+        return self._dealing.deals(hands, active, self._replicas, self.furthest, sticky=self.record.sticky)
 
     @property
     def _replicas(self) -> int:
@@ -364,33 +358,24 @@ class ClusterMachine:
         return self.terms.snapshots and not self._begun
 
     def _deal_again_if_uneven(self) -> list[Effect]:
-        """When somebody has become slower or faster than what it was dealt for; and back, if that has not paid."""
+        """By the workers' speeds, or back: see `Dealing.better`."""
         if self.view is None or self.record is None or self.record.sticky:
             return []  # (a replica that moves leaves behind what is worth more)
         if len(self.view.deals) > 1 and self.view.deals[-1].start > self.furthest:
             return []  # the last change has not come to count yet
-        hands, start = self.view.hands(self.furthest + 1), self.furthest + AHEAD
-        if (former := self._trial.verdict(self._now, start)) is not None:
-            said = Say(f"steps have not become shorter: from step {start} on replicas are dealt as before")
-            return [said, *self._turn(deals=(Deal(0, dict(hands)), Deal(start, dict(former))))]
-        self._speeds.fade(hands, self._now)
-        seconds = self._trial.round(self._now)
-        if seconds is None or not self._speeds.known(hands):
+        hands = self.view.hands(self.furthest + 1)
+        better = self._dealing.better(hands, self._active(), self._replicas, self.furthest, self._now)
+        if better is None:
             return []
-        deals = following_deals(hands, self._active(), self._replicas, self.furthest, self._speeds, seconds)
-        if len(deals) == 1:
-            return []
-        self._trial.begin(hands, seconds, start)
-        shares = ", ".join(f"{worker} {len(hand)}" for worker, hand in sorted(deals[-1].hands.items()))
-        said = Say(f"workers are not equally fast: from step {start} on replicas are dealt by speed ({shares})")
-        return [said, *self._turn(deals=deals)]
+        why, deals = better
+        return [Say(why), *self._turn(deals=deals)]
 
     def _assist_stragglers(self) -> list[Effect]:
         if not self.terms.backup_tasks or self.view is None or self.record is None or self.record.sticky:
             return []  # (what a replica leaves on its worker the helper does not have)
         if self.record.stateful_workers:
             return []  # who is overtaken could not follow any more
-        found = self._speeds.straggler(self.view.hands(self.furthest), self.furthest, self._active(), self._now)
+        found = self._dealing.straggler(self.view.hands(self.furthest), self.furthest, self._active(), self._now)
         return [] if found is None else [Assist(*found)]
 
     # ---- views ----
@@ -415,7 +400,7 @@ class ClusterMachine:
         if self._storing_first_weights and view.primary != before.primary:
             return self._start_over("")
         if view.hands(self.furthest + 1).keys() != before.hands(self.furthest + 1).keys():
-            self._trial.restart()
+            self._dealing.others_compute()
         return self._publish(view, abandon=view.primary != before.primary)
 
     def _roll_back(self) -> list[Effect]:
@@ -470,8 +455,7 @@ class ClusterMachine:
         self._carriers.begin(safe=origin != "")
         if self.record.stateful_workers:
             self._views.replication = 1  # there is nothing on a server that could be lost
-        self._speeds.restart()
-        self._trial.restart()
+        self._dealing.restart()
         self._snapshots.restart()
         if not self._members.servers or (origin == "" and not self._active()):
             self.phase = Phase.GATHERING  # nobody to begin with

@@ -1,0 +1,30 @@
+"""The job's configuration: one typed tree, from the script, a file and dotted overrides; unknown keys are refused.
+
+Precedence, the last one wins: defaults, what the script passes to `job.train`, the file (`--config job.toml`), dotted
+overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job record: all members read that one.
+"""
+
+from __future__ import annotations
+
+from rallypoint.config.groups import GroupSettings, codec_of, group_of, ranks_of, settings_applied, settings_of
+from rallypoint.config.resolve import overrides_from, parse, record_of, resolve, with_own_optimizer
+from rallypoint.config.tree import Group, JobConfig, Settings
+from rallypoint.config.turns import cadence_of
+
+__all__ = [
+    "Group",
+    "GroupSettings",
+    "JobConfig",
+    "Settings",
+    "cadence_of",
+    "codec_of",
+    "group_of",
+    "overrides_from",
+    "parse",
+    "ranks_of",
+    "record_of",
+    "resolve",
+    "settings_applied",
+    "settings_of",
+    "with_own_optimizer",
+]

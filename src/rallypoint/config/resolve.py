@@ -1,0 +1,108 @@
+"""From what the script, a file and dotted overrides say to a configuration, and to the record that all agree on."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rallypoint.config.checks import check
+from rallypoint.config.tree import JobConfig
+from rallypoint.config.turns import cadence_of
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import Layout
+from rallypoint.core.policy import AllReduce
+from rallypoint.errors import ConfigError
+
+
+def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> JobConfig:
+    """The configuration from the script's `settings` and the launcher's nested `overrides`.
+
+    Raises ConfigError naming the key when one is unknown, has the wrong type, or makes no sense.
+    """
+    base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
+    return parse(_merge(base, overrides or {}))
+
+
+def parse(data: Mapping[str, Any]) -> JobConfig:
+    """The configuration in a job record. ConfigError when it is none."""
+    try:
+        config = msgspec.convert(data, JobConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"the job's configuration is wrong: {error}") from None
+    check(config)
+    return config
+
+
+def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | None = None) -> JobRecord:
+    """What the members of the job must agree on."""
+    return JobRecord(
+        msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round, config.sticky,
+        config.streaming, cadence_of(config, layout.shards), config.stateful_workers,
+    )  # fmt: skip
+
+
+def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
+    """The configuration of a job whose script has an optimizer of its own, of this class; or ("") has none.
+
+    ConfigError where workers step none, or the configuration says something else.
+    """
+    if kind and not isinstance(config.sync, AllReduce):
+        raise ConfigError(
+            "own_optimizer needs sync=rp.AllReduce(): in other modes it is the servers that step, with optimizer="
+        )
+    if config.own_optimizer not in ("", kind):
+        raise ConfigError(f"sync.own is {config.own_optimizer}: leave it to job.train, which has own_optimizer")
+    if not kind:
+        return config
+    assert isinstance(config.sync, AllReduce)
+    return parse(msgspec.to_builtins(msgspec.structs.replace(config, sync=AllReduce(own=kind))))
+
+
+def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
+    """Nested overrides from a TOML file and `key.key=value` texts (values are TOML; a bare word is a string)."""
+    tree: dict[str, Any] = {}
+    if file is not None:
+        try:
+            tree = tomllib.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the configuration file {file} cannot be read: {error}") from None
+    for text in dotted:
+        path, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {text}: write it as key=value, such as steps=200 or optimizer.lr=1e-3")
+        nested: Any = _toml_value(value)
+        for key in reversed(path.strip().split(".")):
+            nested = {key: nested}
+        tree = _merge(tree, nested)
+    return tree
+
+
+def _as_data(key: str, value: Any) -> Any:
+    try:
+        return msgspec.to_builtins(value)
+    except TypeError:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise ConfigError(f"{key} is a {kind}: use rallypoint's own, such as optimizer=rp.AdamW(lr=1e-3)") from None
+
+
+def _merge(base: Any, over: Any) -> dict[str, Any]:
+    merged = dict(base)
+    if "type" in over and over["type"] != merged.get("type"):
+        merged = {}  # another kind of thing: the settings of the old one mean nothing to it
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merge(merged[key], value) if both else value
+    return merged
+
+
+def _toml_value(text: str) -> Any:
+    if text.strip().lower() == "none":
+        return None  # TOML has no word for it
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()

@@ -1,0 +1,223 @@
+"""The job's configuration: one typed tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+import msgspec
+
+from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, remembers
+from rallypoint.core.layout import SHARD_BYTES, Role
+from rallypoint.core.optimizer import AdamW, Optimizer
+from rallypoint.core.policy import AllReduce, LocalSteps, Mode, ServerPolicy, Sync, server_policy
+from rallypoint.core.schedule import Constant, Schedule
+from rallypoint.core.typed import build_now
+
+DownSpec = Raw | Fp16 | Bf16 | Int8
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Parameters with settings of their own: those whose name matches any of `match` (shell patterns).
+
+    `weight_decay` and `codec` are the job's where they are None.
+
+    Under LocalSteps they may have a period of their own: they are synchronised after every n steps of the job where
+    ``n % sync_every == sync_offset``. None: with everything else.
+    """
+
+    match: tuple[str, ...]
+    weight_decay: float | None = None
+    lr_scale: float = 1.0
+    codec: CodecSpec | None = None
+    sync_every: int | None = None
+    sync_offset: int = 0
+
+
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides what a job computes.
+
+    Attributes:
+        replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
+        batch: samples of one replica at one step.
+        steps: updates to make.
+        optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations; under
+            AllReduce: what every worker does with the mean gradient).
+        sync: how workers and servers keep in step.
+        accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
+        clip: global gradient norm at which to clip, or None.
+        seed: of the sample order and of every replica's randomness.
+        nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
+            "continue" as plain PyTorch would.
+        decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
+        groups: parameters with settings of their own; the first match wins.
+        codec: how gradients are written on their way up; a lossy one changes what is computed.
+        down: how parameters are written on their way down, the last version excepted, which goes as it is. Without
+            error feedback: what servers keep is exact, so no error adds up.
+        table_std: standard deviation of the first values of tables (embeddings whose rows only the servers keep).
+        shard_bytes: the largest shard.
+        window: contributions that may be under way from one worker to one server.
+        hold_bytes: bytes that a server holds back for their turn before it slows the senders down.
+        in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
+            the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
+            200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
+        item, items_per_sample: what the progress line counts ("tokens", 128).
+    """
+
+    replicas: int = 1
+    batch: int = 32
+    steps: int = 100
+    optimizer: Optimizer = AdamW()
+    sync: Mode = Sync()
+    accumulate: int = 1
+    clip: float | None = None
+    seed: int = 0
+    nonfinite: Literal["stop", "skip", "continue"] = "stop"
+    decay_1d: bool = False
+    groups: tuple[Group, ...] = ()
+    codec: CodecSpec = Raw()
+    down: DownSpec = Raw()
+    table_std: float = 1.0
+    shard_bytes: int = SHARD_BYTES
+    window: int = 4
+    hold_bytes: int = 256 << 20
+    in_flight_bytes: int = 0
+    item: str = "samples"
+    items_per_sample: int = 1
+
+    @property
+    def schedule(self) -> Schedule:
+        """The learning rate of `optimizer`, over the job's steps."""
+        return schedule_of(self.optimizer)
+
+    @property
+    def policy(self) -> ServerPolicy:
+        """When the servers apply contributions."""
+        return server_policy(self.sync)
+
+    @property
+    def streaming(self) -> bool:
+        """Does each replica have a clock of its own?"""
+        return self.policy.streaming
+
+    @property
+    def stateful_workers(self) -> bool:
+        """Do workers step the optimizer, each its own, and servers only average?"""
+        return isinstance(self.sync, AllReduce)
+
+    @property
+    def own_optimizer(self) -> str:
+        """The class of the optimizer that a worker steps in place of `optimizer`; "" if it steps that one, or none."""
+        return self.sync.own if isinstance(self.sync, AllReduce) else ""
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The local steps, if the worker makes any."""
+        return self.sync if isinstance(self.sync, LocalSteps) else None
+
+    @property
+    def steps_per_round(self) -> int:
+        """Steps of a replica between two of its contributions (to whatever shard)."""
+        if self.local is None:
+            return 1
+        own = [n for group in self.groups if group.sync_every for n in (group.sync_every, group.sync_offset)]
+        return math.gcd(self.local.steps // self.local.fragments, *own)
+
+    @property
+    def takes_turns(self) -> bool:
+        """Under local steps: do replicas' own parameters go on from round to round? These are called ticks then.
+
+        They do where a round is for some of the parameters only, or comes to its end later.
+        """
+        own = any(group.sync_every is not None for group in self.groups)
+        return self.local is not None and (self.local.fragments > 1 or self.local.delay > 0 or own)
+
+    def steps_ahead(self, round: int) -> int:
+        """How many of this round's steps replicas make before they hear of its version."""
+        return min(self.local.delay, len(self.steps_of(round)) - 1) if self.local is not None else 0
+
+    @property
+    def rounds(self) -> int:
+        """Contributions that each replica makes; under an aligned policy the job's last version."""
+        return -(-self.steps // self.steps_per_round)
+
+    def steps_of(self, round: int) -> range:
+        """The steps that a replica makes in this round: fewer in the last one, if they do not divide evenly."""
+        return range(self.steps_at(round), self.steps_at(round + 1))
+
+    def steps_at(self, version: int) -> int:
+        """The steps of training behind a version; -1 before the first."""
+        return min(version * self.steps_per_round, self.steps) if version >= 0 else -1
+
+    @property
+    def applied(self) -> Optimizer:
+        """What the servers apply."""
+        return self.local.outer if self.local is not None else self.optimizer
+
+    @property
+    def applied_schedule(self) -> Schedule:
+        """The learning rate of what the servers apply, over the job's rounds."""
+        return schedule_of(self.applied)
+
+    @property
+    def clips_on_servers(self) -> bool:
+        """Is the gradient clipped by the norm of the mean? Otherwise each replica clips its own."""
+        return self.clip is not None and not self.streaming and self.local is None
+
+    def contributors(self, role: Role) -> int:
+        """How many replicas contribute to a shard: replica 0 alone to buffers, or (quorum) whoever comes first."""
+        anybody = isinstance(self.policy, Sync) and self.policy.quorum is not None
+        return self.replicas if role != "buffers" or anybody else 1
+
+    @property
+    def decides(self) -> bool:
+        """Do servers take a decision together before they apply a round?
+
+        Stopping needs none: a worker sees its own loss before it pushes anything of that replica.
+        """
+        return not self.streaming and (self.clips_on_servers or self.nonfinite == "skip")
+
+    @property
+    def sticky(self) -> bool:
+        """Do replicas leave something of use on the worker that computes them: an optimizer's state, a residual?"""
+        residuals = any(remembers(codec) for codec in self.codecs)
+        return residuals or (self.local is not None and self.local.keep_inner)
+
+    @property
+    def codecs(self) -> tuple[CodecSpec, ...]:
+        """The job's codec, and those that groups have of their own."""
+        return (self.codec, *(group.codec for group in self.groups if group.codec is not None))
+
+
+class Settings(TypedDict, total=False):
+    """The keywords of `job.train`: the fields of JobConfig, for type checkers."""
+
+    replicas: int
+    batch: int
+    steps: int
+    optimizer: Optimizer
+    sync: Mode
+    accumulate: int
+    clip: float | None
+    seed: int
+    nonfinite: Literal["stop", "skip", "continue"]
+    decay_1d: bool
+    groups: Sequence[Group]
+    codec: CodecSpec
+    down: DownSpec
+    table_std: float
+    shard_bytes: int
+    window: int
+    hold_bytes: int
+    in_flight_bytes: int
+    item: str
+    items_per_sample: int
+
+
+build_now(JobConfig)  # every member's proposal is parsed, each on its connection's own thread
+
+
+def schedule_of(optimizer: Optimizer) -> Schedule:
+    """The learning rate of an optimizer, over what it steps."""
+    return Constant(optimizer.lr) if isinstance(optimizer.lr, (int, float)) else optimizer.lr
