@@ -446,14 +446,15 @@ class Exchange:
     def _arrives(self, event: machine.Arriving, record: ShardRecord | None = None, *, skips: bool = False) -> bool:
         """Something of a version comes: may it land? A state has landed then."""
         with self._changed:
+            before = self._machine.target
             effects = self._machine.handle(event)
             lands = isinstance(effects[0], machine.Land)
             if lands:
                 (self._skipped.add if skips else self._skipped.discard)(event.shard)
             if lands and record is not None:
                 self._states[event.shard] = record
-            moved_on = self._machine.target > self._machine.step + 1 or self._claiming
-            if moved_on:
+            target = self._machine.target  # known again, although nothing has to land: there may be something to do
+            if target != before or target > self._machine.step + 1 or self._claiming:
                 self._changed.notify_all()
         self._run(effects[1:])
         return lands
