@@ -258,6 +258,10 @@ class SlotMachine:
         """Shards whose gradient has not left."""
         return [shard for shard, slot in enumerate(self._slots) if slot is Slot.QUEUED]
 
+    def is_queued(self, shard: int, serial: int) -> bool:
+        """Does the slot still hold the gradient that was to be sent under this number?"""
+        return self._slots[shard] is Slot.QUEUED and self._serials[shard] == serial
+
     def fill(self, shard: int) -> None:
         """The main thread begins to write the slot (`may_fill` has said that it may)."""
         self._slots[shard] = Slot.FILLING
@@ -272,7 +276,7 @@ class SlotMachine:
 
     def _sent(self, shard: int, serial: int) -> None:
         # Late news, of a gradient that has made way since, must not free what is in the slot now.
-        if self._slots[shard] is Slot.QUEUED and self._serials[shard] == serial:
+        if self.is_queued(shard, serial):
             self._slots[shard] = Slot.FREE
 
     def _queue(self, shard: int) -> int:

@@ -60,7 +60,10 @@ class Exchange:
         self._leaving = False
         self._void = False  # there was a roll-back, and the encoder has not heard of it
         self._links = Links(around, config, self, lambda: self._number)
-        self._pushes = Pushes(layout, self.buffer, self._encoder, self._links, self._sent)
+        self._pushes = Pushes(
+            layout, self.buffer, self._encoder, self._links, sent=self._sent, queued=self._machine.is_queued,
+            lock=self._changed,
+        )  # fmt: skip
         self._pull: Pull | None = None
         self._pulls = 0
         self._streaming = config.streaming
@@ -83,11 +86,12 @@ class Exchange:
             before = self._machine.view
             if before is not None and view.number <= before.number:
                 return  # a newer one was quicker
-            # Before the machine hears of the view: nothing is received any more that belongs to a past that is void.
-            self._links.end_but(view, void=before is not None and before.since != view.since)
+            # Before the machine hears of the view: nothing is received any more that belongs to a past that is void,
+            # or to a home that the shard has left.
+            ended = self._links.end_but(view, before, void=before is not None and before.since != view.since)
             with self._changed:
-                before = self._machine.view
-                effects = self._machine.handle(machine.Viewed(view))
+                effects = [effect for server in ended for effect in self._lost(server)]
+                effects += self._machine.handle(machine.Viewed(view))
                 if before is not None and before.since != view.since:
                     self._states.clear()
                 self._turn_memories(before, view)
@@ -486,11 +490,16 @@ class Exchange:
         self._hand_over()
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
-        with self._changed:
-            self._links.lost(server.id)
         if isinstance(error, ProtocolError):  # a refusal may pass: we may have been given up, and be taken back
             self.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
-        self._handle(machine.LinkLost(server.id))
+        with self._changed:
+            effects = self._lost(server.id)
+            self._changed.notify_all()
+        self._run(effects)
+
+    def _lost(self, server: str) -> list[machine.Effect]:
+        self._links.lost(server)
+        return self._machine.handle(machine.LinkLost(server))
 
     def _sent(self, shard: int, serial: int) -> None:
         with self._changed:

@@ -55,12 +55,20 @@ class Links:
             link.limit_in_flight(share)
             link.start()  # only now: what comes of it looks for it among the links
 
-    def end_but(self, view: View, *, void: bool) -> None:
-        """Links to servers that have been replaced end, threads and all; if what is being received is `void`, all."""
+    def end_but(self, view: View, before: View | None, *, void: bool) -> list[str]:
+        """Links to servers that have been replaced end, threads and all, and those to servers that shards have moved
+        away from (they might still receive one that its new home sends too); if what is being received is `void`, all.
+        The servers whose links are to be made anew."""
+        losing = set() if before is None else {
+            home for shard, home in before.primary.items() if view.primary.get(shard) != home
+        }  # fmt: skip
+        ended = []
         for id, link in list(self._links.items()):
-            if void or link.server not in view.servers:
+            if void or id in losing or link.server not in view.servers:
                 del self._links[id]
                 link.close()
+                ended.append(id)
+        return ended
 
     def close(self) -> None:
         """End every link."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -14,14 +15,22 @@ from rallypoint.worker.encoder import Encoder
 from rallypoint.worker.links import Links
 
 Sent = Callable[[int, int], None]
+Queued = Callable[[int, int], bool]
 
 
 class Pushes:
-    """Sends what the machine says from the `buffer`; `sent(shard, serial)` is told when a slot is free again."""
+    """Sends what the machine says from the `buffer`; `sent(shard, serial)` is told when a slot is free again.
 
-    def __init__(self, layout: Layout, buffer: torch.Tensor, encoder: Encoder, links: Links, sent: Sent) -> None:
+    `queued(shard, serial)`, under `lock`, says whether that gradient is still what the slot holds.
+    """
+
+    def __init__(
+        self, layout: Layout, buffer: torch.Tensor, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
+        lock: threading.Condition,
+    ) -> None:  # fmt: skip
         self._layout, self._buffer, self._bytes = layout, buffer, bytes_of(buffer)
-        self._encoder, self._links, self._sent = encoder, links, sent
+        self._encoder, self._links = encoder, links
+        self._sent, self._queued, self._lock = sent, queued, lock
         self._rows: dict[int, memoryview] = {}  # contributions to parts of tables
         self._weight, self._finite = 1.0, True
 
@@ -48,16 +57,26 @@ class Pushes:
             send.shard, send.step, send.replica, self._buffer[place.start : place.stop]
         )
         weight = 1.0 if place.role == "buffers" else self._weight
-        link = self._links.get(send.server)
         if payload is None:
-            if link is not None:
-                header = self._header(send, place.nbytes, weight)
-                link.push(header, self.slot(send.shard), sent=lambda: self._sent(send.shard, send.serial))
+            self._push_slot(send, self._header(send, place.nbytes, weight))
             return
-        if link is not None:
+        if (link := self._links.get(send.server)) is not None:
             header = self._header(send, len(payload.data), weight)._replace(codec=payload.code)
             link.push(header, payload.data, sent=payload.buffer.release)
+        else:
+            payload.buffer.release()
         self._sent(send.shard, send.serial)  # the slot is free as soon as its gradient is written elsewhere
+
+    def _push_slot(self, send: machine.Send, header: Header) -> None:
+        """Queue the slot's own bytes, unless they have become something else's.
+
+        Between the machine's word and this the link may have ended and stand again: the slot was let go then, and may
+        be written anew while this link sends from it. Who is told of the link's end waits for the lock.
+        """
+        with self._lock:
+            link = self._links.get(send.server)
+            if link is not None and self._queued(send.shard, send.serial):
+                link.push(header, self.slot(send.shard), sent=lambda: self._sent(send.shard, send.serial))
 
     def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:

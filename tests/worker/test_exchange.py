@@ -1,0 +1,208 @@
+"""Between an exchange's threads: whoever waits is told as soon as there is something to do (no look at the clock makes
+up for a lost wake-up), no link sends what is not what it was told to send, and no two links write one slot."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from rallypoint.config import resolve
+from rallypoint.core import slots as machine
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.errors import LinkError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind, pack
+from rallypoint.net.gate import Gate
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.messages import Hello, Welcome
+from rallypoint.observe.trace import Tracer
+from rallypoint.worker import exchange as module
+from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.links import Surroundings
+
+PATIENCE_S = 20.0
+LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
+SERVER = Member("s", "here", "nobody:1", 1)
+
+
+def _view(count: int, hands: dict[str, tuple[int, ...]]) -> View:
+    workers = (Member("w", "here", birth=2), Member("x", "here", birth=3))
+    primary = {shard.index: "s" for shard in LAYOUT.shards}
+    return View(ViewNumber(1, count), ViewNumber(1, 1), workers, (SERVER,), (Deal(0, hands),), primary, {}, first="x")
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
+    def only_when_told(changed: threading.Condition, ready: Callable[[], bool], *_: Any) -> None:
+        changed.wait_for(ready)
+
+    monkeypatch.setattr(module, "wait_until", only_when_told)
+    around = Surroundings("w", "", InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}), around)
+    yield exchange
+    exchange.finish()
+    exchange.close()
+
+
+def _publish(exchange: Exchange, version: int) -> None:
+    """All shards' version comes from the server."""
+    for shard in LAYOUT.shards:
+        header = Header(Kind.VERSION, exchange.view.number, shard=shard.index, step=version, length=shard.slot_bytes)
+        if exchange.arriving(header) is not None:
+            exchange.landed(shard.index)
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.001)
+
+
+class _Waiting:
+    """The main thread, which wants something to do."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange, self._found = exchange, threading.Event()
+        self._action: machine.Action | machine.Store | None = None
+        threading.Thread(target=self._wait, daemon=True).start()
+        self.settle()
+
+    def settle(self) -> None:
+        """Until it has seen that there is nothing, and waits."""
+        _until(lambda: bool(self._exchange._changed._waiters))  # type: ignore[attr-defined]
+        assert not self._found.is_set()
+
+    def _wait(self) -> None:
+        self._action = self._exchange.next_action()
+        self._found.set()
+
+    def found(self) -> machine.Action | machine.Store | None:
+        assert self._found.wait(PATIENCE_S), "there is something to do, and nobody has told"
+        return self._action
+
+
+def _install(exchange: Exchange, version: int) -> None:
+    assert exchange.next_action() == machine.Install(version)
+    exchange.begin_install(version)
+    exchange.installed()
+
+
+def test_a_worker_that_is_dealt_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
+    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    exchange.turn(_view(2, {"w": (), "x": (0, 1)}))  # it is left without, and follows no more
+    waiting = _Waiting(exchange)
+    exchange.turn(_view(3, {"w": (0,), "x": (1,)}))  # and at the same step has one again
+    waiting.settle()
+    _publish(exchange, 0)  # which it holds already: nothing lands
+    assert waiting.found() == machine.Compute(0, 0)
+
+
+def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
+    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.link_up(SERVER)
+    waiting = _Waiting(exchange)
+    _publish(exchange, 0)
+    assert waiting.found() == machine.Install(0)
+
+
+def test_a_worker_whose_link_stands_again(exchange: Exchange) -> None:
+    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    exchange.link_lost(SERVER, module.RallypointError("cut"))
+    waiting = _Waiting(exchange)
+    exchange.link_up(SERVER)
+    assert waiting.found() == machine.Compute(0, 0)
+
+
+def _compute(exchange: Exchange, replica: int) -> None:
+    """The main thread computes a replica up to the gradient of shard 0, which is in its slot now."""
+    assert exchange.next_action() == machine.Compute(0, replica)
+    exchange.begin_replica(replica)
+    exchange.begin_push(1.0, finite=True)
+    assert exchange.claim(0)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch, interrupted: bool
+) -> None:
+    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    _compute(exchange, 0)
+    link, pushed = exchange._links.get("s"), []
+
+    def encode(*_: Any) -> None:
+        """Where the main thread may lose the processor for long: the link ends meanwhile, and stands again."""
+        if interrupted:
+            exchange.link_lost(SERVER, module.RallypointError("cut"))
+            exchange.link_up(SERVER)
+
+    monkeypatch.setattr(exchange._encoder, "encode", encode)
+    monkeypatch.setattr(link, "push", lambda header, payload, sent: pushed.append(header.shard))
+    exchange.filled(0)
+    assert pushed == ([] if interrupted else [0])
+    exchange.replica_computed()
+    if interrupted:  # it is computed again, into the slot that nobody sends from
+        _compute(exchange, 0)
+
+
+class _Home:
+    """A server that sends what the test sends."""
+
+    def __init__(self, transport: InprocTransport, id: str) -> None:
+        self.channels: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self.gate = Gate(transport, f"{id}:1", "", lambda hello: Welcome(), self._serve)
+        self.member = Member(id, "here", self.gate.address, 1)
+
+    def _serve(self, channel: Channel, hello: Hello) -> None:
+        self.channels.put(channel)
+        while True:
+            channel.receive_bytes(channel.receive_header())
+
+
+def _at(count: int, primary: dict[int, str], homes: list[_Home]) -> View:
+    servers = tuple(home.member for home in homes)
+    deals = (Deal(0, {"w": (0,), "x": (1,)}),)
+    return View(ViewNumber(1, count), ViewNumber(1, 1), (), servers, deals, primary, {}, first="x")
+
+
+def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange: Exchange) -> None:
+    transport = exchange._around.transport
+    assert isinstance(transport, InprocTransport)
+    homes = [_Home(transport, "old"), _Home(transport, "new")]
+    slot = exchange.buffer[LAYOUT.shards[0].start : LAYOUT.shards[0].stop]
+    half = LAYOUT.shards[0].slot_bytes // 2
+    try:
+        exchange.turn(_at(1, {0: "old", 1: "new", 2: "new"}, homes))
+        sender, other = (home.channels.get(timeout=PATIENCE_S).connection for home in homes)
+        values = torch.full_like(slot, 1.0).numpy().tobytes()
+        sender.send(pack(Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)) + values[:half])
+        _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDING)
+        exchange.turn(_at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
+        values = torch.full_like(slot, 6.0).numpy().tobytes()
+        other.send(pack(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half)) + values)
+        _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDED)
+        with contextlib.suppress(LinkError):
+            sender.send(bytes(half))  # of zeros
+            time.sleep(0.2)  # nobody says that it has come, for nobody is to take it
+        assert slot.tolist() == [6.0] * len(slot)
+    finally:
+        exchange.close()
+        for home in homes:
+            home.gate.close()
