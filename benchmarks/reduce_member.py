@@ -66,13 +66,15 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
             case Initialise():
                 exchange.initialise(lambda start, stop: torch.ones(stop - start))
             case Install(version=version):
-                exchange.begin_install(version)
+                if exchange.begin_install(version) is None:
+                    continue
                 exchange.installed()
                 finishes.append(time.monotonic())
                 if version == steps:
                     job.done()
-            case Compute(replica=replica):
-                exchange.begin_replica(replica)
+            case Compute(step=step, replica=replica):
+                if exchange.begin_replica(step, replica) is None:
+                    continue
                 for shard in range(len(exchange.layout.shards)):
                     if exchange.claim(shard):  # the slot still holds the parameters: as good a gradient as any
                         exchange.filled(shard)

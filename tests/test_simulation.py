@@ -19,7 +19,7 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard import ShardMachine
 from rallypoint.core.shard_effects import Effect, Publish
-from rallypoint.core.slots import Slot
+from rallypoint.core.slots import Action, Compute, Initialise, Install, Slot
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.terms import Terms
 from rallypoint.core.view import deal_replicas
@@ -32,6 +32,7 @@ from rallypoint.testing.simulation.worker import SimulatedWorker
 FIXED = range(60)
 FIXED_OTHERS = range(40)  # of each policy that is not plain Sync
 ENOUGH = range(300)  # seeds within which a planted bug has to be found
+HESITATION_S = 0.6  # as long as a step takes there
 TURNS = (LocalSteps(2, fragments=2), LocalSteps(3, fragments=3))
 OTHERS = (BoundedStaleness(1), BoundedStaleness(3), Async(), Async(fold=3), Sync(quorum=2), AllReduce(), *TURNS)
 
@@ -69,6 +70,14 @@ def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_b
     seeds: range, policy: Played
 ) -> None:
     _play_seeds(seeds, policy)
+
+
+@pytest.mark.parametrize("policy", [Sync(), *OTHERS], ids=word_for)
+def test_what_a_worker_hears_that_it_is_to_do_may_be_out_of_date_when_it_begins(
+    monkeypatch: pytest.MonkeyPatch, policy: Played
+) -> None:
+    monkeypatch.setattr(SimulatedWorker, "hesitate_s", HESITATION_S)
+    _play_seeds(FIXED_OTHERS, policy)
 
 
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
@@ -316,6 +325,24 @@ def test_a_bug_in_streaming_planted_on_purpose_is_found(
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
     assert re.search(sentence, _found(policy))
+
+
+def _whatever_was_said_before_is_done(self: StreamMachine, action: Action | None) -> bool:
+    """Nobody asks again whether it still holds."""
+    match action:
+        case Initialise():
+            self._initialise = False
+        case Install():
+            self._installing = True
+        case Compute(replica=replica):
+            self._computing, self.rewound = replica, False
+    return action is not None
+
+
+def test_a_worker_that_begins_with_what_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedWorker, "hesitate_s", HESITATION_S)
+    monkeypatch.setattr(StreamMachine, "take", _whatever_was_said_before_is_done)
+    assert re.search("stuck after|missing", _found(_SSP))  # a contribution that counts nowhere, or one waited for
 
 
 def _any_version_of_a_shard_will_do(self: WorkerMachine, shard: int, target: int) -> bool:

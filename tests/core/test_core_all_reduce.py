@@ -299,7 +299,7 @@ class _Bench:
     def install(self, version: int, *, whole: bool = False) -> None:
         self.land(version, whole=whole)
         assert self.machine.next_action() == InstallAction(version)
-        self.machine.install()
+        assert self.machine.take(self.machine.next_action())
         self.machine.handle(Installed())
 
 
@@ -330,7 +330,7 @@ def test_a_mean_that_came_while_the_state_was_copied_is_fetched_then() -> None:
     bench = _Bench()
     bench.land(6, whole=True)
     assert bench.machine.next_action() == InstallAction(6)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     assert [bench.arrive(shard, 7) for shard in range(2)] == [[Discard(0)], [Discard(1)]]
     assert bench.machine.handle(Installed()) == [Fetch(0, 7, "s0"), Fetch(1, 7, "s1")]
 
@@ -352,7 +352,7 @@ def test_nothing_lands_while_a_version_that_has_become_void_is_still_being_copie
     bench = _Bench()
     bench.install(6, whole=True)
     bench.land(7)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     bench.view(count=2, since=2)
     assert [bench.arrive(shard, 6, whole=True) for shard in range(2)] == [[Discard(0)], [Discard(1)]]
     assert bench.machine.handle(Installed()) == [Fetch(0, 6, "s0"), Fetch(1, 6, "s1")]

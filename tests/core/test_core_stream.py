@@ -87,7 +87,7 @@ class _Bench:
 
     def installed(self) -> list[Effect]:
         """What has landed is copied into the model."""
-        self.machine.install()
+        assert self.machine.take(self.machine.next_action())
         return self.handle(Installed())
 
     def answer(self, replica: int, clock: int, version: int = 0) -> None:
@@ -99,7 +99,7 @@ class _Bench:
     def begin(self) -> int:
         action = self.machine.next_action()
         assert isinstance(action, Compute)
-        self.machine.begin(action.replica)
+        assert self.machine.take(action)
         return action.replica
 
     def fill(self, shard: int) -> list[Effect]:
@@ -127,7 +127,7 @@ def test_a_worker_keeps_what_is_dealt_to_it_and_the_turn_that_it_has_in_hand() -
     bench = _Bench(hand=(1,))
     assert bench.machine.keeps == {1}
     bench.land(1, 3)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     bench.handle(Viewed(_view(2, (0,), count=2)))
     assert bench.machine.keeps == {0, 1}  # it is being installed, and will be computed
     bench.handle(Installed())
@@ -315,7 +315,7 @@ def test_a_late_answer_to_what_is_not_wanted_any_more_is_read_and_forgotten(repl
 def test_while_answers_are_copied_into_the_model_nothing_lands() -> None:
     bench = _Bench(2)
     bench.land(0, 0)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     assert bench.machine.next_action() is None
     assert bench.arrive(0, 0, 0) == [Discard(0)]
     bench.handle(Installed())
@@ -593,7 +593,7 @@ def test_a_standby_worker_wants_everything_when_the_job_is_ending() -> None:
 def test_the_first_weights_are_brought_by_whom_the_view_names_and_again_if_they_may_be_lost() -> None:
     bench = _Bench(2, view=_view(2, first="me"))
     assert bench.machine.next_action() == Initialise()
-    bench.machine.initialised()
+    assert bench.machine.take(Initialise())
     assert bench.machine.next_action() is None
     bench.land(0, 0, [1])
     bench.handle(LinkLost("s1"))
@@ -629,7 +629,7 @@ def test_after_a_roll_back_everything_is_wanted_anew_and_the_turn_in_hand_is_voi
 def test_a_roll_back_while_answers_are_copied_voids_them() -> None:
     bench = _Bench(2)
     bench.land(0, 6)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
     assert bench.handle(Installed()) == []
     assert bench.machine.step == -1
@@ -676,7 +676,7 @@ def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_t
             action = machine.next_action()
             if isinstance(action, Compute):
                 assert 0 <= action.step < machine.steps
-                machine.begin(action.replica)
+                assert machine.take(action)
             elif isinstance(action, Install):
                 assert not filling
                 effects = bench.installed()

@@ -90,13 +90,13 @@ class _Bench:
 
     def installed(self) -> list[Effect]:
         """What has landed is copied into the model."""
-        self.machine.install()
+        assert self.machine.take(self.machine.next_action())
         return self.handle(Installed())
 
     def begin(self) -> int:
         action = self.machine.next_action()
         assert isinstance(action, Compute)
-        self.machine.begin(action.replica)
+        assert self.machine.take(action)
         return action.replica
 
     def fill(self, shard: int) -> list[Effect]:
@@ -151,7 +151,7 @@ def test_the_first_weights_are_brought_by_whom_the_view_names_and_only_when_ever
     assert mine.machine.next_action() is None
     mine.handle(LinkUp("s1"))
     assert mine.machine.next_action() == Initialise()
-    mine.machine.initialised()
+    assert mine.machine.take(Initialise())
     assert mine.machine.next_action() is None
     assert _Bench(2, _view(2, first="somebody")).machine.next_action() is None
     assert _Bench(2, _view(2, first="me", origin="step-7")).machine.next_action() is None  # the servers have them
@@ -159,7 +159,7 @@ def test_the_first_weights_are_brought_by_whom_the_view_names_and_only_when_ever
 
 def test_the_first_weights_are_brought_again_after_a_new_beginning_and_not_after_any_other_view() -> None:
     bench = _Bench(2, _view(2, first="me"))
-    bench.machine.initialised()
+    assert bench.machine.take(Initialise())
     bench.handle(Viewed(_view(2, first="me", count=2)))
     assert bench.machine.next_action() is None
     bench.handle(Viewed(_view(2, first="me", count=3, since=3)))
@@ -170,7 +170,7 @@ def test_the_first_weights_are_brought_again_after_a_new_beginning_and_not_after
 
 def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
     bench = _Bench(2, _view(2, first="me"))
-    bench.machine.initialised()
+    assert bench.machine.take(Initialise())
     bench.handle(LinkLost("s1"))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s1"))
@@ -179,7 +179,7 @@ def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
 
 def test_first_weights_that_are_known_to_have_come_are_not_brought_again() -> None:
     bench = _Bench(2, _view(2, first="me"))
-    bench.machine.initialised()
+    assert bench.machine.take(Initialise())
     bench.arrive(1, 0)
     bench.handle(LinkLost("s1"))
     bench.handle(LinkUp("s1"))
@@ -379,12 +379,38 @@ def test_a_version_that_is_old_by_the_time_it_has_landed_is_fetched_anew() -> No
     assert bench.handle(Landed(0)) == [Fetch(0, 2, "s0")]
 
 
+def test_a_version_that_all_others_have_gone_on_from_before_it_is_taken_up_is_not_installed() -> None:
+    bench = _at_step_0(2)
+    bench.compute()
+    bench.land(1)
+    action = bench.machine.next_action()
+    assert action == Install(1)
+    assert bench.arrive(0, 2) == [Discard(0)]
+    assert bench.arrive(1, 2)[0] == Land(1)  # now all are known to be at version 2: what is here is of two versions
+    assert not bench.machine.take(action)
+    assert bench.machine.next_action() is None
+    bench.handle(Landed(1))
+    bench.land(2, [0])
+    assert bench.machine.take(Install(2))
+    bench.handle(Installed())
+    assert bench.machine.step == 2
+
+
+def test_a_replica_of_a_past_that_has_become_void_before_it_is_taken_up_is_not_begun() -> None:
+    bench = _at_step_0(2)
+    action = bench.machine.next_action()
+    assert isinstance(action, Compute)
+    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    assert not bench.machine.take(action)
+    assert not bench.machine.take(None)
+
+
 def test_what_is_installed_is_what_had_landed_even_if_a_newer_version_is_heard_of_meanwhile() -> None:
     bench = _at_step_0(2)
     bench.compute()
     bench.land(1)
     assert bench.machine.next_action() == Install(1)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     effects = [*bench.arrive(0, 2), *bench.arrive(1, 2)]
     assert not any(isinstance(effect, Land) for effect in effects)
     assert bench.handle(Installed()) == [Fetch(0, 2, "s0"), Fetch(1, 2, "s1")]
@@ -550,7 +576,7 @@ def test_a_roll_back_while_a_version_is_copied_voids_it_and_what_it_was_copied_f
     bench = _at_step_0(2)
     bench.compute()
     bench.land(1)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
     for server in ("s0", "s1"):
         bench.handle(LinkUp(server))
@@ -603,7 +629,7 @@ def test_no_version_ever_lands_in_a_slot_that_is_being_filled_and_no_slot_is_fil
         if what == "begin" and machine._computing is None:
             action = machine.next_action()
             if isinstance(action, Compute):
-                machine.begin(action.replica)
+                assert machine.take(action)
             elif isinstance(action, Install):
                 assert not filling
                 effects = bench.installed()
@@ -660,7 +686,7 @@ def _taking_turns(hand: Sequence[int] = (0,)) -> _Bench:
     bench = _Bench(3, _view(3, {"me": hand}), [2], 5, Cadence((Turn(2, 0), Turn(2, 1)), 5, (0, 1, -1)))
     bench.land(0)
     assert bench.machine.next_action() == Install(0)
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     assert bench.machine.changed == [0, 1, 2]
     bench.handle(Installed())
     return bench
@@ -686,7 +712,7 @@ def test_an_install_is_of_the_shards_that_were_due_and_of_no_other() -> None:
     for shard in (0, 2):
         bench.land(1, [shard])
     assert bench.machine.missing == []
-    bench.machine.install()
+    assert bench.machine.take(bench.machine.next_action())
     assert bench.machine.changed == [0, 2]
 
 

@@ -92,7 +92,7 @@ class _Waiting:
 
 def _install(exchange: Exchange, version: int) -> None:
     assert exchange.next_action() == machine.Install(version)
-    exchange.begin_install(version)
+    assert exchange.begin_install(version) is not None
     exchange.installed()
 
 
@@ -131,7 +131,7 @@ def test_a_worker_whose_link_stands_again(exchange: Exchange) -> None:
 def _compute(exchange: Exchange, replica: int) -> None:
     """The main thread computes a replica up to the gradient of shard 0, which is in its slot now."""
     assert exchange.next_action() == machine.Compute(0, replica)
-    exchange.begin_replica(replica)
+    assert exchange.begin_replica(0, replica) is not None
     exchange.begin_push(1.0, finite=True)
     assert exchange.claim(0)
 

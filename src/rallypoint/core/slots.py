@@ -266,10 +266,6 @@ class SlotMachine:
         """The main thread begins to write the slot (`may_fill` has said that it may)."""
         self._slots[shard] = Slot.FILLING
 
-    def initialised(self) -> None:
-        """Version 0 has been handed to every link."""
-        self._initialise = False
-
     @property
     def _may_initialise(self) -> bool:
         return self.view is not None and all(server.id in self._links for server in self.view.servers)

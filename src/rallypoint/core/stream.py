@@ -135,14 +135,21 @@ class StreamMachine(SlotMachine):
 
     # ---- what the main thread does ----
 
-    def begin(self, replica: int) -> None:
-        """The main thread begins to compute this replica's step."""
-        self._computing = replica
-        self.rewound = False
+    def take(self, action: Action | None) -> bool:
+        """The main thread takes up what it was told to do; False if meanwhile something else is to be done, or nothing.
 
-    def install(self) -> None:
-        """The main thread begins to copy what has landed: until it is Installed no slot is written."""
-        self._installing = True
+        While it copies what has landed, until it is Installed, no slot is written.
+        """
+        if action is None or action != self.next_action():
+            return False
+        match action:
+            case Initialise():
+                self._initialise = False
+            case Install():
+                self._installing = True
+            case Compute(replica=replica):
+                self._computing, self.rewound = replica, False
+        return True
 
     # ---- events ----
 

@@ -210,9 +210,8 @@ class Exchange:
         Not out of the buffer: this may have to be done again while versions land there already.
         """
         with self._changed:
-            if self._machine.next_action() != machine.Initialise():
+            if not self._machine.take(machine.Initialise()):
                 return  # a view was quicker: it is not ours to bring any more, or not all servers are linked yet
-            self._machine.initialised()
             since = self.view.since
         version = max(0, self.holds)
         push_initial(self.layout, self._links, lambda: self._view_since(since), self.check, version, words, state)
@@ -220,14 +219,20 @@ class Exchange:
     def _view_since(self, since: ViewNumber) -> View | None:
         return self.view if self.view.since == since else None  # another beginning, perhaps somebody else's
 
-    def begin_replica(self, replica: int) -> None:
-        """Begin to compute this replica."""
+    def begin_replica(self, step: int, replica: int) -> ViewNumber | None:
+        """Begin to compute this replica: the view with which the past began that it belongs to.
+
+        None if meanwhile it is not to be computed any more, or not at once.
+        """
         with self._changed:
-            self._machine.begin(replica)
+            if not self._machine.take(machine.Compute(step, replica)):
+                return None
             self._computing = True
             void, self._void = self._void, False
+            since = self.view.since
         if void:
             self._encoder.reset()
+        return since
 
     def begin_push(self, weight: float, finite: bool) -> None:
         """What the contributions from now on weigh, and whether their loss was finite."""
@@ -326,12 +331,11 @@ class Exchange:
     def begin_install(self, version: int) -> torch.Tensor | None:
         """The version in the buffer (see `installing`), which nobody writes until `installed`.
 
-        None if workers have a state and the version has become void meanwhile: what they have must not be spoilt.
+        None if meanwhile it has become void, or another one is to be installed: all others may have gone on.
         """
         with self._changed:
-            if self._config.stateful_workers and self._machine.next_action() != machine.Install(version):
+            if not self._machine.take(machine.Install(version)):
                 return None
-            self._machine.install()
             self._taken, self._states = (self._states, bool(self._skipped)), {}
         return self.buffer
 

@@ -137,9 +137,10 @@ class Run:
     # ---- one replica ----
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
+        began = time.monotonic()
+        if (since := self._exchange.begin_replica(round, replica)) is None:
+            return
         self._restore_buffers()
-        began, since = time.monotonic(), self._exchange.view.since
-        self._exchange.begin_replica(replica)
         done = self._resume(round, replica)
         if done is None:
             self._losses, self._weights = [], []

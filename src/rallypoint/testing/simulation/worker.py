@@ -30,6 +30,7 @@ class SimulatedWorker:
     """One worker process."""
 
     install_s = 0.01  # at most, to copy a version into the model
+    hesitate_s = 0.0  # at most, between what the main thread hears that it is to do and when it begins with it
 
     def __init__(
         self, world: World, name: str, job: SimulatedJob, store: SimulatedStore, speed: float = 1.0
@@ -84,11 +85,17 @@ class SimulatedWorker:
             return
         void = before is not None and before.since != view.since
         births = {member.id: member.birth for member in view.servers}
+        homes = {} if before is None else before.primary
+        losing = {home for shard, home in homes.items() if view.primary[shard] != home}
+        ended = []
         for id, (member, wire) in list(self._links.items()):
-            if births.get(id) != member.birth or void:
+            if births.get(id) != member.birth or void or id in losing:
                 wire.close(0)
                 del self._links[id]
-        self._handle(machine.Viewed(view))
+                ended.append(id)
+        effects = [effect for id in ended for effect in self.machine.handle(machine.LinkLost(id))]
+        self._run([*effects, *self.machine.handle(machine.Viewed(view))])
+        self._poke()
         self._connect_all()
         if self.leaving and not self.machine.takes_part:
             self.node.later(0.0, self._go)
@@ -200,7 +207,20 @@ class SimulatedWorker:
             self.done = True
             self.membership.send(("done", self._since))
         self.done = self.done and self.machine.step == self.job.steps
-        match self.machine.next_action():
+        action = self.machine.next_action()
+        if action is None or not self.hesitate_s:
+            self._begin(action)
+        else:
+            self._acting = True
+            self.node.later(self.hesitate_s * self.node.world.random.random(), lambda: self._begin(action))
+
+    def _begin(self, action: machine.Action | None) -> None:
+        self._acting = False
+        if not self.machine.take(action):
+            if action is not None:
+                self._poke()  # it was too late for that
+            return
+        match action:
             case machine.Initialise():
                 self._initialise()
             case machine.Install(version=version):
@@ -220,11 +240,9 @@ class SimulatedWorker:
             wire.send(0, ("initial", self._number, shard, content, version))
         if self.node.world.spring("drop first"):
             self.node.world.random.choice([wire for _, wire in self._links.values()]).cut()
-        self.machine.initialised()
         self._poke()
 
     def _install(self, version: int) -> None:
-        self.machine.install()
         new = self.machine.changed if isinstance(self.machine, WorkerMachine) else list(range(self.job.shards))
         begun = {shard: self.slots[shard] for shard in new[::2]}
         if self.install_s:
@@ -271,7 +289,6 @@ class SimulatedWorker:
 
     def _compute(self, replica: int) -> None:
         self._replica, self._began = replica, self.node.world.now
-        self.machine.begin(replica)
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
         self._fill_next()
 
@@ -323,8 +340,10 @@ class SimulatedWorker:
                 case machine.Fetch(shard=shard, version=version, server=server):
                     self.fetched += 1
                     self._links[server][1].send(0, ("fetch", self._number, shard, version))
-                case machine.Want(shard=shard, replica=replica, server=server):
+                case machine.Want(shard=shard, replica=replica, server=server) if server in self._links:
                     self._want(self._links[server][1], ("want", self._number, shard, replica))
+                case machine.Want():
+                    pass  # its link has been ended with the view that is coming
                 case machine.Follow(server=server, on=on):
                     self._links[server][1].send(0, ("follow", self._number, on))
                 case _:
