@@ -67,7 +67,7 @@ class Reducer:
         self._gathering: dict[int, None] = {}  # shards whose sum may take more of what is in the inbox
         self._peers: dict[str, Channel] = {}
         self._owned: dict[int, OwnedShard | OwnedRows] = {}
-        self._number = ViewNumber()
+        self._number = self._since = ViewNumber()
         self._followers = Followers(self._owned, lambda: self._number)
         self._pulls = Pulls(tracer)
         self._tickets = Tickets(lambda: self._number)
@@ -147,7 +147,7 @@ class Reducer:
         moved = before is not None and (before.primary != view.primary or before.since != view.since)
         if moved and self._capture is not None:
             self._capture.abandon()
-        self._number = view.number
+        self._number, self._since = view.number, view.since
         computing = view.deals[-1].hands if view.deals else {}
         self._followers.share(self._config.in_flight_bytes, sum(map(bool, computing.values())))
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
@@ -237,7 +237,7 @@ class Reducer:
 
     def memory_given(self, header: Header, data: memoryview, worker: str) -> None:
         """What a worker's codec remembers of a replica that it computes no longer."""
-        if self._memories is None or not self.machine.is_primary(header.shard):
+        if self._memories is None or self._void(header.view) or not self.machine.is_primary(header.shard):
             return
         if header.base == COPY:
             self._memories.copied(header, data)
@@ -262,7 +262,7 @@ class Reducer:
 
     def replicated(self, channel: Channel, sender: str, header: Header, buffer: Buffer) -> None:
         """A primary's update of a shard that we are the backup of."""
-        if not self.machine.takes_from(header.shard, sender):
+        if self._void(header.view) or not self.machine.takes_from(header.shard, sender):
             buffer.release()
             return
         ticket = self._tickets.issue(channel, header, buffer, credited=True)
@@ -272,9 +272,9 @@ class Reducer:
         self._handle(header.shard, update)
         self._answer_to = None
 
-    def filled(self, channel: Channel, sender: str, record: ShardRecord) -> None:
+    def filled(self, channel: Channel, sender: str, record: ShardRecord, number: ViewNumber) -> None:
         """A primary's whole state of a shard that we are the backup of."""
-        if self.machine.takes_from(record.shard, sender):
+        if not self._void(number) and self.machine.takes_from(record.shard, sender):
             self._owned[record.shard].load(record)
             self._answer_to = channel
             self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
@@ -287,9 +287,10 @@ class Reducer:
         if current and self.machine.is_primary(index) and number >= self._filled_under.get(index, self._number):
             self._handle(index, shard_events.Acked(version))
 
-    def told(self, step: int, measures: Iterable[clip.Measure]) -> None:
+    def told(self, step: int, measures: Iterable[clip.Measure], number: ViewNumber) -> None:
         """Another server's measures."""
-        self._run_all(self.machine.told(step, measures))
+        if not self._void(number):
+            self._run_all(self.machine.told(step, measures))
 
     def capture(self, snapshot: str, version: int) -> None:
         """A snapshot is wanted of all shards that are primary here."""
@@ -479,9 +480,13 @@ class Reducer:
     def _stored_state(self, index: int, version: int) -> ShardRecord:
         return self._owned[index].state(version, self._clocks(index), wires=False)
 
+    def _void(self, number: ViewNumber) -> bool:
+        """Was it said in a past that is void (I10)? Whoever received it has looked; but a view may have come since."""
+        return number < self._since
+
     def _wanted(self, channel: Channel, header: Header, buffer: Buffer) -> bool:
         """Are we the shard's primary? If not, its sender has an older view, and will send it where it belongs."""
-        if self.machine.is_primary(header.shard):
+        if self.machine.is_primary(header.shard) and not self._void(header.view):
             return True
         buffer.release()
         self._tickets.credit(channel)

@@ -284,7 +284,7 @@ class ServerService:
             raise ProtocolError("measures of a step or of a shard that this job does not have")
         self._wait_for(header.view)
         if not self._stale(header):
-            self._reducer.inbox.put(lambda: self._reducer.told(header.step, measures))
+            self._reducer.inbox.put(lambda: self._reducer.told(header.step, measures, header.view))
 
     def _receive_state(self, channel: Channel, header: Header, sender: str) -> None:
         record, config = self._expect_job()
@@ -299,7 +299,7 @@ class ServerService:
             raise ProtocolError(f"a state of shard {state.shard} that does not fit this job's layout and optimizer")
         self._wait_for(header.view)
         if not self._stale(header):
-            self._reducer.inbox.put(lambda: self._reducer.filled(channel, sender, state))
+            self._reducer.inbox.put(lambda: self._reducer.filled(channel, sender, state, header.view))
 
     def _receive_from_worker(self, channel: Channel, header: Header, worker: str) -> None:
         trace = self._link.welcome.trace

@@ -1,0 +1,110 @@
+"""What was said in a past that is void is dropped also when a view came between its being looked at and its turn."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rallypoint.config import record_of, resolve
+from rallypoint.core import clip
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.messages import Message
+from rallypoint.net.pool import BufferPool, BufferPools
+from rallypoint.observe.trace import Tracer
+from rallypoint.server.reducer import Reducer
+
+PATIENCE_S = 20.0
+CONFIG = resolve({"replicas": 2, "steps": 5})
+LAYOUT = build_layout([TensorSpec("w", (8,), "float32", 0)], CONFIG.shard_bytes)
+FIRST, SECOND = ViewNumber(1, 1), ViewNumber(1, 2)
+
+
+class _Around:
+    """Nobody."""
+
+    def say(self, message: Message) -> None:
+        """Nobody hears it."""
+
+    def not_finite(self, verdict: clip.Verdict) -> None:
+        pytest.fail("nothing here is not finite")
+
+    def failed(self, error: BaseException) -> None:
+        raise error
+
+
+class _Channel:
+    """A worker's, that keeps what it is sent."""
+
+    name, number = "w", 1
+
+    def __init__(self) -> None:
+        self.frames: list[Header] = []
+
+    def send(self, header: Header, payload: Any = None, sent: Callable[[], None] | None = None, **_: Any) -> None:
+        self.frames.append(header)
+        if sent is not None:
+            sent()
+
+
+class _Server:
+    """A reducer with one shard, to which the test says what a connection's thread would."""
+
+    def __init__(self) -> None:
+        self.reducer, self.channel = Reducer(me="s", tracer=Tracer("s"), surroundings=_Around()), _Channel()
+        self.pool = BufferPool(LAYOUT.largest_shard)
+        record = record_of(CONFIG, LAYOUT)
+        self.do(lambda: self.reducer.prepare(record, CONFIG, self.pool, BufferPools(), None, ""))
+
+    def do(self, call: Callable[[], Any]) -> Any:
+        """On the owner's thread; what it returns."""
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.reducer.inbox.put(lambda: answers.put(call()))
+        return answers.get(timeout=PATIENCE_S)
+
+    def adopt(self, number: ViewNumber) -> None:
+        members = (Member("w", "here", birth=1),), (Member("s", "here", "s:1", 2),)
+        view = View(number, number, *members, (Deal(0, {"w": (0, 1)}),), {0: "s"}, {}, first="w")
+        self.do(lambda: self.reducer.adopt(view))
+
+    def bring(self, kind: Kind, number: ViewNumber, value: float, replica: int = 0) -> None:
+        buffer = self.pool.take()
+        buffer.tensor.fill_(value)
+        header = Header(kind, number, shard=0, replica=replica, length=LAYOUT.shards[0].nbytes, weight=1.0)
+        channel: Any = self.channel
+        if kind is Kind.INITIAL:
+            self.do(lambda: self.reducer.initialise(channel, header, buffer))
+        else:
+            self.do(lambda: self.reducer.contribute(channel, "w", header, buffer))
+
+    @property
+    def version(self) -> int:
+        return int(self.do(lambda: self.reducer.machine.machine(0).version))  # type: ignore[union-attr]
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    server = _Server()
+    yield server
+    server.reducer.stop()
+
+
+def test_a_contribution_and_first_weights_of_a_past_that_is_void_count_for_nothing(server: _Server) -> None:
+    server.adopt(FIRST)
+    server.adopt(SECOND)  # all begin again, and what follows was taken from the network before
+    server.bring(Kind.INITIAL, FIRST, 1.0)
+    assert server.version == -1
+    server.bring(Kind.INITIAL, SECOND, 2.0)
+    assert server.version == 0
+    server.bring(Kind.PUSH, FIRST, 3.0)
+    server.bring(Kind.PUSH, SECOND, 0.0, replica=1)
+    assert server.version == 0, "the sum has only one of two"
+    server.bring(Kind.PUSH, SECOND, 0.0)
+    assert server.version == 1
+    credits = [frame for frame in server.channel.frames if frame.kind is Kind.CREDIT]
+    assert sum(frame.replica for frame in credits) == 5, "whoever sent may send again"
+    assert len(server.pool.free) == server.pool.made - 2, "and only the two versions' buffers are held"
