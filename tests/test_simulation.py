@@ -31,8 +31,8 @@ from rallypoint.testing.simulation.worker import SimulatedWorker
 
 FIXED = range(60)
 FIXED_OTHERS = range(40)  # of each policy that is not plain Sync
+HESITANT = range(103, 203, 4)  # in which workers are slow to begin
 ENOUGH = range(300)  # seeds within which a planted bug has to be found
-HESITATION_S = 0.6  # as long as a step takes there
 TURNS = (LocalSteps(2, fragments=2), LocalSteps(3, fragments=3))
 OTHERS = (BoundedStaleness(1), BoundedStaleness(3), Async(), Async(fold=3), Sync(quorum=2), AllReduce(), *TURNS)
 
@@ -73,11 +73,8 @@ def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_b
 
 
 @pytest.mark.parametrize("policy", [Sync(), *OTHERS], ids=word_for)
-def test_what_a_worker_hears_that_it_is_to_do_may_be_out_of_date_when_it_begins(
-    monkeypatch: pytest.MonkeyPatch, policy: Played
-) -> None:
-    monkeypatch.setattr(SimulatedWorker, "hesitate_s", HESITATION_S)
-    _play_seeds(FIXED_OTHERS, policy)
+def test_what_a_worker_hears_that_it_is_to_do_may_be_out_of_date_when_it_begins(policy: Played) -> None:
+    _play_seeds(HESITANT, policy)
 
 
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
@@ -127,6 +124,7 @@ def test_the_fixed_seeds_play_every_kind_of_fault() -> None:
         "half said",
     }  # fmt: skip
     plans = [make_plan(seed) for seed in FIXED]
+    assert all(make_plan(seed).hesitate_s > 0 for seed in HESITANT)
     assert {plan.job.buffers for plan in plans} == {0, 1}
     assert {plan.job.skip for plan in plans} == {True, False}
     assert {plan.terms.replication for plan in plans} == {1, 2}
@@ -340,7 +338,6 @@ def _whatever_was_said_before_is_done(self: StreamMachine, action: Action | None
 
 
 def test_a_worker_that_begins_with_what_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimulatedWorker, "hesitate_s", HESITATION_S)
     monkeypatch.setattr(StreamMachine, "take", _whatever_was_said_before_is_done)
     assert re.search("stuck after|missing", _found(_SSP))  # a contribution that counts nowhere, or one waited for
 

@@ -17,6 +17,7 @@ from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
 LIMIT_S = 600.0  # of simulated time: a run takes about five
+HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
 _SYNC = Sync()
 
 
@@ -36,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed plays."""
+    """What one seed plays. `hesitate_s`: at most so long after a worker hears what it is to do it begins with it."""
 
     seed: int
     job: SimulatedJob
@@ -44,6 +45,7 @@ class Plan:
     workers: int
     servers: int
     faults: tuple[Fault, ...]
+    hesitate_s: float = 0.0
 
 
 _KINDS = (
@@ -80,7 +82,12 @@ def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
         role = rng.choice(["worker", "worker", "server", "server", "coordinator"])
         seconds = {"pause": rng.uniform(0.1, 1.5), "long pause": rng.uniform(2.0, 6.0)}.get(kind, rng.uniform(0.1, 5.0))
         faults.append(Fault(0.0 if kind == "drop first" else at, kind, role, seconds))
-    return Plan(seed, job, terms, workers, servers, tuple(faults))
+    return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S if hesitates(seed) else 0.0)
+
+
+def hesitates(seed: int) -> bool:
+    """Are workers slow to begin with what they were told in this seed's plan?"""
+    return seed % 4 == 3
 
 
 @dataclass
@@ -146,7 +153,9 @@ class Simulation:
         """One more worker."""
         name = self._name("worker")
         speed = self.world.random.choice([1.0, 1.0, 0.4])
-        self.workers[name] = SimulatedWorker(self.world, name, self.plan.job, self.store, speed)
+        self.workers[name] = SimulatedWorker(
+            self.world, name, self.plan.job, self.store, speed, self.plan.hesitate_s
+        )  # fmt: skip
 
     def _name(self, role: str) -> str:
         self._named[role] += 1

@@ -30,12 +30,13 @@ class SimulatedWorker:
     """One worker process."""
 
     install_s = 0.01  # at most, to copy a version into the model
-    hesitate_s = 0.0  # at most, between what the main thread hears that it is to do and when it begins with it
 
     def __init__(
-        self, world: World, name: str, job: SimulatedJob, store: SimulatedStore, speed: float = 1.0
-    ) -> None:
+        self, world: World, name: str, job: SimulatedJob, store: SimulatedStore, speed: float = 1.0,
+        hesitate_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self.node, self.job, self.store, self.speed = Node(world, name), job, store, speed
+        self._hesitate_s = hesitate_s
         self.holds = -1  # the version that the model is, where workers are stateful: also in a view in which it is void
         self._to_store: tuple[str, int, tuple[str, ...]] | None = None
         self.machine = _machine_for(name, job)
@@ -208,11 +209,11 @@ class SimulatedWorker:
             self.membership.send(("done", self._since))
         self.done = self.done and self.machine.step == self.job.steps
         action = self.machine.next_action()
-        if action is None or not self.hesitate_s:
+        if action is None or not self._hesitate_s:
             self._begin(action)
         else:
             self._acting = True
-            self.node.later(self.hesitate_s * self.node.world.random.random(), lambda: self._begin(action))
+            self.node.later(self._hesitate_s * self.node.world.random.random(), lambda: self._begin(action))
 
     def _begin(self, action: machine.Action | None) -> None:
         self._acting = False
