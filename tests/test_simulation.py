@@ -19,7 +19,7 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard import ShardMachine
 from rallypoint.core.shard_effects import Effect, Publish
-from rallypoint.core.slots import Action, Compute, Initialise, Install, Slot
+from rallypoint.core.slots import Action, Compute, Install, Slot
 from rallypoint.core.stream import StreamMachine
 from rallypoint.core.terms import Terms
 from rallypoint.core.view import deal_replicas
@@ -325,16 +325,19 @@ def test_a_bug_in_streaming_planted_on_purpose_is_found(
     assert re.search(sentence, _found(policy))
 
 
+_take = StreamMachine.take
+
+
 def _whatever_was_said_before_is_done(self: StreamMachine, action: Action | None) -> bool:
     """Nobody asks again whether it still holds."""
     match action:
-        case Initialise():
-            self._initialise = False
         case Install():
             self._installing = True
         case Compute(replica=replica):
             self._computing, self.rewound = replica, False
-    return action is not None
+        case _:
+            return _take(self, action)
+    return True
 
 
 def test_a_worker_that_begins_with_what_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

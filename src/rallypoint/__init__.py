@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rallypoint.config import Group, JobConfig
+    from rallypoint.config.tree import Group, JobConfig
     from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
