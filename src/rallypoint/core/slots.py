@@ -7,6 +7,7 @@ way up and then, in the same bytes, the new parameters on their way down.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -223,7 +224,7 @@ Action = Initialise | Compute | Install
 
 
 @dataclass(slots=True)
-class SlotMachine:
+class SlotMachine(ABC):
     """One worker's part in a job: what its two machines share.
 
     `shards` is the number of shards; `buffer_shards` those to which only replica 0 contributes; `steps` the last one.
@@ -257,6 +258,33 @@ class SlotMachine:
     def unsent(self) -> list[int]:
         """Shards whose gradient has not left."""
         return [shard for shard, slot in enumerate(self._slots) if slot is Slot.QUEUED]
+
+    @abstractmethod
+    def next_action(self) -> Action | None:
+        """What the main thread is to do now; None when it has to wait."""
+
+    def take(self, action: Action | None) -> bool:
+        """The main thread takes up what it was told to do; False if meanwhile something else is to be done, or nothing.
+
+        While it copies what has landed, until it is Installed, no slot is written.
+        """
+        if action is None or action != self.next_action():
+            return False
+        match action:
+            case Initialise():
+                self._initialise = False
+            case Install(version=version):
+                self._begin_install(version)
+            case Compute(replica=replica):
+                self._computing, self.rewound = replica, False
+                self._begin_replica(replica)
+        return True
+
+    @abstractmethod
+    def _begin_install(self, version: int) -> None: ...
+
+    @abstractmethod
+    def _begin_replica(self, replica: int) -> None: ...
 
     def is_queued(self, shard: int, serial: int) -> bool:
         """Does the slot still hold the gradient that was to be sent under this number?"""

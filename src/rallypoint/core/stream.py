@@ -135,21 +135,11 @@ class StreamMachine(SlotMachine):
 
     # ---- what the main thread does ----
 
-    def take(self, action: Action | None) -> bool:
-        """The main thread takes up what it was told to do; False if meanwhile something else is to be done, or nothing.
+    def _begin_install(self, version: int) -> None:
+        self._installing = True
 
-        While it copies what has landed, until it is Installed, no slot is written.
-        """
-        if action is None or action != self.next_action():
-            return False
-        match action:
-            case Initialise():
-                self._initialise = False
-            case Install():
-                self._installing = True
-            case Compute(replica=replica):
-                self._computing, self.rewound = replica, False
-        return True
+    def _begin_replica(self, replica: int) -> None:
+        """What it is for is known by its turn."""
 
     # ---- events ----
 

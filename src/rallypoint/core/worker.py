@@ -162,22 +162,11 @@ class WorkerMachine(SlotMachine):
 
     # ---- what the main thread does ----
 
-    def take(self, action: Action | None) -> bool:
-        """The main thread takes up what it was told to do; False if meanwhile something else is to be done, or nothing.
+    def _begin_install(self, version: int) -> None:
+        self._installing = version
 
-        While it copies what has landed, until it is Installed, no slot is written.
-        """
-        if action is None or action != self.next_action():
-            return False
-        match action:
-            case Initialise():
-                self._initialise = False
-            case Install(version=version):
-                self._installing = version
-            case Compute(replica=replica):
-                self._computing, self.rewound = replica, False
-                self._wanted = frozenset(self._needed_by(replica))
-        return True
+    def _begin_replica(self, replica: int) -> None:
+        self._wanted = frozenset(self._needed_by(replica))
 
     # ---- events ----
 
