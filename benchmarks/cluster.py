@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.core.terms import Terms
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token

@@ -22,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.chaos import Blow, Chaos
+from rallypoint.launch.chaos import Chaos, Fault
 from rallypoint.launch.chaos_report import Measured, ledger_of, measure, typical_gap
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.launcher import Launch, launch
@@ -55,9 +55,9 @@ def kill(what: str, count: int, workers: int, step_seconds: float, console: Cons
             workers=(1, workers), workers_start=workers, standby=1, servers=2, replication=2, folder=str(folder),
             snapshots=str(folder / "snapshots"), snapshot_seconds=10.0,
         )  # fmt: skip
-        driver = Chaos([Blow(f"kill {what}")] * count, steps, seed=1)
+        driver = Chaos([Fault(f"kill {what}")] * count, steps, seed=1)
         with (folder.parent / "console.txt").open("w") as log:
-            status = launch(plan, RunConsole(Console(file=log, highlight=False)), driver.meddle)
+            status = launch(plan, RunConsole(Console(file=log, highlight=False)), driver.intervene)
         if status:
             raise SystemExit(f"the run failed: {(folder.parent / 'console.txt').read_text()[-2000:]}")
         ledger = ledger_of(folder, steps, steps * workers * BATCH)

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from cluster import join_gloo, write_result
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.slots import Compute, Initialise, Install
+from rallypoint.core.worker.slots import Compute, Initialise, Install
 from rallypoint.launch import environment
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.worker.exchange import Exchange
-from rallypoint.worker.session import Job
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.loop.session import Job
 
 
 class Task(msgspec.Struct, frozen=True):

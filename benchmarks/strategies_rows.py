@@ -20,11 +20,11 @@ import msgspec
 import rallypoint as rp
 from cluster import Case
 from rallypoint.codec.build import build_stateless
-from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, TopK, remembers
+from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int8, PowerSGD, Raw, TopK, has_state
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.policy import server_policy
 from rallypoint.core.schedule import Schedule
-from rallypoint.core.view import deal_replicas
+from rallypoint.core.view import assign_replicas
 from strategies_member import Hook
 
 BASELINE = "ddp"
@@ -56,7 +56,7 @@ class Row:
     def sticky(self) -> bool:
         """Do replicas leave something on their worker, so that none is dealt elsewhere for speed's sake?"""
         kept = isinstance(self.sync, rp.LocalSteps) and self.sync.keep_inner
-        return self.hook is not None or kept or remembers(self.settings.get("codec", Raw()))
+        return self.hook is not None or kept or has_state(self.settings.get("codec", Raw()))
 
     def sync_of(self, replicas: int) -> Any:
         """The policy with its quorum for that many replicas."""
@@ -190,39 +190,39 @@ def least_seconds(
     and the busiest link (K/B and the like, without headers).
     """
     local = row.sync.steps if isinstance(row.sync, rp.LocalSteps) else 1
-    hands = _hands(row, case.workers, replicas, slow)
-    wire = case.wire_seconds(_busiest(row, case, hands, model)) / local
-    return max(_computing(row, hands, slow, seconds / replicas), wire)
+    assigned = _assigned(row, case.workers, replicas, slow)
+    wire = case.wire_seconds(_busiest(row, case, assigned, model)) / local
+    return max(_computing(row, assigned, slow, seconds / replicas), wire)
 
 
-def _hands(row: Row, workers: int, replicas: int, slow: float) -> list[int]:
+def _assigned(row: Row, workers: int, replicas: int, slow: float) -> list[int]:
     """How many replicas each worker computes; the last worker is the slow one."""
     names = [str(index) for index in range(workers)]
     speeds = {**dict.fromkeys(names, 1.0), names[-1]: 1.0 if row.sticky else 1.0 / slow}
-    return [len(hand) for hand in deal_replicas(replicas, names, speeds).values()]
+    return [len(own) for own in assign_replicas(replicas, names, speeds).values()]
 
 
-def _computing(row: Row, hands: Sequence[int], slow: float, seconds: float) -> float:
+def _computing(row: Row, assigned: Sequence[int], slow: float, seconds: float) -> float:
     """Seconds until all whom a step waits for are through with it, `seconds` being those of a replica.
 
     Under Async no step waits, but every replica makes all its steps: over the whole training it comes to the same.
     """
-    times = sorted([count * seconds for count in hands[:-1]] + [hands[-1] * seconds * slow])
+    times = sorted([count * seconds for count in assigned[:-1]] + [assigned[-1] * seconds * slow])
     if row.leaves_one_out:
         return times[-2]
     return times[-1]
 
 
-def _busiest(row: Row, case: Case, hands: Sequence[int], model: Sequence[tuple[int, ...]]) -> int:
+def _busiest(row: Row, case: Case, assigned: Sequence[int], model: Sequence[tuple[int, ...]]) -> int:
     """Bytes that the busiest direction of the busiest link carries for a synchronisation."""
     words = sum(_words(shape) for shape in model)
     if row.hook is not None:
         return 2 * (case.workers - 1) * _up_bytes(_HOOKS[row.hook], model) // case.workers
     up, down = _up_bytes(row.settings.get("codec", Raw()), model), _bytes(row.settings.get("down", Raw()), (words,))
-    followers = sum(hands) if _streaming(row) else case.workers
-    most = max(hands)
+    followers = sum(assigned) if _streaming(row) else case.workers
+    most = max(assigned)
     per_worker_down = most * down if _streaming(row) else down
-    return max(most * up, per_worker_down, sum(hands) * up // case.servers, followers * down // case.servers)
+    return max(most * up, per_worker_down, sum(assigned) * up // case.servers, followers * down // case.servers)
 
 
 _HOOKS: Mapping[Hook, CodecSpec] = {"none": Raw(), "fp16": Fp16()}

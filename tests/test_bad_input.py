@@ -16,7 +16,7 @@ import torch
 
 import rallypoint as rp
 from rallypoint.coordinator.service import CoordinatorService
-from rallypoint.core.terms import Terms
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
 
 pytestmark = pytest.mark.slow  # each starts whole programs

@@ -136,7 +136,7 @@ def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pyte
         worker=(sys.executable, "-c", LONG_RUN), workers=(1, 1), workers_start=1, servers=1, folder=str(tmp_path)
     )
 
-    def meddle(run: launcher.LocalRun) -> None:
+    def intervene(run: launcher.LocalRun) -> None:
         (coordinator,) = run.cluster.of_role("coordinator")
         if not stopped and run.console.steps_done > 0:
             stopped.append(said.getvalue().count(sentence))
@@ -147,7 +147,7 @@ def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pyte
         assert time.monotonic() < deadline, said.getvalue()
 
     console = RunConsole(Console(file=said, width=1000, highlight=False))
-    assert launcher.launch(plan, console, meddle) == launcher.INTERRUPTED
+    assert launcher.launch(plan, console, intervene) == launcher.INTERRUPTED
 
 
 def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core import trial, view_change
 from rallypoint.core.cadence import Cadence
+from rallypoint.core.cluster import trial, view_change
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
-from rallypoint.core.shard import ShardMachine
-from rallypoint.core.shard_effects import Effect, Publish
-from rallypoint.core.slots import Action, Compute, Install, Slot
-from rallypoint.core.stream import StreamMachine
-from rallypoint.core.terms import Terms
-from rallypoint.core.view import deal_replicas
-from rallypoint.core.worker import WorkerMachine
+from rallypoint.core.shard.effects import Effect, Publish
+from rallypoint.core.shard.machine import ShardMachine
+from rallypoint.core.view import assign_replicas
+from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.slots import Action, Compute, Install, Slot
+from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line, word_for
 from rallypoint.testing.simulation.run import Fault, Plan, Result, SimulationFailed, make_plan, play, simulate
@@ -202,20 +202,20 @@ def _published_at_once(self: ShardMachine) -> list[Effect]:
 
 def _one_replica_too_few(replicas: int, *args: Any) -> dict[str, tuple[int, ...]]:
     """I1 broken."""
-    return deal_replicas(replicas - 1, *args)
+    return assign_replicas(replicas - 1, *args)
 
 
 def _one_replica_too_many(replicas: int, *args: Any) -> dict[str, tuple[int, ...]]:
     """I1 broken."""
-    return deal_replicas(replicas + 1, *args)
+    return assign_replicas(replicas + 1, *args)
 
 
 @pytest.mark.parametrize(("owner", "name", "bug"), [
     (Sync, "admit", _a_repeat_is_added),
     (Sync, "admit", _whatever_comes_is_added),
     (ShardMachine, "_publish", _published_at_once),
-    (view_change, "deal_replicas", _one_replica_too_few),
-    (view_change, "deal_replicas", _one_replica_too_many),
+    (view_change, "assign_replicas", _one_replica_too_few),
+    (view_change, "assign_replicas", _one_replica_too_many),
 ])  # fmt: skip
 def test_a_bug_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
@@ -289,7 +289,7 @@ def _the_quickest_answer_counts(self: StreamMachine) -> int:
 
 def _wants_that_nobody_serves(self: ShardMachine) -> list[Effect]:
     """Only who asks at the right moment gets an answer."""
-    visible = min(self.version, self._acked) if self._strict else self.version
+    visible = min(self.version, self._acked) if self._needs_ack else self.version
     self.published = max(self.published, visible)
     return []
 
@@ -352,7 +352,7 @@ def _any_version_of_a_shard_will_do(self: WorkerMachine, shard: int, target: int
 
 def _the_end_is_nothing_special(self: Cadence, shard: int, tick: int) -> int:
     """Some shards are not moved at the last tick."""
-    if tick < 0 or tick >= self.ticks or (turn := self._turn(shard)) is None:
+    if tick < 0 or tick >= self.rounds or (turn := self._period(shard)) is None:
         return tick
     return tick + (turn.first - tick) % turn.every
 
@@ -443,7 +443,7 @@ def test_replicas_that_move_for_the_speeds_sake_and_back_again_are_counted_once(
     """Every deal by speed is taken back, and tried again at once: many more moves than any real job sees."""
     for name, value in (("ROUNDS", 1), ("SECONDS", 0.1), ("PAUSE_S", 0.3), ("_PAID", 0.0)):
         monkeypatch.setattr(trial, name, value)
-    verdicts: list[trial.Hands | None] = []
+    verdicts: list[trial.Assigned | None] = []
     verdict = trial.Trial.verdict
     monkeypatch.setattr(trial.Trial, "verdict", lambda *of: verdicts.append(verdict(*of)) or verdicts[-1])
     _play_seeds(FIXED, policy)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.carriers import Carriers
+from rallypoint.core.cluster.state_holders import StateHolders
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import View
-from rallypoint.core.worker import WorkerMachine
+from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.run import Fault
 from rallypoint.testing.simulation.worker import SimulatedWorker
@@ -19,7 +19,7 @@ from test_simulation import _computed, _found, _plan, _play_all
 JOB = SimulatedJob(replicas=3, steps=14, sync=AllReduce())
 
 
-def _whoever_comes_may_go_on(self: Carriers, *args: Any, **kwargs: Any) -> bool:
+def _whoever_comes_may_go_on(self: StateHolders, *args: Any, **kwargs: Any) -> bool:
     return False
 
 
@@ -33,7 +33,7 @@ _initialise = SimulatedWorker._initialise
 
 
 @pytest.mark.parametrize(("owner", "name", "bug"), [
-    (Carriers, "must_begin_again", _whoever_comes_may_go_on),
+    (StateHolders, "needs_new_generation", _whoever_comes_may_go_on),
     (SimulatedWorker, "_initialise", _the_state_is_of_another_version),
 ])  # fmt: skip
 def test_a_bug_planted_on_purpose_is_found(

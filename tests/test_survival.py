@@ -143,12 +143,12 @@ class Cluster:
             assert time.monotonic() < deadline, f"it has not happened; the run says:\n{self.output}"
             time.sleep(0.02)
 
-    def until_in_step(self, step: int) -> None:
+    def until_caught_up(self, step: int) -> None:
         """Until replica 0 of this step has been pushed, and the others wait at the gate."""
         self.open(step)
-        self.until(lambda: self._is_in_step(step))
+        self.until(lambda: self._is_caught_up(step))
 
-    def _is_in_step(self, step: int) -> bool:
+    def _is_caught_up(self, step: int) -> bool:
         assert self.launcher is not None
         assert self.launcher.poll() is None, self.output
         done = [event["step"] for event in self.events("StepDone")]
@@ -195,7 +195,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.mark.parametrize("victim", ["worker0", "worker1"])
 def test_a_worker_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed: Cluster, victim: str) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()[victim].kill()
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
@@ -209,7 +209,7 @@ def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
     cluster: Cluster, undisturbed: Cluster, victim: str
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
     cluster.processes()[victim].kill()
     cluster.open(STEPS)
@@ -222,7 +222,7 @@ def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
 
 def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)
     cluster.open(STEPS)
@@ -234,7 +234,7 @@ def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cl
 
 def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     before = cluster.processes()
     before["coordinator"].kill()
     cluster.open(STEPS)
@@ -248,7 +248,7 @@ def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, undis
 
 def test_all_workers_killed_at_once_change_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "1")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     for name, process in cluster.processes().items():
         if name.startswith("worker"):
             process.kill()
@@ -260,7 +260,7 @@ def test_all_workers_killed_at_once_change_no_byte(cluster: Cluster, undisturbed
 
 def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     victim = cluster.processes()["worker1"]
     victim.terminate()
     cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
@@ -276,7 +276,7 @@ def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undis
 
 def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.until(lambda: len(cluster.events("Members")[-1]["workers"]) == 2)
     cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
     standby = cluster.events("Members")[-1]["standby"][0]
@@ -289,10 +289,10 @@ def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undist
 
 def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     asked = subprocess.Popen(command("snapshot", str(cluster.folder)), stdout=subprocess.PIPE, text=True)
     for step in range(AT, STEPS - 1):  # it is taken at a version a little ahead: let them come there
-        cluster.until_in_step(step)
+        cluster.until_caught_up(step)
         with contextlib.suppress(subprocess.TimeoutExpired):
             asked.wait(0.5)
             break

@@ -84,7 +84,7 @@ def _until_stored(cluster: Cluster) -> None:
     given the time to do so, or the last step would come first.
     """
     for step in range(AT, STEPS - 1):
-        cluster.until_in_step(step)
+        cluster.until_caught_up(step)
         looked = time.monotonic() + LOOKS_S
         while time.monotonic() < looked:
             if cluster.events("Snapshotted")[-1]["version"] > 0:
@@ -98,7 +98,7 @@ def test_a_worker_killed_mid_step_is_replaced_by_one_that_gets_the_state_from_th
     cluster: Cluster, under_sync: Cluster, victim: str
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()[victim].kill()
     cluster.until(lambda: victim not in _computing(cluster) and len(_computing(cluster)) == 2)
     _ends_like(cluster, under_sync)
@@ -110,7 +110,7 @@ def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(
     cluster: Cluster, under_sync: Cluster, replication: str
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--replication", replication, *ALL_REDUCE)
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     assert cluster.events("Members")[-1]["exposed"] == 0
     cluster.processes()["server0"].kill()
     _ends_like(cluster, under_sync)
@@ -120,7 +120,7 @@ def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(
 
 def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()["coordinator"].kill()
     _ends_like(cluster, under_sync)
 
@@ -140,7 +140,7 @@ def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
     cluster: Cluster, under_sync: Cluster
 ) -> None:
     cluster.run("--workers", "1", "--servers", "1", "--standby", "1", *ALL_REDUCE)
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
     members = cluster.events("Members")[-1]
     (leaving,), (taking_over,) = members["workers"], members["standby"]
@@ -154,11 +154,11 @@ def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
 
 def test_a_job_grows_and_a_standby_worker_takes_over(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1", *ALL_REDUCE)
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.until(lambda: len(_computing(cluster)) == 2)
     cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
     standby = cluster.events("Members")[-1]["standby"][0]
-    cluster.until_in_step(AT + 1)
+    cluster.until_caught_up(AT + 1)
     cluster.processes()[_computing(cluster)[0]].kill()
     cluster.until(lambda: standby in _computing(cluster))
     _ends_like(cluster, under_sync)

@@ -28,7 +28,7 @@ CODECS = {
 every_codec = pytest.mark.parametrize("codec", CODECS)
 
 
-class RememberingCluster(Cluster):
+class CodecStateCluster(Cluster):
     """Its workers remember something of their replicas."""
 
     def __init__(self, home: Path, codec: str) -> None:
@@ -41,11 +41,11 @@ class RememberingCluster(Cluster):
 
     def snapshot_from(self, step: int) -> dict[str, Any]:
         """Ask for a snapshot in this step, and let the workers come as far as it takes; what is said of it."""
-        self.until_in_step(step)
+        self.until_caught_up(step)
         before = len(self.events("Snapshotted"))
         asked = subprocess.Popen(command("snapshot", str(self.folder)), stdout=subprocess.DEVNULL)
         for later in range(step, STEPS - 1):
-            self.until_in_step(later)
+            self.until_caught_up(later)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 asked.wait(0.5)
                 break
@@ -68,11 +68,11 @@ class RememberingCluster(Cluster):
 
 
 @pytest.fixture
-def cluster_of(tmp_path: Path) -> Iterator[Callable[[str], RememberingCluster]]:
-    made: list[RememberingCluster] = []
+def cluster_of(tmp_path: Path) -> Iterator[Callable[[str], CodecStateCluster]]:
+    made: list[CodecStateCluster] = []
 
-    def make(codec: str) -> RememberingCluster:
-        made.append(RememberingCluster(tmp_path, codec))
+    def make(codec: str) -> CodecStateCluster:
+        made.append(CodecStateCluster(tmp_path, codec))
         return made[-1]
 
     yield make
@@ -87,14 +87,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str
 
     def of(codec: str) -> str:
         if codec not in hashes:
-            with undisturbed_run(RememberingCluster(tmp_path_factory.mktemp("undisturbed"), codec)) as cluster:
+            with undisturbed_run(CodecStateCluster(tmp_path_factory.mktemp("undisturbed"), codec)) as cluster:
                 hashes[codec] = cluster.hash
         return hashes[codec]
 
     return of
 
 
-Make = Callable[[str], RememberingCluster]
+Make = Callable[[str], CodecStateCluster]
 Hashes = Callable[[str], str]
 
 
@@ -104,7 +104,7 @@ def test_a_worker_that_is_told_to_go_leaves_its_memories_behind(
 ) -> None:
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     victim = cluster.processes()["worker1"]
     victim.terminate()
     cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
@@ -123,7 +123,7 @@ def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
 ) -> None:
     cluster = cluster_of("topk")
     cluster.run("--workers", "2", "--servers", "2", "--set", f"sync.type={policy[0]}", *policy[1:])
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()["worker1"].terminate()
     cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
     cluster.open(STEPS)
@@ -140,9 +140,9 @@ def test_replicas_that_move_between_the_living_take_along_what_is_remembered(
 ) -> None:
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.resize(1)  # what worker 1 has goes to worker 0 at once
-    cluster.until_in_step(AT + 4)
+    cluster.until_caught_up(AT + 4)
     cluster.resize(2)  # and back, from a step to come
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
@@ -186,7 +186,7 @@ def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undi
 def test_what_a_killed_worker_remembered_is_lost_and_the_job_ends_without_it(cluster_of: Make, codec: str) -> None:
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()["worker1"].kill()
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output

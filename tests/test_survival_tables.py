@@ -89,7 +89,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TableClust
 @pytest.mark.parametrize("cluster", ["BEFORE", "AFTER"], indirect=True)
 def test_a_worker_killed_mid_step_changes_no_row(cluster: TableCluster, undisturbed: TableCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()["worker1"].kill()
     cluster.ended_as(undisturbed)
     assert "worker1 was killed (SIGKILL): starting another" in cluster.output
@@ -101,7 +101,7 @@ def test_a_server_killed_mid_step_changes_no_row_and_nothing_is_rolled_back(
     cluster: TableCluster, undisturbed: TableCluster, victim: str
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
     cluster.processes()[victim].kill()
     cluster.ended_as(undisturbed)
@@ -113,7 +113,7 @@ def test_a_server_that_alone_held_its_rows_costs_steps_but_no_byte(
     cluster: TableCluster, undisturbed: TableCluster
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     cluster.processes()["server0"].kill()
     cluster.until(lambda: "going on from snapshot" in cluster.output)
     cluster.ended_as(undisturbed)
@@ -121,10 +121,10 @@ def test_a_server_that_alone_held_its_rows_costs_steps_but_no_byte(
 
 def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster, undisturbed: TableCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_step(AT)
+    cluster.until_caught_up(AT)
     asked = subprocess.Popen(command("snapshot", str(cluster.folder)), stdout=subprocess.PIPE, text=True)
     for step in range(AT, STEPS - 1):  # it is taken at a version a little ahead: let them come there
-        cluster.until_in_step(step)
+        cluster.until_caught_up(step)
         with contextlib.suppress(subprocess.TimeoutExpired):
             asked.wait(0.5)
             break

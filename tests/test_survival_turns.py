@@ -17,7 +17,7 @@ WAITING = """while micro.replica > 0 and micro.step >= int(gate.read_text()):
 SYNC = """clip=0.5, sync=rp.LocalSteps(steps=4, delay=1), groups=(rp.Group(match=("2.*",), sync_every=2),),"""
 
 
-class TurnsCluster(Cluster):
+class StaggeredCluster(Cluster):
     """Its workers have ticks of two steps, in which the last layer is moved, and at every second one the first."""
 
     def __init__(self, home: Path) -> None:
@@ -41,20 +41,20 @@ class TurnsCluster(Cluster):
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[TurnsCluster]:
-    cluster = TurnsCluster(tmp_path)
+def cluster(tmp_path: Path) -> Iterator[StaggeredCluster]:
+    cluster = StaggeredCluster(tmp_path)
     yield cluster
     cluster.close()
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TurnsCluster]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StaggeredCluster]:
     """A run that nothing happened to."""
-    with undisturbed_run(TurnsCluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
+    with undisturbed_run(StaggeredCluster(tmp_path_factory.mktemp("undisturbed"))) as cluster:
         yield cluster
 
 
-def test_a_worker_killed_in_the_middle_of_a_tick_costs_no_tick_and_no_contribution(cluster: TurnsCluster) -> None:
+def test_a_worker_killed_in_the_middle_of_a_tick_costs_no_tick_and_no_contribution(cluster: StaggeredCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_in_tick()
     cluster.processes()["worker1"].kill()
@@ -66,7 +66,7 @@ def test_a_worker_killed_in_the_middle_of_a_tick_costs_no_tick_and_no_contributi
 
 
 def test_a_server_killed_in_the_middle_of_a_tick_changes_no_byte(
-    cluster: TurnsCluster, undisturbed: TurnsCluster
+    cluster: StaggeredCluster, undisturbed: StaggeredCluster
 ) -> None:
     """What it alone had of the tick is computed again, from where each replica had begun it."""
     cluster.run("--workers", "2", "--servers", "2", "--replication", "2")

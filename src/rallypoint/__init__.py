@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
     from rallypoint.launch.join import join
-    from rallypoint.worker.micro import Micro
-    from rallypoint.worker.run import Run
-    from rallypoint.worker.session import Job
+    from rallypoint.worker.loop.micro import Micro
+    from rallypoint.worker.loop.run import Run
+    from rallypoint.worker.loop.session import Job
 
 __version__ = "0.1.0"
 
@@ -32,11 +32,11 @@ _HOMES = {
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
     "Group": "rallypoint.config.tree",
-    "Job": "rallypoint.worker.session",
+    "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
     "LocalSteps": "rallypoint.core.policy",
-    "Micro": "rallypoint.worker.micro",
-    "Run": "rallypoint.worker.run",
+    "Micro": "rallypoint.worker.loop.micro",
+    "Run": "rallypoint.worker.loop.run",
     "Sync": "rallypoint.core.policy",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",

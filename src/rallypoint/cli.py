@@ -165,12 +165,12 @@ def chaos(
     from rich.console import Console
 
     from rallypoint.launch.chaos import chaos as play
-    from rallypoint.launch.chaos import parse_blows, random_blows
+    from rallypoint.launch.chaos import parse_faults, random_faults
 
     sizes = _sizes(resizes)
-    blows = parse_blows(schedule) or random_blows(kills, sizes, stops, everything, servers, seed)
+    faults = parse_faults(schedule) or random_faults(kills, sizes, stops, everything, servers, seed)
     plan = _plan(_recipe_argv(recipe, _without_settings(context)), context.params)
-    raise typer.Exit(play(plan, blows, seed, Console(highlight=False), json=json))
+    raise typer.Exit(play(plan, faults, seed, Console(highlight=False), json=json))
 
 
 @app.command()
@@ -229,24 +229,24 @@ def export(
 @app.command(hidden=True)
 def coordinator(
     terms: Annotated[str, typer.Option(help="How the cluster is to behave (core.terms.Terms), as JSON.")] = "{}",
-    reception: Annotated[str, typer.Option(help="What members are told (Reception), as JSON.")] = "{}",
+    join_info: Annotated[str, typer.Option(help="What members are told (Reception), as JSON.")] = "{}",
     resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
     bind: Bind = "127.0.0.1:0",
 ) -> None:
     """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN."""
-    from rallypoint.coordinator.service import CoordinatorService, Reception
-    from rallypoint.core.terms import Terms
+    from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+    from rallypoint.core.cluster.terms import Terms
     from rallypoint.launch.lifeline import hold_lifeline
     from rallypoint.store.snapshots import SnapshotStore
 
     hold_lifeline()
-    about = msgspec.json.decode(reception, type=Reception)
+    about = msgspec.json.decode(join_info, type=JoinInfo)
     start = None
     if resume:
         manifest = SnapshotStore(about.snapshots).load(resume)
         start = (manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(
-        terms=msgspec.json.decode(terms, type=Terms), bind=bind, reception=about, resume=start,
+        terms=msgspec.json.decode(terms, type=Terms), bind=bind, join_info=about, resume=start,
         token=os.environ.get(environment.TOKEN, ""),
     )  # fmt: skip
     service.start()

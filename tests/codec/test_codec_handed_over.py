@@ -10,9 +10,9 @@ from codec_cases import SPECS, STATEFUL, encoded, encoder_of, gradient, shape_fo
 
 import rallypoint as rp
 from rallypoint.codec.build import build
-from rallypoint.codec.memory import ShardMemories, dump, limits_of, load, state_bytes
 from rallypoint.codec.protocol import Codec, Stateful
-from rallypoint.codec.spec import DGC, CodecSpec, Int8, PowerSGD, Raw, TopK, remembers
+from rallypoint.codec.spec import DGC, CodecSpec, Int8, PowerSGD, Raw, TopK, has_state
+from rallypoint.codec.state import ShardCodecStates, dump, limits_of, load, state_bytes
 from rallypoint.config import ranks_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import ProtocolError
@@ -77,7 +77,7 @@ def test_bytes_that_are_no_memory_of_this_codec_are_refused_and_change_nothing(n
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in STATEFUL])
 def test_a_codec_that_remembers_nothing_has_no_memory_to_take(name: str) -> None:
-    assert not remembers(SPECS[name])
+    assert not has_state(SPECS[name])
     with pytest.raises(ProtocolError, match="no state of codec"):
         load(build(SPECS[name], shape_for(SPECS[name], WORDS)), 0, memoryview(b""))
 
@@ -96,9 +96,9 @@ def test_memories_are_of_the_shards_that_go_through_a_codec_that_remembers(
         TensorSpec("bias", (400,), "float32", 1),
     ]  # fmt: skip
     layout = build_layout(specs, config.shard_bytes, ranks_of(config))
-    memories = ShardMemories(config)
-    assert {layout.shards[index].group for index in memories.among(layout)} == expected
+    codec_states = ShardCodecStates(config)
+    assert {layout.shards[index].group for index in codec_states.among(layout)} == expected
     for shard in layout.shards:
         if shard.group not in expected:
             with pytest.raises(ProtocolError, match="remember nothing"):
-                memories.of(shard)
+                codec_states.of(shard)

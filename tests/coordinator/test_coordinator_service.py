@@ -16,12 +16,12 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import service
-from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.cluster import ClusterMachine
-from rallypoint.core.cluster_effects import Abort, Finish
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.terms import Terms
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, RallypointError
 from rallypoint.net.channel import Channel
@@ -33,14 +33,15 @@ from rallypoint.net.messages import (
     Aborted,
     Admitted,
     Applied,
+    CaughtUp,
     Done,
     Finished,
     GiveUp,
-    InStep,
     Leaving,
     Members,
     Message,
     Metrics,
+    NewView,
     Planned,
     Prepare,
     Propose,
@@ -50,7 +51,6 @@ from rallypoint.net.messages import (
     Say,
     Skipped,
     StepDone,
-    Turn,
     Waiting,
     decode,
     expect,
@@ -95,10 +95,10 @@ class House:
         self.channels: list[Channel] = []
         self.services: list[CoordinatorService] = []
 
-    def open(self, *, reception: Reception | None = None, **terms: Any) -> CoordinatorService:
+    def open(self, *, join_info: JoinInfo | None = None, **terms: Any) -> CoordinatorService:
         self.coordinator = CoordinatorService(
             terms=Terms(**{"heartbeat": LONG, **terms}), bind="coordinator:1", transport=self.transport,
-            reception=reception,
+            join_info=join_info,
         )  # fmt: skip
         self.coordinator.start()
         self.services.append(self.coordinator)
@@ -116,10 +116,10 @@ class House:
             until(lambda: {channel.name for channel in self.coordinator._observers} >= {id})
         return member
 
-    def call(self, role: str, id: str, birth: int = 0) -> Channel:
+    def call(self, role: str, id: str, incarnation: int = 0) -> Channel:
         """A bare connection: it has said hello, and nothing speaks for it."""
         connection = self.transport.connect(self.coordinator.address, PATIENCE_S)
-        introduce(connection, "", role=role, id=id, host="here", birth=birth)
+        introduce(connection, "", role=role, id=id, host="here", incarnation=incarnation)
         connection.set_timeout(PATIENCE_S)
         self.channels.append(Channel(connection, id))
         return self.channels[-1]
@@ -128,10 +128,10 @@ class House:
         """A job of one server and one worker that runs: both, and the view."""
         server, worker = self.enter("server", "server0"), self.enter("worker", "worker0")
         worker.link.send(Propose(record(**settings)))
-        return server, worker, worker.next(Turn).view
+        return server, worker, worker.next(NewView).view
 
     def finish(self, worker: Member, view: View) -> None:
-        worker.link.send(Done(view.since))
+        worker.link.send(Done(view.generation))
 
     def settle(self) -> None:
         """Until the owner's thread has handled what had come."""
@@ -186,17 +186,17 @@ def test_a_member_that_sends_tensors_is_shown_out_and_gone_for_the_job(house: Ho
     other = house.call("worker", "worker1")
     other.send_message(Propose(record()))
     worker.link.send(Propose(record()))
-    worker.next(Turn)
+    worker.next(NewView)
     other.send(Header(Kind.PUSH))
     assert "a PUSH frame from worker worker1" in refusal(other)
     said = eyes.next(Say)
     assert said.text == "worker1 is gone: it broke the protocol: a PUSH frame from worker worker1"
-    assert [member.id for member in worker.next(Turn).view.workers] == ["worker0"]
+    assert [member.id for member in worker.next(NewView).view.workers] == ["worker0"]
 
 
 @pytest.mark.parametrize(
     ("role", "message"),
-    [("server", Propose(record())), ("worker", InStep({})), ("worker", Resize(2)), ("observer", Done())],
+    [("server", Propose(record())), ("worker", CaughtUp({})), ("worker", Resize(2)), ("observer", Done())],
     ids=["server proposes", "worker is in step", "worker resizes", "observer is done"],
 )
 def test_a_message_out_of_its_role_closes_that_connection_alone(house: House, role: str, message: Message) -> None:
@@ -216,7 +216,7 @@ def test_a_process_that_comes_again_before_it_was_missed_takes_the_place_of_its_
     first = house.call("worker", "worker0")
     admitted = decode(first.receive_bytes(first.receive_header()))
     assert isinstance(admitted, Admitted)
-    again = house.call("worker", "worker0", birth=admitted.birth)
+    again = house.call("worker", "worker0", incarnation=admitted.incarnation)
     assert isinstance(decode(again.receive_bytes(again.receive_header())), Admitted)
     until(lambda: first.connection._incoming._ended)  # type: ignore[attr-defined]
     house.settle()
@@ -244,11 +244,11 @@ def test_an_observer_that_comes_late_is_told_the_plan_and_then_every_step(house:
     plan = eyes.next(Planned)
     assert (plan.steps, plan.replicas, plan.shards, plan.workers) == (STEPS, REPLICAS, 2, ("worker0",))
     for replica, loss in ((0, 1.0), (1, 4.0)):
-        worker.link.send(Report(0, replica, loss, 1.0 + 2 * replica, 5, since=view.since))
+        worker.link.send(Report(0, replica, loss, 1.0 + 2 * replica, 5, generation=view.generation))
     assert eyes.next(StepDone) == StepDone(0, (1.0 + 3 * 4.0) / 4, 10)
-    worker.link.send(Report(0, 1, 9.0, 1.0, 5, since=view.since))  # again: not counted, but told
+    worker.link.send(Report(0, 1, 9.0, 1.0, 5, generation=view.generation))  # again: not counted, but told
     for replica in (0, 1):
-        worker.link.send(Report(1, replica, 2.0, 1.0, 5, since=view.since))
+        worker.link.send(Report(1, replica, 2.0, 1.0, 5, generation=view.generation))
     assert eyes.next(StepDone) == StepDone(1, 2.0, 10, again=1)
 
 
@@ -256,20 +256,20 @@ def test_a_step_whose_reports_cross_a_worker_s_handing_on_of_the_state_is_told(h
     house.open(workers_max=2, workers_start=1)
     _, worker, view = house.begin(sync={"type": "all-reduce"})
     eyes = house.enter("observer", "eyes")
-    worker.link.send(Report(0, 0, 1.0, 1.0, 5, since=view.since))
+    worker.link.send(Report(0, 0, 1.0, 1.0, 5, generation=view.generation))
     second = house.enter("worker", "worker1")
     second.link.send(Propose(record(sync={"type": "all-reduce"})))
-    after = second.next(Turn).view
-    assert after.since > view.since
-    worker.link.send(Report(0, 1, 3.0, 1.0, 5, since=view.since))  # and it brings version 1
+    after = second.next(NewView).view
+    assert after.generation > view.generation
+    worker.link.send(Report(0, 1, 3.0, 1.0, 5, generation=view.generation))  # and it brings version 1
     assert eyes.next(StepDone) == StepDone(0, 2.0, 10)
     for member, replica in ((worker, 0), (second, 1)):
-        member.link.send(Report(1, replica, 2.0, 1.0, 5, since=after.since))
+        member.link.send(Report(1, replica, 2.0, 1.0, 5, generation=after.generation))
     assert eyes.next(StepDone) == StepDone(1, 2.0, 10)
 
 
 def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: House, tmp_path: Path) -> None:
-    house.open(reception=Reception(folder=str(tmp_path)))
+    house.open(join_info=JoinInfo(folder=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
     server, worker, _ = house.begin()
     worker.link.send(Metrics(1, {"val_loss": 0.5}))
@@ -294,7 +294,7 @@ def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house
     _, _, view = house.begin()
     second = house.enter("worker", "worker1")
     second.link.send(Propose(record()))
-    assert {member.id for member in second.next(Turn).view.workers} == {"worker0", "worker1"}
+    assert {member.id for member in second.next(NewView).view.workers} == {"worker0", "worker1"}
     eyes.link.send(Resize(1))
     eyes.next(Members, lambda members: members.standby == ("worker1",))
     second.link.send(Leaving())
@@ -302,7 +302,7 @@ def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house
     second.link.close()
     assert eyes.next(Say).text.startswith("worker1 has left: ")
     assert eyes.next(Members).workers == ("worker0",)
-    assert view.since == house.coordinator._machine.view.since  # type: ignore[union-attr]
+    assert view.generation == house.coordinator._machine.view.generation  # type: ignore[union-attr]
 
 
 # ---- nothing waits without a name (I8) ---------------------------------------------------------------------------
@@ -329,10 +329,10 @@ def test_it_says_whom_it_waits_for_from_the_first_member_to_the_last_replica(hou
     worker = house.enter("worker", "worker0")
     says("waiting for the model of worker0, ")
     worker.link.send(Propose(record()))
-    view = worker.next(Turn).view
+    view = worker.next(NewView).view
     host = view.workers[0].host
     says(f"waiting for step 0: replica 0, 1 on worker0 on {host} has not reported, ")
-    worker.link.send(Report(0, 1, 1.0, 1.0, 1, since=view.since))
+    worker.link.send(Report(0, 1, 1.0, 1.0, 1, generation=view.generation))
     says(f"waiting for step 0: replica 0 on worker0 on {host} has not reported, ")
     server.link.send(Applied(0, 2, 1.0, {"worker0": 0.5}))
     sentence = says("usually 0.50 s behind the first, at worst 0.50 s (p50 and p99 of 1 steps)")
@@ -350,13 +350,13 @@ def test_a_member_s_own_words_about_a_wait_do_not_make_it_seem_shorter(house: Ho
     eyes.next(Say)
     assert house.coordinator._last_news == waiting_since
     for replica in (0, 1):
-        worker.link.send(Report(0, replica, 1.0, 1.0, 1, since=view.since))
+        worker.link.send(Report(0, replica, 1.0, 1.0, 1, generation=view.generation))
     eyes.next(StepDone)
     assert house.coordinator._last_news > waiting_since
 
 
 def test_the_first_weights_are_waited_for_by_name(house: House, impatient: float, tmp_path: Path) -> None:
-    house.open(snapshots=True, reception=Reception(snapshots=str(tmp_path)))
+    house.open(snapshots=True, join_info=JoinInfo(snapshots=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
     house.begin()
     eyes.next(Waiting, lambda waiting: "waiting for the first weights to be stored" in waiting.text)
@@ -400,16 +400,16 @@ def test_a_member_that_gives_up_ends_the_job_with_its_words(house: House) -> Non
 def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     house: House, tmp_path: Path, word: Finish | Abort
 ) -> None:
-    folder = Reception(folder=str(tmp_path))
-    first = house.open(reception=folder)
+    folder = JoinInfo(folder=str(tmp_path))
+    first = house.open(join_info=folder)
     house.begin()
     first._machine.last_word = word
     first._machine.revision += 1
     first._write_state()  # and before it has told anybody, it dies
     house.close()
     house.__init__()  # type: ignore[misc]
-    second = house.open(reception=folder, heartbeat=0.5)
-    member = house.call("worker", "worker0", birth=1)
+    second = house.open(join_info=folder, heartbeat=0.5)
+    member = house.call("worker", "worker0", incarnation=1)
     said = decode(member.receive_bytes(member.receive_header()))
     assert said == (Finished("worker0") if isinstance(word, Finish) else Aborted("worker0 gave up"))
     second.wait()  # after a heartbeat: whoever has not come by then does not come any more
@@ -436,7 +436,7 @@ def test_a_job_outlives_the_disk_that_its_log_is_on(
 ) -> None:
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     caplog.set_level(logging.WARNING, logger="rallypoint")
-    coordinator = house.open(reception=Reception(folder=str(tmp_path)))
+    coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
     _, worker, view = house.begin()
     worker.link.send(Say("still here"))
@@ -451,7 +451,7 @@ def test_a_job_outlives_the_disk_that_its_log_is_on(
 
 def test_a_journal_that_cannot_be_written_ends_the_job_with_a_sentence(house: House, tmp_path: Path) -> None:
     """Nobody may be told what the next coordinator would not know."""
-    coordinator = house.open(reception=Reception(folder=str(tmp_path)))
+    coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
     server, worker, view = house.begin()
     pages = coordinator._journal._db.execute("pragma page_count").fetchone()[0]
     coordinator._journal._db.execute(f"pragma max_page_count = {pages}")

@@ -14,13 +14,13 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.journal import JOURNAL, Journal
-from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.cluster_effects import Abort, Finish
-from rallypoint.core.cluster_state import ClusterState
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.terms import Terms
-from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import DataError
 
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
@@ -32,28 +32,28 @@ WRITER = """
 import sys
 import msgspec
 from rallypoint.coordinator.journal import Journal
-from rallypoint.core.cluster_effects import Abort, Finish
-from rallypoint.core.cluster_state import ClusterState
+from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.state import ClusterState
 journal = Journal(sys.argv[1])
 state = journal.load()
 while True:
-    state = msgspec.structs.replace(state, births=state.births + 1, furthest=state.births + 1)
+    state = msgspec.structs.replace(state, incarnations=state.incarnations + 1, furthest=state.births + 1)
     journal.save(state)
-    print(state.births, flush=True)
+    print(state.incarnations, flush=True)
 """
 
 
 def view(count: int) -> View:
     return View(
-        ViewNumber(2, count), ViewNumber(1, 1), (Member("w0", "here", birth=3),),
+        ViewNumber(2, count), ViewNumber(1, 1), (Member("w0", "here", incarnation=3),),
         (Member("s0", "there", "127.0.0.1:1", 1), Member("s1", "there", "127.0.0.1:2", 2)),
-        (Deal(0, {"w0": (0, 1)}), Deal(9, {"w0": (1,)})), {0: "s0", 1: "s1"}, {0: "s1"}, first="w0",
+        (Assignment(0, {"w0": (0, 1)}), Assignment(9, {"w0": (1,)})), {0: "s0", 1: "s1"}, {0: "s1"}, uploader="w0",
     )  # fmt: skip
 
 
 def state(count: int = 1, *, last_word: Finish | Abort | None = None) -> ClusterState:
     return ClusterState(
-        RECORD, view(count), (0, 1), births=3, epoch=2, begun=True, furthest=count, workers_max=2,
+        RECORD, view(count), (0, 1), incarnations=3, epoch=2, begun=True, furthest=count, workers_max=2,
         last_word=last_word,
     )
 
@@ -67,8 +67,8 @@ def test_a_new_journal_knows_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "written",
     [
-        ClusterState(None, None, (), births=0, epoch=1, begun=False, furthest=-1, workers_max=1),
-        ClusterState(RECORD, None, (), births=2, epoch=1, begun=False, furthest=-1, workers_max=1),
+        ClusterState(None, None, (), incarnations=0, epoch=1, begun=False, furthest=-1, workers_max=1),
+        ClusterState(RECORD, None, (), incarnations=2, epoch=1, begun=False, furthest=-1, workers_max=1),
         state(),
         state(last_word=Finish("w0")),
         state(last_word=Abort("w0 gave up")),
@@ -99,7 +99,7 @@ def test_the_last_state_counts_and_every_view_is_kept(tmp_path: Path) -> None:
 def test_a_record_may_be_replaced_until_the_job_has_begun(tmp_path: Path) -> None:
     """All workers left while the cluster gathered; the next ones bring another model."""
     journal = Journal(str(tmp_path))
-    gathering = ClusterState(RECORD, None, (), births=1, epoch=1, begun=False, furthest=-1, workers_max=1)
+    gathering = ClusterState(RECORD, None, (), incarnations=1, epoch=1, begun=False, furthest=-1, workers_max=1)
     other = msgspec.structs.replace(gathering, record=msgspec.structs.replace(RECORD, frozen={"frozen": "ff00"}))
     for written in (gathering, msgspec.structs.replace(gathering, record=None), other):
         journal.save(written)
@@ -122,7 +122,7 @@ def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path)
     journal = Journal(str(tmp_path))
     journal.save(state())
     journal.close()
-    saved = state().births
+    saved = state().incarnations
     for _ in range(3):
         writer = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=os.environ
@@ -138,9 +138,9 @@ def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path)
         after = journal.load()
         journal.close()
         assert after is not None
-        saved = after.births
+        saved = after.incarnations
         assert saved in (int(lines[-1]), int(lines[-1]) + 1), "what was said to be saved is there, at most one more"
-        assert after == msgspec.structs.replace(state(), births=saved, furthest=saved)
+        assert after == msgspec.structs.replace(state(), incarnations=saved, furthest=saved)
 
 
 # ---- a journal that cannot be read -----------------------------------------------------------------------------
@@ -171,6 +171,6 @@ def test_a_journal_that_cannot_be_read_is_one_sentence(tmp_path: Path, spoil: ob
         beside.unlink()
     assert callable(spoil)
     spoil(tmp_path / JOURNAL)
-    service = CoordinatorService(terms=Terms(), reception=Reception(folder=str(tmp_path)))
+    service = CoordinatorService(terms=Terms(), join_info=JoinInfo(folder=str(tmp_path)))
     with pytest.raises(DataError, match=r"^the journal .*journal\.sqlite cannot be read \(.*\): move it away to start"):
         service.start()

@@ -11,8 +11,8 @@ from rallypoint.net.messages import Report, StepDone
 FIRST = ViewNumber()
 
 
-def report(step: int, replica: int, loss: float = 1.0, weight: float = 1.0, since: ViewNumber = FIRST) -> Report:
-    return Report(step, replica, loss, weight, items=4, since=since)
+def report(step: int, replica: int, loss: float = 1.0, weight: float = 1.0, generation: ViewNumber = FIRST) -> Report:
+    return Report(step, replica, loss, weight, items=4, generation=generation)
 
 
 def test_a_step_is_done_when_every_replica_has_reported_and_its_loss_is_their_weighted_mean() -> None:
@@ -57,7 +57,7 @@ def test_after_a_roll_back_steps_are_reported_again() -> None:
     tally.rewind(1, ViewNumber(1, 5))
     assert tally.missing() == (2, [0])
     assert tally.add(report(2, 0, loss=9.0)) is None, "of a past that is void"
-    assert tally.add(report(2, 0, loss=5.0, since=ViewNumber(1, 5))) == StepDone(2, 5.0, 4)
+    assert tally.add(report(2, 0, loss=5.0, generation=ViewNumber(1, 5))) == StepDone(2, 5.0, 4)
 
 
 def test_a_step_that_was_done_before_a_worker_handed_it_on_is_not_lost() -> None:
@@ -65,11 +65,11 @@ def test_a_step_that_was_done_before_a_worker_handed_it_on_is_not_lost() -> None
     tally.add(report(0, 0, loss=1.0))
     tally.hand_over(ViewNumber(1, 3))  # from version 1: nobody will compute step 0 again
     assert tally.add(report(0, 1, loss=3.0)) == StepDone(0, 2.0, 8), "it was on its way"
-    tally.add(report(1, 0, since=ViewNumber(1, 3)))
-    assert tally.add(report(1, 1, since=ViewNumber(1, 3))) == StepDone(1, 1.0, 8)
+    tally.add(report(1, 0, generation=ViewNumber(1, 3)))
+    assert tally.add(report(1, 1, generation=ViewNumber(1, 3))) == StepDone(1, 1.0, 8)
     tally.rewind(0, ViewNumber(1, 4))
-    for since in (FIRST, ViewNumber(1, 3)):
-        assert tally.add(report(1, 0, since=since)) is None
+    for generation in (FIRST, ViewNumber(1, 3)):
+        assert tally.add(report(1, 0, generation=generation)) is None
     assert tally.missing() == (1, [0, 1])
 
 

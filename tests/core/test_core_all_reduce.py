@@ -10,21 +10,21 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _term
 from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
-from rallypoint.core.carriers import Carriers
-from rallypoint.core.cluster import ClusterMachine
-from rallypoint.core.cluster_effects import Abort, Assist, Capture, Effect, FindSnapshot, Say
-from rallypoint.core.cluster_events import Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
-from rallypoint.core.cluster_state import Phase
+from rallypoint.core.cluster.effects import Abort, Assist, Capture, Effect, FindSnapshot, Say
+from rallypoint.core.cluster.events import Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.state_holders import StateHolders
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
-from rallypoint.core.shard import ShardMachine
-from rallypoint.core.shard_effects import Apply, Drop, Install
-from rallypoint.core.shard_effects import Publish as Published
-from rallypoint.core.shard_events import Contribute, Initialise
-from rallypoint.core.slots import Arriving, Compute, Discard, Fetch, Installed, Land, Landed, LinkUp, Viewed
-from rallypoint.core.slots import Install as InstallAction
+from rallypoint.core.shard.effects import Apply, Drop, Install
+from rallypoint.core.shard.effects import Publish as Published
+from rallypoint.core.shard.events import Contribute, Initialise
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker import WorkerMachine
+from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.slots import Arriving, Compute, Discard, Fetch, Installed, Land, Landed, LinkUp, Viewed
+from rallypoint.core.worker.slots import Install as InstallAction
 from rallypoint.errors import ConfigError
 
 RECORD = _record(sync=AllReduce(), replicas=6)
@@ -47,10 +47,10 @@ def _gone(job: _Job, *members: str) -> list[Effect]:
 
 
 def test_the_furthest_of_those_who_go_on_brings_the_state_or_else_of_all() -> None:
-    carriers = Carriers({"a": 3, "b": 7, "c": 9})
-    assert carriers.bringer(["a", "b", "new"], {"a", "b", "c"}) == "b"
-    assert carriers.bringer(["new"], {"a", "new", "c"}) == "c"
-    assert carriers.bringer(["new"], {"new"}) == ""
+    state_holders = StateHolders({"a": 3, "b": 7, "c": 9})
+    assert state_holders.uploader(["a", "b", "new"], {"a", "b", "c"}) == "b"
+    assert state_holders.uploader(["new"], {"a", "new", "c"}) == "c"
+    assert state_holders.uploader(["new"], {"new"}) == ""
 
 
 def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings() -> None:
@@ -59,10 +59,10 @@ def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings
     before = job.view
     job.machine._workers_max = 3
     job.come("w2")
-    assert job.view.since == job.view.number > before.number
-    assert (job.view.first, job.view.origin) == ("w1", "")
-    assert [deal.start for deal in job.view.deals] == [0]  # whoever is dealt anything begins at once
-    assert sorted(job.view.hands(0)) == ["w0", "w1", "w2"]
+    assert job.view.generation == job.view.number > before.number
+    assert (job.view.uploader, job.view.origin) == ("w1", "")
+    assert [assignment.start for assignment in job.view.assignments] == [0]  # whoever is dealt anything begins at once
+    assert sorted(job.view.assigned(0)) == ["w0", "w1", "w2"]
     assert job.machine.furthest == 4  # it is at version 5, or 6
 
 
@@ -73,15 +73,15 @@ def test_before_anybody_has_reported_it_is_whoever_brought_the_first_weights_tha
     before = job.view
     effects = job.come("w1")
     assert _of(FindSnapshot, effects) == []
-    assert job.view.since > before.since
-    assert (job.view.first, job.view.origin, sorted(job.view.hands(0))) == ("w0", "", ["w0", "w1"])
+    assert job.view.generation > before.generation
+    assert (job.view.uploader, job.view.origin, sorted(job.view.assigned(0))) == ("w0", "", ["w0", "w1"])
 
 
 def test_who_dies_right_after_bringing_the_first_weights_may_have_left_them_in_part_on_the_servers() -> None:
     job = _Job(_terms(2, 1, snapshots=True), record=RECORD)
     capture = _of(Capture, job.come("s0", "w0", "w1"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
-    assert (job.view.first, job.machine._carriers.reached) == ("w0", {"w0": 0})
+    assert (job.view.uploader, job.machine._state_holders.reached) == ("w0", {"w0": 0})
     effects = _gone(job, "w0")
     assert _of(FindSnapshot, effects) == [FindSnapshot()]  # w1 would wait for shards that nobody brings
 
@@ -90,17 +90,17 @@ def test_a_worker_that_dies_makes_nobody_begin_again() -> None:
     job = _begun()
     before = job.view
     _gone(job, "w1")
-    assert job.view.since == before.since
-    assert job.view.hands(1) == {"w0": (0, 1, 2, 3, 4, 5)}
+    assert job.view.generation == before.generation
+    assert job.view.assigned(1) == {"w0": (0, 1, 2, 3, 4, 5)}
 
 
 def test_a_worker_that_stands_by_gets_the_state_once_it_is_to_compute() -> None:
     job = _begun((*EVERYBODY, "w2"))
     before = job.view
-    assert "w2" not in before.hands(1)
+    assert "w2" not in before.assigned(1)
     _gone(job, "w0")
-    assert job.view.since > before.since
-    assert (job.view.first, sorted(job.view.hands(1))) == ("w1", ["w1", "w2"])
+    assert job.view.generation > before.generation
+    assert (job.view.uploader, sorted(job.view.assigned(1))) == ("w1", ["w1", "w2"])
 
 
 def test_one_that_was_without_replicas_for_a_while_has_to_be_given_the_state_again() -> None:
@@ -109,8 +109,8 @@ def test_one_that_was_without_replicas_for_a_while_has_to_be_given_the_state_aga
     view = job.view
     job.machine._members.leaving.clear()
     job.come("w2")
-    assert job.view.since > view.since
-    assert job.view.first == "w0"
+    assert job.view.generation > view.generation
+    assert job.view.uploader == "w0"
 
 
 @pytest.mark.parametrize("replication", [1, 2])
@@ -120,12 +120,12 @@ def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_th
     assert job.machine.exposed == 0
     before = job.view
     said = _gone(job, "s0")
-    assert job.view.since > before.since
-    assert (job.view.first, job.view.origin, set(job.view.primary.values())) == ("w1", "", {"s1"})
+    assert job.view.generation > before.generation
+    assert (job.view.uploader, job.view.origin, set(job.view.primary.values())) == ("w1", "", {"s1"})
     assert not [effect for effect in _of(Say, said) if "snapshot" in effect.text]
     again = job.view
     job.come("s2")
-    assert job.view.since > again.since
+    assert job.view.generation > again.generation
     assert set(job.view.primary.values()) == {"s1", "s2"}
 
 
@@ -137,7 +137,7 @@ def test_without_any_server_the_job_waits_for_one_and_goes_on_from_a_worker_s_st
     effects = job.come("s2")
     assert job.machine.phase is Phase.RUNNING
     assert _of(FindSnapshot, effects) == []
-    assert (job.view.first, job.view.origin) == ("w1", "")
+    assert (job.view.uploader, job.view.origin) == ("w1", "")
 
 
 def test_with_too_few_workers_the_job_waits_for_more_and_the_one_that_is_left_brings_the_state() -> None:
@@ -147,7 +147,7 @@ def test_with_too_few_workers_the_job_waits_for_more_and_the_one_that_is_left_br
     job.come("s2")
     assert job.machine.waiting_for() == "workers to go on with the state that is here (at least 2 are wanted)"
     job.come("w2")
-    assert (job.view.first, job.view.origin) == ("w0", "")
+    assert (job.view.uploader, job.view.origin) == ("w0", "")
     assert job.machine.waiting_for() is None
 
 
@@ -155,9 +155,9 @@ def test_a_bringer_that_dies_before_its_state_is_known_to_be_whole_is_followed_b
     job = _begun(steps=4)
     _gone(job, "s0")
     before = job.view
-    _gone(job, before.first)
-    assert job.view.since > before.since
-    assert job.view.first == "w0"
+    _gone(job, before.uploader)
+    assert job.view.generation > before.generation
+    assert job.view.uploader == "w0"
 
 
 def test_a_bringer_that_dies_after_somebody_has_gone_on_is_not_missed() -> None:
@@ -165,8 +165,8 @@ def test_a_bringer_that_dies_after_somebody_has_gone_on_is_not_missed() -> None:
     _gone(job, "s0")
     job.step(4, only="w0")
     before = job.view
-    _gone(job, before.first)
-    assert job.view.since == before.since
+    _gone(job, before.uploader)
+    assert job.view.generation == before.generation
 
 
 def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
@@ -176,7 +176,7 @@ def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
     assert _of(FindSnapshot, said) == [FindSnapshot()]
     assert "the model's state is lost with the workers" in _of(Say, said)[0].text
     job.play(Found("step-00000002-1", 2))
-    assert (job.view.origin, sorted(job.view.hands(2))) == ("step-00000002-1", ["w2"])
+    assert (job.view.origin, sorted(job.view.assigned(2))) == ("step-00000002-1", ["w2"])
     assert job.machine.furthest == 1
 
 
@@ -191,7 +191,7 @@ def test_when_nobody_has_the_state_and_there_is_no_snapshot_the_job_ends_with_a_
 def test_before_a_step_is_known_to_be_computed_anybody_s_first_weights_will_do() -> None:
     job = _running(_terms(), EVERYBODY, RECORD)
     _gone(job, "s0")
-    assert (job.view.origin, job.view.first) == ("", "w0")
+    assert (job.view.origin, job.view.uploader) == ("", "w0")
     assert job.machine.phase is Phase.RUNNING
 
 
@@ -200,7 +200,7 @@ def test_a_name_that_comes_again_has_not_the_state_of_the_one_before() -> None:
     _gone(job, "w1")
     job.step(4)
     job.come("w1")
-    assert job.view.first == "w0"
+    assert job.view.uploader == "w0"
     _gone(job, "w0")  # before w1 has reported anything
     assert job.machine.phase is Phase.RECOVERING
 
@@ -210,8 +210,8 @@ def test_at_the_end_those_who_stood_by_are_given_the_last_state() -> None:
     before = job.view
     job.done("w0")
     assert job.view.ending
-    assert job.view.since > before.since
-    assert job.view.first == "w0"
+    assert job.view.generation > before.generation
+    assert job.view.uploader == "w0"
     after = job.view
     assert job.tick(1.0) == []  # that is all
     job.done("w0", "w1", "w2")
@@ -223,12 +223,12 @@ def test_the_next_coordinator_knows_who_has_the_state() -> None:
     job = _begun(steps=4)
     again = _Job(_terms(), job.machine.state(), record=RECORD)
     assert isinstance(again.machine, ClusterMachine)
-    again.births = job.births
+    again.incarnations = job.incarnations
     for member in ("s0", "s1", "w0", "w1"):
-        again.join(member, birth=job.births[member])
+        again.join(member, incarnation=job.incarnations[member])
     again.play(Tick(1.0), Left("s0", "test"))
     assert again.machine.phase is Phase.RUNNING
-    assert again.view.first in ("w0", "w1")
+    assert again.view.uploader in ("w0", "w1")
     assert again.view.origin == ""
 
 
@@ -246,9 +246,9 @@ def test_stateful_workers_store_a_share_each() -> None:
     taken = job.machine._snapshots.taking
     assert taken is not None
     job.play(Captured("w0", taken.id, tuple(SHARDS)))  # the first weights are the bringer's
-    since = job.view.since
+    generation = job.view.generation
     job.play(Committed(taken.id))
-    assert job.view.since == since  # it has only to begin
+    assert job.view.generation == generation  # it has only to begin
     job.step(0)
     (capture,) = _of(Capture, job.play(SnapshotWanted()))
     assert capture.writers == ("w0", "w1")
@@ -281,8 +281,8 @@ class _Bench:
         self.machine = WorkerMachine("me", 2, frozenset(), 10, in_order=True)
         self.view(count=1)
 
-    def view(self, *, count: int, since: int = 1) -> None:
-        view = _view(2, count=count, since=since)
+    def view(self, *, count: int, generation: int = 1) -> None:
+        view = _view(2, count=count, generation=generation)
         self.machine.handle(Viewed(view))
         for server in view.servers:
             self.machine.handle(LinkUp(server.id))
@@ -321,7 +321,7 @@ def test_what_others_begin_again_with_is_not_taken_before_the_view_says_so() -> 
     early = Arriving(1, 7, ViewNumber(1, 2), begins=True)
     assert bench.machine.handle(early) == [Discard(1)]
     assert not isinstance(bench.machine.next_action(), InstallAction)
-    bench.view(count=2, since=2)
+    bench.view(count=2, generation=2)
     bench.install(7, whole=True)
     assert bench.machine.step == 7
 
@@ -353,7 +353,7 @@ def test_nothing_lands_while_a_version_that_has_become_void_is_still_being_copie
     bench.install(6, whole=True)
     bench.land(7)
     assert bench.machine.take(bench.machine.next_action())
-    bench.view(count=2, since=2)
+    bench.view(count=2, generation=2)
     assert [bench.arrive(shard, 6, whole=True) for shard in range(2)] == [[Discard(0)], [Discard(1)]]
     assert bench.machine.handle(Installed()) == [Fetch(0, 6, "s0"), Fetch(1, 6, "s1")]
     assert bench.machine.step == -1

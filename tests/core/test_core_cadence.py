@@ -5,96 +5,97 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.cadence import EVERY_TICK, Cadence, Turn, cut_evenly, cycle, first_empty
+from rallypoint.core.cadence import EVERY_ROUND, Cadence, Period, cut_evenly, cycle, first_empty
 
 PURE = settings(derandomize=True, deadline=None, max_examples=120)
-TURNS = st.integers(1, 6).flatmap(lambda every: st.builds(Turn, st.just(every), st.integers(0, every - 1)))
+TURNS = st.integers(1, 6).flatmap(lambda every: st.builds(Period, st.just(every), st.integers(0, every - 1)))
 
 
 @st.composite
 def cadences(draw: st.DrawFn) -> Cadence:
     """At least one shard of each turn, some more, and perhaps some that take none; no tick is empty."""
     fragments = draw(st.integers(1, 5))  # at least these see to that
-    turns = [*(Turn(fragments, f) for f in range(fragments)), *draw(st.lists(TURNS, max_size=3))]
-    turns = draw(st.permutations(list(dict.fromkeys(turns))))
-    more = draw(st.lists(st.sampled_from([EVERY_TICK, *range(len(turns))]), max_size=4))
-    return Cadence(tuple(turns), draw(st.integers(1, 14)), (*draw(st.permutations(range(len(turns)))), *more))
+    periods = [*(Period(fragments, f) for f in range(fragments)), *draw(st.lists(TURNS, max_size=3))]
+    periods = draw(st.permutations(list(dict.fromkeys(periods))))
+    more = draw(st.lists(st.sampled_from([EVERY_ROUND, *range(len(periods))]), max_size=4))
+    return Cadence(tuple(periods), draw(st.integers(1, 14)), (*draw(st.permutations(range(len(periods)))), *more))
 
 
-def ticks_of(cadence: Cadence, shard: int) -> list[int]:
+def rounds_of(cadence: Cadence, shard: int) -> list[int]:
     """When the shard is due, as the definition says it."""
-    index, last = cadence.turn_of[shard], cadence.ticks - 1
-    turn = Turn(1, 0) if index == EVERY_TICK else cadence.turns[index]
-    theirs = range(turn.first, cadence.ticks, turn.every)
-    return [tick for tick in range(cadence.ticks) if tick in theirs or tick == last]
+    index, last = cadence.period_of[shard], cadence.rounds - 1
+    period = Period(1, 0) if index == EVERY_ROUND else cadence.periods[index]
+    theirs = range(period.first, cadence.rounds, period.every)
+    return [round for round in range(cadence.rounds) if round in theirs or round == last]
 
 
 @given(cadences())
 @PURE
 def test_a_shard_is_due_at_its_turns_and_everything_is_at_the_end(cadence: Cadence) -> None:
-    for shard in range(len(cadence.turn_of)):
-        assert [t for t in range(cadence.ticks) if cadence.due(shard, t)] == ticks_of(cadence, shard)
-    assert all(cadence.due(shard, cadence.ticks - 1) for shard in range(len(cadence.turn_of)))
+    for shard in range(len(cadence.period_of)):
+        assert [t for t in range(cadence.rounds) if cadence.due(shard, t)] == rounds_of(cadence, shard)
+    assert all(cadence.due(shard, cadence.rounds - 1) for shard in range(len(cadence.period_of)))
 
 
 @given(cadences())
 @PURE
 def test_a_shard_s_own_version_is_the_number_of_ticks_at_which_it_was_due(cadence: Cadence) -> None:
-    for shard in range(len(cadence.turn_of)):
-        due = ticks_of(cadence, shard)
-        for tick in range(cadence.ticks + 1):
-            assert cadence.updates_before(shard, tick) == sum(t < tick for t in due)
+    for shard in range(len(cadence.period_of)):
+        due = rounds_of(cadence, shard)
+        for round in range(cadence.rounds + 1):
+            assert cadence.updates_before(shard, round) == sum(t < round for t in due)
         assert cadence.updates(shard) == len(due)
-        assert [cadence.tick_of(shard, version) for version in range(len(due) + 1)] == [*due, cadence.ticks]
+        assert [cadence.round_of(shard, version) for version in range(len(due) + 1)] == [*due, cadence.rounds]
 
 
 @given(cadences())
 @PURE
 def test_a_version_is_right_from_the_tick_after_its_update_to_the_next_one_that_is_due(cadence: Cadence) -> None:
-    for shard in range(len(cadence.turn_of)):
-        for tick in range(-1, cadence.ticks + 3):
-            version = cadence.updates_before(shard, tick)
-            assert cadence.tick_of(shard, version) == cadence.next_due(shard, tick)
-            assert cadence.begun(shard, version) <= tick <= cadence.tick_of(shard, version)
-        for tick in range(cadence.ticks + 2):
-            changed = cadence.updates_before(shard, tick) != cadence.updates_before(shard, tick + 1)
-            assert cadence.changes(shard, tick, tick + 1) == changed
-            assert changed == (cadence.due(shard, tick) or tick >= cadence.ticks)
+    for shard in range(len(cadence.period_of)):
+        for round in range(-1, cadence.rounds + 3):
+            version = cadence.updates_before(shard, round)
+            assert cadence.round_of(shard, version) == cadence.next_due(shard, round)
+            assert cadence.begun(shard, version) <= round <= cadence.round_of(shard, version)
+        for round in range(cadence.rounds + 2):
+            changed = cadence.updates_before(shard, round) != cadence.updates_before(shard, round + 1)
+            assert cadence.changes(shard, round, round + 1) == changed
+            assert changed == (cadence.due(shard, round) or round >= cadence.rounds)
 
 
 @given(cadences())
 @PURE
 def test_every_tick_has_one_witness_and_it_is_due(cadence: Cadence) -> None:
-    for tick in range(cadence.ticks):
-        witness = cadence.witness(tick)
-        assert cadence.due(witness, tick)
-        assert cadence.turn_of[witness] != EVERY_TICK, "to which replica 0 alone contributes"
+    for round in range(cadence.rounds):
+        witness = cadence.witness(round)
+        assert cadence.due(witness, round)
+        assert cadence.period_of[witness] != EVERY_ROUND, "to which replica 0 alone contributes"
 
 
 @given(cadences(), st.integers(-3, 30))
 @PURE
-def test_a_tick_before_the_first_or_after_the_last_has_a_witness_too(cadence: Cadence, tick: int) -> None:
-    assert 0 <= cadence.witness(tick) < len(cadence.turn_of)
+def test_a_tick_before_the_first_or_after_the_last_has_a_witness_too(cadence: Cadence, round: int) -> None:
+    assert 0 <= cadence.witness(round) < len(cadence.period_of)
 
 
 @given(st.lists(TURNS, min_size=1, max_size=4))
 @PURE
-def test_the_first_tick_that_nothing_is_due_at_is_found_within_a_cycle(turns: list[Turn]) -> None:
-    due = {tick for turn in turns for tick in range(turn.first, 2 * cycle(turns), turn.every)}
-    empty = [tick for tick in range(2 * cycle(turns)) if tick not in due]
-    assert first_empty(turns) == (empty[0] if empty else None)
-    assert all((tick + cycle(turns) in due) == (tick in due) for tick in range(cycle(turns)))
+def test_the_first_tick_that_nothing_is_due_at_is_found_within_a_cycle(periods: list[Period]) -> None:
+    due = {round for period in periods for round in range(period.first, 2 * cycle(periods), period.every)}
+    empty = [round for round in range(2 * cycle(periods)) if round not in due]
+    assert first_empty(periods) == (empty[0] if empty else None)
+    assert all((round + cycle(periods) in due) == (round in due) for round in range(cycle(periods)))
 
 
 @given(st.integers(-1, 50), st.integers(0, 9), st.integers(0, 40))
 @PURE
-def test_where_no_shard_takes_turns_ticks_and_versions_are_the_same_numbers(tick: int, shard: int, ticks: int) -> None:
-    for cadence in (Cadence(), Cadence((), ticks)):
-        assert cadence.due(shard, tick)
-        assert cadence.updates_before(shard, tick) == cadence.next_due(shard, tick) == tick
-        assert cadence.tick_of(shard, tick) == cadence.begun(shard, tick) == tick
-        assert cadence.changes(shard, tick, tick + 1)
-        assert cadence.witness(tick) == 0
+def test_where_no_shard_takes_turns_ticks_and_versions_are_the_same_numbers(round: int, shard: int,
+    rounds: int) -> None:
+    for cadence in (Cadence(), Cadence((), rounds)):
+        assert cadence.due(shard, round)
+        assert cadence.updates_before(shard, round) == cadence.next_due(shard, round) == round
+        assert cadence.round_of(shard, round) == cadence.begun(shard, round) == round
+        assert cadence.changes(shard, round, round + 1)
+        assert cadence.witness(round) == 0
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=30), st.integers(1, 6))

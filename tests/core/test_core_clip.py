@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.clip import ClipMachine, Measure, Tell, Verdict, clip_scale, total_norm
+from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict, clip_scale, total_norm
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.cluster import ClusterMachine
-from rallypoint.core.cluster_effects import (
+from rallypoint.core.cluster.effects import (
     Abort,
     Admit,
     Assist,
@@ -26,15 +25,15 @@ from rallypoint.core.cluster_effects import (
     Refuse,
     Say,
 )
-from rallypoint.core.cluster_events import (
+from rallypoint.core.cluster.events import (
     Captured,
+    CaughtUp,
     Committed,
     Done,
     Event,
     Failed,
     Found,
     Heard,
-    InStep,
     Joined,
     Leaving,
     Left,
@@ -45,16 +44,17 @@ from rallypoint.core.cluster_events import (
     SnapshotWanted,
     Tick,
 )
-from rallypoint.core.cluster_state import ClusterState, Phase
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
+from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.cluster.trial import PAUSE_S, ROUNDS
+from rallypoint.core.cluster.view_change import AHEAD
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
 from rallypoint.core.policy import LocalSteps
-from rallypoint.core.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
-from rallypoint.core.terms import Terms
-from rallypoint.core.trial import PAUSE_S, ROUNDS
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.core.view_change import AHEAD
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
 STEPS = 20
@@ -89,21 +89,21 @@ class _Job:
     ) -> None:  # fmt: skip
         self.machine = ClusterMachine(terms, recovered, resume)
         self.record = record
-        self.births: dict[str, int] = {}
+        self.incarnations: dict[str, int] = {}
         self.now = 1.0
 
     def play(self, *events: Event) -> list[Effect]:
         effects = [effect for event in events for effect in self.machine.handle(event)]
         for admitted in _of(Admit, effects):
-            self.births[admitted.member] = admitted.birth
+            self.incarnations[admitted.member] = admitted.incarnation
         return effects
 
-    def join(self, *names: str, birth: int = 0, host: str = "") -> list[Effect]:
+    def join(self, *names: str, incarnation: int = 0, host: str = "") -> list[Effect]:
         effects = []
         for name in names:
             role = "server" if name.startswith("s") else "worker"
             address = f"{name}:1" if role == "server" else ""
-            effects += self.play(Joined(Member(name, host or f"host-of-{name}", address, birth), role))
+            effects += self.play(Joined(Member(name, host or f"host-of-{name}", address, incarnation), role))
         return effects
 
     def come(self, *names: str) -> list[Effect]:
@@ -115,32 +115,32 @@ class _Job:
                 effects += self.play(Proposed(name, self.record))
         return effects
 
-    def all_in_step(self) -> list[Effect]:
+    def all_caught_up(self) -> list[Effect]:
         """Every backup has been filled."""
         effects = []
         for shard in sorted(self.view.backup):
-            effects += self.in_step(shard)
+            effects += self.caught_up(shard)
         return effects
 
-    def in_step(self, shard: int, met: ViewNumber | None = None, by: str = "") -> list[Effect]:
+    def caught_up(self, shard: int, paired: ViewNumber | None = None, by: str = "") -> list[Effect]:
         """The shard's primary (or somebody else) says so of the backup that it met in that view (the right one)."""
-        return self.play(InStep(by or self.view.primary[shard], {shard: met or self.view.met[shard]}))
+        return self.play(CaughtUp(by or self.view.primary[shard], {shard: paired or self.view.paired[shard]}))
 
     def tick(self, seconds: float, *, alive: Sequence[str] | None = None) -> list[Effect]:
         """Time goes by; those who are alive (all by default) give a sign of life."""
         self.now += seconds
-        heard = [Heard(member) for member in (self.births if alive is None else alive)]
+        heard = [Heard(member) for member in (self.incarnations if alive is None else alive)]
         return self.play(Tick(self.now), *heard)
 
     def done(self, *workers: str) -> list[Effect]:
-        return self.play(*(Done(worker, self.view.since) for worker in workers))
+        return self.play(*(Done(worker, self.view.generation) for worker in workers))
 
     def step(self, step: int, seconds: float = 0.1, only: str = "") -> list[Effect]:
         """Every worker reports its replicas of a step."""
         effects = []
-        for worker, hand in self.view.hands(step).items():
-            for replica in hand if only in ("", worker) else ():
-                effects += self.play(Progress(worker, step, replica, seconds, self.view.since))
+        for worker, own in self.view.assigned(step).items():
+            for replica in own if only in ("", worker) else ():
+                effects += self.play(Progress(worker, step, replica, seconds, self.view.generation))
         return effects
 
     def rounds(self, first: int, count: int, seconds: float, slow: float = 1.0) -> list[Effect]:
@@ -182,7 +182,7 @@ def _begun(
 ) -> _Job:
     """Steps are being computed, and every backup is in step."""
     job = _running(terms, members, record)
-    job.all_in_step()
+    job.all_caught_up()
     if job.machine.terms.snapshots:
         job.store(Capture(job.machine._snapshots.taking.id, 0, tuple(s.id for s in job.view.servers)))  # type: ignore[union-attr]
     job.step(0)
@@ -209,15 +209,15 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
             effects += job.join(name)
             to_propose += [name] if name.startswith("w") else []
     assert job.machine.phase is Phase.RUNNING
-    assert sorted(admitted.birth for admitted in _of(Admit, effects)) == [1, 2, 3, 4, 5]
+    assert sorted(admitted.incarnation for admitted in _of(Admit, effects)) == [1, 2, 3, 4, 5]
     assert {prepare.server for prepare in _of(Prepare, effects)} == {"s0", "s1"}
     ((publish,)) = _of(Publish, effects)
     view = publish.view
     assert sorted(publish.members) == ["s0", "s1", "w0", "w1", "w2"]
-    assert view.hands(0) == {"w0": (0, 3), "w1": (1,), "w2": (2,)}  # sorted: not by who came first
-    assert (view.first, view.lead(0), view.origin, view.ending) == ("w0", "w0", "", False)
-    assert view.number == view.since == ViewNumber(1, 1)
-    assert {member.birth for member in (*view.workers, *view.servers)} == {1, 2, 3, 4, 5}
+    assert view.assigned(0) == {"w0": (0, 3), "w1": (1,), "w2": (2,)}  # sorted: not by who came first
+    assert (view.uploader, view.lead(0), view.origin, view.ending) == ("w0", "w0", "", False)
+    assert view.number == view.generation == ViewNumber(1, 1)
+    assert {member.incarnation for member in (*view.workers, *view.servers)} == {1, 2, 3, 4, 5}
     assert sorted(view.primary) == SHARDS
     assert view.backup == {}
     a, b, c = data.draw(st.permutations(["w0", "w1", "w2"]))
@@ -360,25 +360,25 @@ def test_equal_records_agree_before_and_after_the_wire() -> None:
 
 def test_a_dead_worker_s_replicas_go_to_the_others_at_once_and_survivors_keep_theirs() -> None:
     job = _begun(_terms(3), ("s0", "s1", "w0", "w1", "w2"))
-    before = job.view.hands(0)
+    before = job.view.assigned(0)
     said, published = job.play(Left("w1", "its connection ended"))
     assert said == Say("w1 is gone: its connection ended")
     assert isinstance(published, Publish)
-    hands = published.view.hands(0)
-    assert sorted(replica for hand in hands.values() for replica in hand) == [0, 1, 2, 3]
-    assert set(before["w0"]) <= set(hands["w0"])
-    assert set(before["w2"]) <= set(hands["w2"])
+    assigned = published.view.assigned(0)
+    assert sorted(replica for own in assigned.values() for replica in own) == [0, 1, 2, 3]
+    assert set(before["w0"]) <= set(assigned["w0"])
+    assert set(before["w2"]) <= set(assigned["w2"])
     assert "w1" not in {member.id for member in published.view.workers}
-    assert published.view.since == ViewNumber(1, 1)
-    assert published.view.number > published.view.since
+    assert published.view.generation == ViewNumber(1, 1)
+    assert published.view.number > published.view.generation
 
 
 def test_a_standby_worker_takes_a_dead_one_s_whole_hand() -> None:
     job = _begun(_terms(2), ("s0", "s1", "w0", "w1", "w2"))
-    assert dict(job.view.hands(0)) == {"w0": (0, 2), "w1": (1, 3)}
+    assert dict(job.view.assigned(0)) == {"w0": (0, 2), "w1": (1, 3)}
     assert "w2" in {member.id for member in job.view.workers}
     job.play(Left("w0", "x"))
-    assert dict(job.view.hands(0)) == {"w1": (1, 3), "w2": (0, 2)}
+    assert dict(job.view.assigned(0)) == {"w1": (1, 3), "w2": (0, 2)}
 
 
 def test_a_new_worker_is_dealt_in_from_a_step_ahead_of_the_furthest_one_seen() -> None:
@@ -386,20 +386,20 @@ def test_a_new_worker_is_dealt_in_from_a_step_ahead_of_the_furthest_one_seen() -
     job.step(1)
     job.step(2)
     job.come("w2")
-    assert len(job.view.deals) == 1  # four replicas are done no sooner by three workers than by two
-    assert dict(job.view.hands(9)) == {"w0": (0, 2), "w1": (1, 3), "w2": ()}
+    assert len(job.view.assignments) == 1  # four replicas are done no sooner by three workers than by two
+    assert dict(job.view.assigned(9)) == {"w0": (0, 2), "w1": (1, 3), "w2": ()}
     job.come("w3")
-    now, later = job.view.deals
+    now, later = job.view.assignments
     assert (now.start, later.start) == (0, 2 + AHEAD)
-    assert dict(job.view.hands(3)) == {"w0": (0, 2), "w1": (1, 3), "w2": (), "w3": ()}
-    assert dict(job.view.hands(4)) == {"w0": (0,), "w1": (1,), "w2": (2,), "w3": (3,)}
+    assert dict(job.view.assigned(3)) == {"w0": (0, 2), "w1": (1, 3), "w2": (), "w3": ()}
+    assert dict(job.view.assigned(4)) == {"w0": (0,), "w1": (1,), "w2": (2,), "w3": (3,)}
 
 
 def test_a_worker_beyond_the_maximum_stands_by() -> None:
     job = _begun(_terms(2))
-    hands = job.view.hands(0)
+    assigned = job.view.assigned(0)
     job.come("w2")
-    assert job.view.hands(5) == hands
+    assert job.view.assigned(5) == assigned
     assert job.view.workers[-1].id == "w2"
 
 
@@ -407,10 +407,10 @@ def test_who_computes_makes_no_room_for_one_that_came_first_and_was_ready_last()
     job = _Job(_terms(1, 1, workers_max=2))
     job.join("w1")
     job.come("s0", "w0", "w2")
-    hands = job.view.hands(0)
-    assert sorted(hands) == ["w0", "w2"]
+    assigned = job.view.assigned(0)
+    assert sorted(assigned) == ["w0", "w2"]
     job.play(Proposed("w1", RECORD))
-    assert job.view.hands(0) == hands
+    assert job.view.assigned(0) == assigned
     assert _again(job).machine._active() == ["w0", "w2"]
 
 
@@ -421,7 +421,7 @@ def test_a_job_may_be_resized_and_the_next_coordinator_keeps_to_it() -> None:
     assert job.machine.revision > revision
     assert job.machine._active() == ["w0", "w1", "w2"]
     job.play(Resized(1))
-    assert dict(job.view.hands(0)) == {"w0": (0, 1, 2, 3)}
+    assert dict(job.view.assigned(0)) == {"w0": (0, 1, 2, 3)}
     assert _again(job).machine._active() == ["w0"]
     job.play(Resized(0))
     assert job.machine._active() == ["w0"]
@@ -437,33 +437,33 @@ def test_below_the_minimum_of_workers_nobody_computes_and_the_job_goes_on_when_o
     job = _begun(_terms(2, workers_min=2))
     job.step(3)
     job.play(Left("w0", "x"))
-    assert job.view.deals == ()
+    assert job.view.assignments == ()
     job.come("w2")
-    assert sorted(r for hand in job.view.hands(4).values() for r in hand) == [0, 1, 2, 3]
+    assert sorted(r for own in job.view.assigned(4).values() for r in own) == [0, 1, 2, 3]
 
 
 def test_a_worker_told_to_go_hands_its_replicas_back_and_its_leaving_is_no_fault() -> None:
     job = _begun()
     assert [type(effect) for effect in job.play(Leaving("w0"))] == [Publish]
     assert not job.view.takes_part("w0", 0)
-    assert dict(job.view.hands(1)) == {"w1": (0, 1, 2, 3)}
+    assert dict(job.view.assigned(1)) == {"w1": (0, 1, 2, 3)}
     assert job.play(Left("w0", "it closed its connection"))[0] == Say("w0 has left: it closed its connection")
     assert job.play(Leaving("w7")) == []
 
 
 def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_birth_number() -> None:
     job = _begun()
-    old = job.births["w0"]
+    old = job.incarnations["w0"]
     effects = job.come("w0")
     assert Say("w0 is gone: another process came under its name") in effects
-    assert job.births["w0"] > old
-    assert [member.birth for member in job.view.workers if member.id == "w0"] == [job.births["w0"]]
+    assert job.incarnations["w0"] > old
+    assert [member.incarnation for member in job.view.workers if member.id == "w0"] == [job.incarnations["w0"]]
 
 
 def test_nothing_is_published_when_nothing_has_changed() -> None:
     job = _begun()
     revision = job.machine.revision
-    assert job.play(Leaving("s0"), Left("w9", "x"), Failed("w9", "x"), InStep("s0", {0: ViewNumber(1, 99)})) == []
+    assert job.play(Leaving("s0"), Left("w9", "x"), Failed("w9", "x"), CaughtUp("s0", {0: ViewNumber(1, 99)})) == []
     assert job.tick(0.5) == []
     assert job.machine.revision == revision
 
@@ -490,11 +490,11 @@ def test_whoever_comes_and_goes_every_replica_of_every_step_is_dealt_once(happen
             assert publish.view.number > number
             number = publish.view.number
         if not job.machine._active():
-            assert job.view.deals == ()
+            assert job.view.assignments == ()
             continue
         for step in range(job.machine.furthest + 1, job.machine.furthest + 8):
-            assert sorted(r for hand in job.view.hands(step).values() for r in hand) == [0, 1, 2, 3]
-            assert sum(bool(hand) for hand in job.view.hands(step).values()) <= 3
+            assert sorted(r for own in job.view.assigned(step).values() for r in own) == [0, 1, 2, 3]
+            assert sum(bool(own) for own in job.view.assigned(step).values()) <= 3
 
 
 # ---- signs of life ----
@@ -539,7 +539,7 @@ def test_who_does_not_come_back_in_a_heartbeat_puts_the_end_off_no_longer(comes:
 def test_a_report_is_a_sign_of_life() -> None:
     job = _begun(_terms(heartbeat=2.0))
     job.tick(1.9, alive=["s0", "s1", "w1"])
-    job.play(Progress("w0", 1, 0, 0.1, job.view.since))
+    job.play(Progress("w0", 1, 0, 0.1, job.view.generation))
     assert _of(Refuse, job.tick(0.2, alive=["s0", "s1", "w1"])) == []
 
 
@@ -557,47 +557,47 @@ def test_a_new_coordinator_gives_everybody_a_whole_heartbeat() -> None:
 def test_a_worker_that_has_become_slow_is_dealt_less() -> None:
     job = _begun(_terms(2))
     job.rounds(1, ROUNDS, 0.8, slow=4.0)
-    later = job.view.deals[-1]
+    later = job.view.assignments[-1]
     assert later.start == job.machine.furthest + AHEAD
-    assert _sizes(later.hands) == {"w0": 1, "w1": 3}
+    assert _sizes(later.replicas) == {"w0": 1, "w1": 3}
     assert job.tick(2.5) == []  # the change has not come to count yet
     assert set(job.machine.lateness()) == {"w0", "w1"}
     job.rounds(later.start - 1, ROUNDS + 2, 0.4, slow=4.0)
-    assert _sizes(job.view.hands(STEPS)) == {"w0": 1, "w1": 3}, "it has paid: it stays"
+    assert _sizes(job.view.assigned(STEPS)) == {"w0": 1, "w1": 3}, "it has paid: it stays"
 
 
 def test_a_deal_by_speed_that_does_not_make_steps_shorter_is_taken_back_and_tried_again_much_later() -> None:
     """Workers that share a machine's cores slow each other down: whoever happens to begin first looks fast."""
     job = _begun(_terms(2), record=_record(steps=1000))
-    before = job.view.hands(0)
+    before = job.view.assigned(0)
     job.rounds(1, ROUNDS, 0.8, slow=4.0)
-    start = job.view.deals[-1].start
+    start = job.view.assignments[-1].start
     job.rounds(start - 1, ROUNDS + 2, 0.8, slow=4.0)
-    assert _sizes(job.view.hands(start)) == {"w0": 1, "w1": 3}
-    back = job.view.deals[-1]
-    assert (back.start, back.hands) == (job.machine.furthest + AHEAD, before)
+    assert _sizes(job.view.assigned(start)) == {"w0": 1, "w1": 3}
+    back = job.view.assignments[-1]
+    assert (back.start, back.replicas) == (job.machine.furthest + AHEAD, before)
     quiet = int(PAUSE_S / 0.8) - 1
     assert _of(Publish, job.rounds(job.machine.furthest + 1, quiet, 0.8, slow=4.0)) == []
     assert len(_of(Publish, job.rounds(job.machine.furthest + 1, 3, 0.8, slow=4.0))) == 1
-    assert _sizes(job.view.deals[-1].hands) == {"w0": 1, "w1": 3}
+    assert _sizes(job.view.assignments[-1].replicas) == {"w0": 1, "w1": 3}
 
 
 def test_a_worker_that_computed_nothing_because_it_was_slow_is_tried_again() -> None:
     job = _begun(_terms(2), record=_record(steps=1000))
     job.rounds(1, ROUNDS, 0.8, slow=40.0)
-    assert _sizes(job.view.hands(100)) == {"w0": 0, "w1": 4}
+    assert _sizes(job.view.assigned(100)) == {"w0": 0, "w1": 4}
     job.rounds(job.machine.furthest + 1, 2 + ROUNDS + 1, 0.4, slow=40.0)
-    assert _sizes(job.view.hands(100)) == {"w0": 0, "w1": 4}
+    assert _sizes(job.view.assigned(100)) == {"w0": 0, "w1": 4}
     began = job.now
-    while _sizes(job.view.deals[-1].hands) == {"w0": 0, "w1": 4}:
+    while _sizes(job.view.assignments[-1].replicas) == {"w0": 0, "w1": 4}:
         job.rounds(job.machine.furthest + 1, 1, 0.4)
     assert 50.0 < job.now - began < 70.0
     job.rounds(job.machine.furthest + 1, 2 + ROUNDS + 1, 0.2)
-    assert _sizes(job.view.hands(300)) == {"w0": 2, "w1": 2}
+    assert _sizes(job.view.assigned(300)) == {"w0": 2, "w1": 2}
 
 
-def _sizes(hands: Mapping[str, Sequence[int]]) -> dict[str, int]:
-    return {worker: len(hand) for worker, hand in hands.items()}
+def _sizes(assigned: Mapping[str, Sequence[int]]) -> dict[str, int]:
+    return {worker: len(own) for worker, own in assigned.items()}
 
 
 def test_a_replica_that_leaves_something_on_its_worker_is_not_moved_for_speed_s_sake() -> None:
@@ -611,21 +611,21 @@ def test_nor_is_it_moved_because_a_server_has_gone_while_its_worker_was_slow() -
     terms, names = _terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1")
     for record in (_record(sync=LocalSteps(steps=2)), _record()):
         job = _begun(terms, names, record=record)
-        before = job.view.hands(0)
+        before = job.view.assigned(0)
         job.rounds(1, ROUNDS - 1, 0.8, slow=4.0)
         job.play(Left("s0", "its connection ended"))
         assert "s0" not in job.view.primary.values()
-        assert job.view.hands(100) == before
+        assert job.view.assigned(100) == before
 
 
 def test_a_deal_that_is_still_to_come_stays_when_a_server_goes() -> None:
     job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
     job.rounds(1, ROUNDS, 0.8, slow=4.0)
-    later = job.view.deals[-1]
+    later = job.view.assignments[-1]
     assert later.start > job.machine.furthest
     job.play(Left("s0", "its connection ended"))
     assert "s0" not in job.view.primary.values()
-    assert job.view.deals[-1] == later
+    assert job.view.assignments[-1] == later
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -650,7 +650,7 @@ def test_a_dead_server_s_backups_are_promoted_and_nothing_is_rolled_back() -> No
         kept = before.backup[shard] if home == "s0" else home
         assert job.view.primary[shard] == kept
         assert job.view.backup[shard] not in ("s0", kept)
-    assert job.view.since == before.since
+    assert job.view.generation == before.generation
     assert "s0" not in {member.id for member in job.view.servers}
 
 
@@ -665,30 +665,30 @@ def test_a_backup_is_in_step_only_under_the_view_they_met_in_and_only_by_its_pri
     job = _running(_terms(replication=2))
     shard = SHARDS[0]
     primary, backup = job.view.primary[shard], job.view.backup[shard]
-    met = job.view.met[shard]
-    for other in (ViewNumber(), ViewNumber(met.epoch, met.count + 1), ViewNumber(met.epoch + 1, met.count)):
-        assert job.in_step(shard, other) == []
-    assert job.in_step(shard, by=backup) == []
-    assert job.machine.state().in_step == ()
+    paired = job.view.paired[shard]
+    for other in (ViewNumber(), ViewNumber(paired.epoch, paired.count + 1), ViewNumber(paired.epoch + 1, paired.count)):
+        assert job.caught_up(shard, other) == []
+    assert job.caught_up(shard, by=backup) == []
+    assert job.machine.state().caught_up == ()
     revision = job.machine.revision
-    job.in_step(shard)
-    assert job.machine.state().in_step == (shard,)
+    job.caught_up(shard)
+    assert job.machine.state().caught_up == (shard,)
     assert job.machine.revision == revision + 1  # the next coordinator has to know
-    assert job.in_step(shard, by=primary) == []
+    assert job.caught_up(shard, by=primary) == []
     assert job.machine.revision == revision + 1
 
 
 def test_a_backup_that_was_born_again_is_not_in_step() -> None:
     job = _begun(_terms(replication=2))
     mine = [shard for shard, backup in job.view.backup.items() if backup == "s0"]
-    met = job.view.met
+    paired = job.view.paired
     assert _of(FindSnapshot, job.join("s0")) == []
     again = [shard for shard in mine if job.view.backup.get(shard) == "s0"]
     assert again
     for shard in again:
         assert job.view.primary[shard] == "s1"  # as before
-        assert job.in_step(shard, met[shard]) == []  # said of the process that is gone
-    assert not set(again) & set(job.machine.state().in_step)
+        assert job.caught_up(shard, paired[shard]) == []  # said of the process that is gone
+    assert not set(again) & set(job.machine.state().caught_up)
 
 
 def test_a_shard_whose_primary_was_born_again_is_lost_without_a_backup() -> None:
@@ -709,11 +709,11 @@ def test_a_new_server_is_filled_as_a_backup_before_shards_move_to_it(replication
     assert _load(before)["s2"] == 0
     moving = [shard for shard, backup in before.backup.items() if backup == "s2"]
     assert moving
-    effects = job.all_in_step()
+    effects = job.all_caught_up()
     assert _of(FindSnapshot, effects) == []
     assert _load(job.view)["s2"] > 0
     assert set(job.view.shards_of("s2")) <= set(moving)
-    assert job.view.since == before.since
+    assert job.view.generation == before.generation
     if replication == 1:
         assert job.view.backup == {}
     else:
@@ -726,8 +726,8 @@ def test_shards_move_only_when_all_that_are_to_move_can() -> None:
     moving = sorted(job.view.backup)
     assert len(moving) > 1
     for shard in moving[:-1]:
-        assert job.in_step(shard) == []
-    assert job.in_step(moving[-1]) != []
+        assert job.caught_up(shard) == []
+    assert job.caught_up(moving[-1]) != []
     assert job.view.shards_of("s2") == moving
 
 
@@ -759,57 +759,57 @@ def test_a_word_from_before_a_backup_was_let_go_and_taken_again_says_nothing() -
     job, back, views = _there_and_back()
     revision = job.machine.revision
     for shard in back:
-        assert views[0].met[shard] == views[0].number
-        assert job.view.met[shard] == views[2].number
+        assert views[0].paired[shard] == views[0].number
+        assert job.view.paired[shard] == views[2].number
         for view in views[:2]:
-            assert job.in_step(shard, view.number) == []
-    assert job.machine.state().in_step == ()
+            assert job.caught_up(shard, view.number) == []
+    assert job.machine.state().caught_up == ()
     assert job.machine.revision == revision
     assert job.view == views[2]
     for count, shard in enumerate(back[:-1], 1):
-        job.in_step(shard, views[2].number)
-        assert job.machine.state().in_step == tuple(back[:count])
+        job.caught_up(shard, views[2].number)
+        assert job.machine.state().caught_up == tuple(back[:count])
 
 
 def test_a_word_of_an_older_view_counts_while_primary_and_backup_have_not_parted() -> None:
     job = _running(_terms(replication=2))
-    met = job.view
+    paired = job.view
     job.come("w2")
-    assert job.view.number > met.number
-    assert job.view.met == met.met == dict.fromkeys(SHARDS, met.number)
+    assert job.view.number > paired.number
+    assert job.view.paired == paired.paired == dict.fromkeys(SHARDS, paired.number)
     shard = SHARDS[0]
-    assert job.in_step(shard, job.view.number) == []
-    assert job.machine.state().in_step == ()
-    job.in_step(shard, met.number)
-    assert job.machine.state().in_step == (shard,)
+    assert job.caught_up(shard, job.view.number) == []
+    assert job.machine.state().caught_up == ()
+    job.caught_up(shard, paired.number)
+    assert job.machine.state().caught_up == (shard,)
 
 
 def test_a_word_from_before_a_roll_back_says_nothing() -> None:
     job = _running(_terms(replication=2))
     before = job.view
     job.play(Left("w0", "x"))  # who was to bring the first weights
-    assert job.view.since > before.number
+    assert job.view.generation > before.number
     kept = [shard for shard in SHARDS if (job.view.primary[shard], job.view.backup[shard])
             == (before.primary[shard], before.backup[shard])]  # fmt: skip
     assert kept
-    assert job.view.met == dict.fromkeys(SHARDS, job.view.number)
-    assert job.in_step(kept[0], before.met[kept[0]]) == []
-    assert job.machine.state().in_step == ()
-    job.in_step(kept[0])
-    assert job.machine.state().in_step == (kept[0],)
+    assert job.view.paired == dict.fromkeys(SHARDS, job.view.number)
+    assert job.caught_up(kept[0], before.paired[kept[0]]) == []
+    assert job.machine.state().caught_up == ()
+    job.caught_up(kept[0])
+    assert job.machine.state().caught_up == (kept[0],)
 
 
 def test_a_demoted_primary_is_not_in_step_before_it_has_been_filled() -> None:
     job = _begun(_terms(2, 1, replication=2), ("s0", "w0", "w1"))
     job.come("s1")
     before = job.view
-    job.all_in_step()
+    job.all_caught_up()
     swapped = [s for s in SHARDS if job.view.primary[s] == before.backup[s] and job.view.backup[s] == before.primary[s]]
     assert swapped
     for shard in swapped:
-        assert job.view.met[shard] == job.view.number > before.met[shard]
-        assert job.in_step(shard, before.met[shard]) == []
-    assert not set(swapped) & set(job.machine.state().in_step)
+        assert job.view.paired[shard] == job.view.number > before.paired[shard]
+        assert job.caught_up(shard, before.paired[shard]) == []
+    assert not set(swapped) & set(job.machine.state().caught_up)
     assert FindSnapshot() in job.play(Left("s1", "x"))
 
 
@@ -821,8 +821,8 @@ def test_shards_that_are_lost_before_a_step_was_computed_are_brought_again() -> 
     before = job.view
     effects = job.play(Left("s0", "x"))
     assert _of(FindSnapshot, effects) == []
-    assert job.view.since == job.view.number > before.number
-    assert (job.view.origin, job.view.first) == ("", "w0")
+    assert job.view.generation == job.view.number > before.number
+    assert (job.view.origin, job.view.uploader) == ("", "w0")
     assert set(job.view.primary.values()) == {"s1"}
 
 
@@ -838,10 +838,10 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
     ]
     said, published = job.play(Found("step-00000005-1", 5))
     assert said == Say("going on from snapshot step-00000005-1: version 5")
-    assert published.view.since == published.view.number
+    assert published.view.generation == published.view.number
     assert published.view.origin == "step-00000005-1"
     assert set(published.view.primary.values()) == {"s1"}
-    assert sorted(r for hand in published.view.hands(5).values() for r in hand) == [0, 1, 2, 3]
+    assert sorted(r for own in published.view.assigned(5).values() for r in own) == [0, 1, 2, 3]
     assert job.machine.furthest == 4
     assert job.play(Found("step-00000005-1", 5)) == []
 
@@ -875,26 +875,26 @@ def test_when_everybody_who_could_begin_is_gone_the_job_gathers_again() -> None:
     assert job.machine.phase is Phase.GATHERING
     job.come("w5")  # it needs no more of them to go on: some may have left for good
     assert job.machine.phase is Phase.RUNNING
-    assert job.view.first == "w5"
-    assert job.view.since == job.view.number
-    since = job.view.since
+    assert job.view.uploader == "w5"
+    assert job.view.generation == job.view.number
+    generation = job.view.generation
     job.come("w6")
-    assert (job.view.first, job.view.since) == ("w5", since)
-    assert job.view.number > since
+    assert (job.view.uploader, job.view.generation) == ("w5", generation)
+    assert job.view.number > generation
 
 
 def test_when_the_bringer_of_the_first_weights_dies_another_brings_them() -> None:
     job = _running()
-    assert job.view.first == "w0"
+    assert job.view.uploader == "w0"
     job.play(Left("w0", "x"))
-    assert job.view.first == "w1"
-    assert job.view.since == job.view.number
+    assert job.view.uploader == "w1"
+    assert job.view.generation == job.view.number
     assert job.view.origin == ""
     job.step(0)
-    since = job.view.since
+    generation = job.view.generation
     job.come("w2")
     job.play(Left("w1", "x"))
-    assert job.view.since == since  # steps have been computed: what it brought is safe
+    assert job.view.generation == generation  # steps have been computed: what it brought is safe
 
 
 def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
@@ -908,11 +908,11 @@ def test_whoever_was_done_before_a_roll_back_is_not_done_any_more() -> None:
 
 def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     job = _begun()
-    void = job.view
+    stale = job.view
     job.play(Left("s0", "x"), Found("step-5", 5))
-    assert job.play(Done("w0", void.since), Done("w1", void.since)) == []
+    assert job.play(Done("w0", stale.generation), Done("w1", stale.generation)) == []
     assert not job.view.ending
-    assert job.play(Progress("w0", 17, 0, 0.1, void.since)) == []
+    assert job.play(Progress("w0", 17, 0, 0.1, stale.generation)) == []
     assert job.machine.furthest == 4
 
 
@@ -923,7 +923,7 @@ def _again(job: _Job, terms: Terms | None = None) -> _Job:
     """The coordinator is killed, and another started from what it had written down."""
     written = msgspec.msgpack.encode(job.machine.state())
     new = _Job(terms or job.machine.terms, recovered=msgspec.msgpack.decode(written, type=ClusterState))
-    new.births = dict(job.births)
+    new.incarnations = dict(job.incarnations)
     new.play(Tick(1.0))
     return new
 
@@ -934,26 +934,26 @@ def test_members_that_outlived_the_coordinator_keep_their_birth_and_get_the_view
     assert job.machine.phase is Phase.RUNNING
     assert job.view == old.view
     for name in ("w0", "s1"):
-        assert job.join(name, birth=old.births[name]) == [
-            Admit(name, old.births[name]), Publish(old.view, (name,)),
+        assert job.join(name, incarnation=old.incarnations[name]) == [
+            Admit(name, old.incarnations[name]), Publish(old.view, (name,)),
         ]  # fmt: skip
-    assert job.machine.state().in_step == old.machine.state().in_step
+    assert job.machine.state().caught_up == old.machine.state().caught_up
 
 
 def test_a_word_that_died_with_the_coordinator_is_counted_when_it_is_said_again() -> None:
     old = _running(_terms(replication=2))
     old.step(0)
-    met = old.view.met
+    paired = old.view.paired
     job = _again(old)  # which has not heard that any backup is in step
-    assert job.machine.state().in_step == ()
+    assert job.machine.state().caught_up == ()
     for name in ("s0", "s1", "w1"):
-        job.join(name, birth=old.births[name])
+        job.join(name, incarnation=old.incarnations[name])
     job.play(Left("w0", "x"))
     assert job.view.number == ViewNumber(2, 1)
-    assert job.view.met == met  # who had met before goes on
+    assert job.view.paired == paired  # who had met before goes on
     for server in ("s0", "s1"):
-        job.play(InStep(server, {shard: met[shard] for shard in old.view.shards_of(server)}))
-    assert job.machine.state().in_step == tuple(SHARDS)
+        job.play(CaughtUp(server, {shard: paired[shard] for shard in old.view.shards_of(server)}))
+    assert job.machine.state().caught_up == tuple(SHARDS)
     assert _of(FindSnapshot, job.play(Left("s0", "x"))) == []
     assert set(job.view.primary.values()) == {"s1"}
 
@@ -962,10 +962,10 @@ def test_views_of_a_later_coordinator_win() -> None:
     old = _begun()
     job = _again(old)
     for name in ("s0", "s1", "w1"):
-        job.join(name, birth=old.births[name])
+        job.join(name, incarnation=old.incarnations[name])
     job.play(Left("w0", "x"))
     assert job.view.number == ViewNumber(2, 1)
-    assert job.view.since == old.view.since
+    assert job.view.generation == old.view.generation
     assert _again(job).machine.state().epoch == 3
 
 
@@ -973,8 +973,8 @@ def test_a_new_process_of_a_name_known_to_the_last_coordinator_is_somebody_else(
     old = _begun(_terms(replication=2))
     job = _again(old)
     job.come("w0")
-    assert job.births["w0"] > max(old.births.values())
-    assert [m.birth for m in job.view.workers if m.id == "w0"] == [job.births["w0"]]
+    assert job.incarnations["w0"] > max(old.incarnations.values())
+    assert [m.incarnation for m in job.view.workers if m.id == "w0"] == [job.incarnations["w0"]]
 
 
 def test_a_server_that_died_with_the_coordinator_is_replaced_by_its_backups() -> None:
@@ -982,7 +982,7 @@ def test_a_server_that_died_with_the_coordinator_is_replaced_by_its_backups() ->
     job = _again(old)
     alive = ["s1", "s2", "w0", "w1"]
     for name in alive:
-        job.join(name, birth=old.births[name])
+        job.join(name, incarnation=old.incarnations[name])
     effects = [effect for _ in range(5) for effect in job.tick(1.0, alive=alive)]
     assert _of(FindSnapshot, effects) == []
     assert "s0" not in {member.id for member in job.view.servers}
@@ -995,7 +995,7 @@ def test_a_job_that_was_over_stays_over() -> None:
     job = _again(old)
     assert job.machine.phase is Phase.OVER
     assert job.machine.last_word == Finish("w0")
-    assert job.join("w0", birth=old.births["w0"]) == [Refuse("w0", "the job is over")]
+    assert job.join("w0", incarnation=old.incarnations["w0"]) == [Refuse("w0", "the job is over")]
     assert job.play(Left("w0", "x"), Failed("w1", "x"), Tick(9.0), Found("x", 1)) == []
 
 
@@ -1006,7 +1006,7 @@ def test_a_coordinator_that_had_not_begun_gathers_again() -> None:
     assert job.machine.phase is Phase.GATHERING
     job.come("s0", "s1", "w0", "w1")
     assert job.view.number == ViewNumber(2, 1)
-    assert min(job.births.values()) > 2
+    assert min(job.incarnations.values()) > 2
 
 
 def test_what_is_written_down_changes_with_every_view_birth_backup_and_ending() -> None:
@@ -1031,7 +1031,7 @@ def test_a_resumed_job_starts_from_its_snapshot_and_never_from_first_weights() -
     effects = job.come("s0", "s1", "w0", "w1")
     assert job.view.origin == "step-00000007-1"
     assert _of(Capture, effects) == []
-    assert sorted(r for hand in job.view.hands(7).values() for r in hand) == [0, 1, 2, 3]
+    assert sorted(r for own in job.view.assigned(7).values() for r in own) == [0, 1, 2, 3]
 
 
 def test_a_resumed_job_keeps_its_record_when_everybody_leaves_and_takes_no_other() -> None:
@@ -1050,7 +1050,7 @@ def test_a_job_resumed_after_another_coordinator_has_higher_numbers_and_none_of_
     assert job.machine.phase is Phase.GATHERING
     job.come("s0", "s1", "w0", "w1")
     assert job.view.number == ViewNumber(2, 1)
-    assert min(job.births.values()) > max(old.births.values())
+    assert min(job.incarnations.values()) > max(old.incarnations.values())
 
 
 # ---- snapshots ----
@@ -1063,13 +1063,13 @@ def test_nothing_is_computed_before_the_first_weights_are_stored() -> None:
     job = _Job(_SNAPSHOTS)
     effects = job.come("s0", "s1", "w0", "w1")
     publish, capture = effects[-2:]
-    assert publish.view.deals == ()
-    assert publish.view.first == "w0"
+    assert publish.view.assignments == ()
+    assert publish.view.uploader == "w0"
     assert (capture.version, sorted(capture.writers)) == (0, ["s0", "s1"])
     stored = job.store(capture)
     assert len(_of(Publish, stored)) == 1
-    assert sorted(r for hand in job.view.hands(0).values() for r in hand) == [0, 1, 2, 3]
-    assert job.view.since == publish.view.since
+    assert sorted(r for own in job.view.assigned(0).values() for r in own) == [0, 1, 2, 3]
+    assert job.view.generation == publish.view.generation
 
 
 def test_when_the_first_weights_cannot_be_stored_the_job_says_so_and_goes_on() -> None:
@@ -1077,7 +1077,7 @@ def test_when_the_first_weights_cannot_be_stored_the_job_says_so_and_goes_on() -
     (capture,) = _of(Capture, job.come("s0", "s1", "w0", "w1"))
     effects = job.play(SnapshotLost(capture.snapshot, "no space left"))
     assert effects[0] == Say(f"snapshot {capture.snapshot} could not be taken: no space left")
-    assert job.view.deals != ()
+    assert job.view.assignments != ()
 
 
 def test_a_coordinator_that_finds_first_weights_half_stored_begins_again() -> None:
@@ -1085,11 +1085,11 @@ def test_a_coordinator_that_finds_first_weights_half_stored_begins_again() -> No
     old.come("s0", "s1", "w0", "w1")
     job = _again(old)
     for name in ("s0", "s1", "w0"):
-        job.join(name, birth=old.births[name])
+        job.join(name, incarnation=old.incarnations[name])
     assert job.tick(0.25) == []  # not everybody is back
-    job.join("w1", birth=old.births["w1"])
+    job.join("w1", incarnation=old.incarnations["w1"])
     publish, capture = job.tick(0.25)
-    assert publish.view.since == publish.view.number == ViewNumber(2, 1)
+    assert publish.view.generation == publish.view.number == ViewNumber(2, 1)
     assert capture.version == 0
     assert capture.snapshot != old.machine._snapshots.taking.id  # type: ignore[union-attr]
 
@@ -1097,10 +1097,10 @@ def test_a_coordinator_that_finds_first_weights_half_stored_begins_again() -> No
 def test_shards_that_change_hands_while_first_weights_are_stored_begin_anew() -> None:
     job = _Job(_terms(snapshots=True, replication=2))
     (first,) = _of(Capture, job.come("s0", "s1", "w0", "w1"))
-    job.all_in_step()
+    job.all_caught_up()
     effects = job.play(Left("s0", "x"))
     (second,) = _of(Capture, effects)
-    assert job.view.since == job.view.number
+    assert job.view.generation == job.view.number
     assert second.snapshot != first.snapshot
 
 
@@ -1208,9 +1208,9 @@ def test_a_snapshot_is_taken_again_when_shards_have_changed_hands_under_it() -> 
 def test_no_snapshot_is_begun_while_a_server_that_outlived_the_coordinator_is_not_back() -> None:
     old = _begun(_SNAPSHOTS)
     job = _again(old)
-    job.join("s0", birth=old.births["s0"])
+    job.join("s0", incarnation=old.incarnations["s0"])
     assert job.play(SnapshotWanted()) == []
-    job.join("s1", birth=old.births["s1"])
+    job.join("s1", incarnation=old.incarnations["s1"])
     assert len(_of(Capture, job.tick(0.1))) == 1
 
 

@@ -27,7 +27,7 @@ from rallypoint.config import (
     settings_applied,
     settings_of,
 )
-from rallypoint.core.cadence import Cadence, Turn
+from rallypoint.core.cadence import Cadence, Period
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
 from rallypoint.core.policy import Async, LocalSteps, Sync
@@ -270,7 +270,7 @@ def test_fragments_are_runs_of_shards_of_about_as_many_bytes_and_a_round_is_a_tu
     config = JobConfig(steps=100, sync=LocalSteps(steps=12, fragments=3))
     assert (config.steps_per_round, config.rounds, config.steps_at(2)) == (4, 25, 8)
     record = record_of(config, _layout_of([16, 16, 32, 16, 48, 16], buffers=1))
-    turns = (Turn(3, 0), Turn(3, 1), Turn(3, 2))
+    turns = (Period(3, 0), Period(3, 1), Period(3, 2))
     assert record.cadence == Cadence(turns, 25, (0, 0, 1, 1, 2, 2, -1)), "buffers take no turns"
     assert (record.rounds, record.steps_per_round, record.sticky) == (25, 4, True)
     assert record_of(JobConfig(sync=LocalSteps(steps=12)), _layout_of([16])).cadence == Cadence()
@@ -288,7 +288,7 @@ def _periods(*own: tuple[int, int]) -> tuple[Group, ...]:
 def test_a_group_with_a_period_of_its_own_is_due_after_the_steps_that_it_names() -> None:
     groups = _periods((4, 0), (16, 4), (8, 4))
     config = JobConfig(steps=100, sync=LocalSteps(steps=16, fragments=2), groups=groups)
-    assert (config.steps_per_round, config.rounds, config.takes_turns) == (4, 25, True)
+    assert (config.steps_per_round, config.rounds, config.staggered) == (4, 25, True)
     cadence = record_of(config, _layout_in_groups(0, 0, 1, 2, 3, 4, 4, -1)).cadence
     due = [[(tick + 1) * 4 for tick in range(24) if cadence.due(shard, tick)] for shard in range(8)]
     halves = [[*range(8, 97, 16)], [*range(16, 97, 16)]]
@@ -301,7 +301,7 @@ def test_a_group_with_a_period_of_its_own_is_due_after_the_steps_that_it_names()
 
 def test_periods_of_their_own_may_be_all_that_there_is() -> None:
     config = JobConfig(steps=40, sync=LocalSteps(steps=16), groups=_periods((4, 0), (8, 0)))
-    assert record_of(config, _layout_in_groups(2, 3)).cadence == Cadence((Turn(1, 0), Turn(2, 1)), 10, (0, 1))
+    assert record_of(config, _layout_in_groups(2, 3)).cadence == Cadence((Period(1, 0), Period(2, 1)), 10, (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_periods_that_leave_a_tick_empty_are_refused(every: int, own: tuple[int,
 
 def test_a_tick_after_the_job_s_last_may_be_empty() -> None:
     config = JobConfig(steps=8, sync=LocalSteps(steps=16), groups=_periods((24, 0)))
-    assert record_of(config, _layout_in_groups(0, 2)).cadence.ticks == 1
+    assert record_of(config, _layout_in_groups(0, 2)).cadence.rounds == 1
 
 
 @pytest.mark.parametrize(("steps", "ahead"), [(20, [3, 3, 3, 3, 3]), (18, [3, 3, 3, 3, 1]), (17, [3, 3, 3, 3, 0])])
@@ -332,8 +332,8 @@ def test_a_short_last_tick_hears_of_the_version_before_its_last_step(steps: int,
 
 def test_with_a_delay_replicas_go_on_from_tick_to_tick_and_buffers_are_refused() -> None:
     config = JobConfig(steps=20, sync=LocalSteps(steps=8, delay=3))
-    assert config.takes_turns
-    assert record_of(config, _layout_of([16, 16])).cadence == Cadence((Turn(1, 0),), 3, (0, 0))
+    assert config.staggered
+    assert record_of(config, _layout_of([16, 16])).cadence == Cadence((Period(1, 0),), 3, (0, 0))
     with pytest.raises(ConfigError, match="a delay is not supported for models with buffers"):
         record_of(config, _layout_of([16, 16], buffers=1))
 

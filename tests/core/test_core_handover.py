@@ -14,11 +14,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.handover import Handover, Paths
-from rallypoint.core.relay import Answer, Relay
-from rallypoint.core.speeds import Speeds
-from rallypoint.core.view import Deal, Member, View, ViewNumber
-from rallypoint.core.view_change import following_deals
+from rallypoint.core.cluster.speeds import Speeds
+from rallypoint.core.cluster.view_change import following_assignments
+from rallypoint.core.shard.relay import Answer, Relay
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker.handover import Handover, Paths
 
 REPLICAS, SHARDS, ROUNDS, MOST_WORKERS = 3, 2, 12, 4
 HOMES = {shard: f"server{shard}" for shard in range(SHARDS)}
@@ -60,7 +60,7 @@ class Worker:
     step: int = 0
     leaving: bool = False
     handover: Handover = field(default_factory=lambda: Handover(tuple(range(SHARDS))))
-    memories: dict[tuple[int, int], tuple[int, Lineage]] = field(default_factory=dict)
+    codec_states: dict[tuple[int, int], tuple[int, Lineage]] = field(default_factory=dict)
     given: dict[tuple[int, int], tuple[int, Lineage] | None] = field(default_factory=dict)
     delivered: set[tuple[int, int]] = field(default_factory=set)  # (shard, replica) of this step
     computing: tuple[int, list[int]] | None = None
@@ -81,10 +81,10 @@ class Worker:
         self.up[shard].append((self.view.number, *frame))
 
     def hand_over(self, *, back: bool = False) -> None:
-        hand = () if back else self.view.hand(self.name, self.step)
-        keeps = {*hand, *([self.computing[0]] if self.computing else [])}
+        own = () if back else self.view.replicas_of(self.name, self.step)
+        keeps = {*own, *([self.computing[0]] if self.computing else [])}
         for key in self.handover.release(keeps):
-            self.given[key] = self.memories.pop(key, None)
+            self.given[key] = self.codec_states.pop(key, None)
         self.give()
 
     def give(self) -> None:
@@ -93,7 +93,8 @@ class Worker:
 
     def begin(self) -> bool:
         """Go on to the next replica, or ask for what is missing of it; is there anything new?"""
-        for replica in self.view.hand(self.name, self.step) if self.computing is None and self.step < ROUNDS else ():
+        for replica in self.view.replicas_of(self.name,
+            self.step) if self.computing is None and self.step < ROUNDS else ():
             left = [shard for shard in range(SHARDS) if (shard, replica) not in self.delivered]
             if not left:
                 continue
@@ -113,10 +114,10 @@ class Worker:
             return False
         replica, left = self.computing
         shard = left.pop(0)
-        last, lineage = self.memories.get((shard, replica), (-1, ()))
+        last, lineage = self.codec_states.get((shard, replica), (-1, ()))
         if last < self.step:
             lineage = (*lineage, self.step)
-            self.memories[shard, replica] = (self.step, lineage)
+            self.codec_states[shard, replica] = (self.step, lineage)
         self.delivered.add((shard, replica))
         self.send(shard, "push", replica, self.step, lineage)
         if not left:
@@ -132,18 +133,19 @@ class Worker:
         return True
 
     def turn(self, view: View) -> None:
-        births = [member.birth for known in (self.view, view) for member in known.workers if member.id == self.name]
+        incarnations = [member.incarnation for known in (self.view,
+            view) for member in known.workers if member.id == self.name]
         self.view = view
-        self.hand_over(back=len(set(births)) > 1)
+        self.hand_over(back=len(set(incarnations)) > 1)
 
     def receive(self, shard: int, what: str, replica: int, step: int, lineage: Lineage | None) -> None:
         if what == "taken":
             self.handover.taken(shard, replica)
             self.given.pop((shard, replica), None)
         elif self.handover.answered(shard, replica):
-            self.memories.pop((shard, replica), None)
+            self.codec_states.pop((shard, replica), None)
             if lineage is not None:
-                self.memories[shard, replica] = (step, lineage)
+                self.codec_states[shard, replica] = (step, lineage)
 
     def relink(self, shard: int) -> None:
         """The link to a shard's server breaks, with all that is under way, and is made again."""
@@ -176,12 +178,12 @@ class Play:
     def publish(self) -> None:
         before = self.views[-1]
         furthest = max((w.step for w in self.workers.values()), default=0) - 1
-        hands = before.hands(furthest + 1)
-        deals: tuple[Deal, ...] = ()
+        assigned = before.assigned(furthest + 1)
+        assignments: tuple[Assignment, ...] = ()
         if self.active:
-            deals = following_deals(hands, self.active, REPLICAS, furthest, Speeds())
+            assignments = following_assignments(assigned, self.active, REPLICAS, furthest, Speeds())
         number = ViewNumber(1, len(self.views))
-        self.views.append(View(number, ViewNumber(1, 0), tuple(self.members.values()), (), deals, HOMES))
+        self.views.append(View(number, ViewNumber(1, 0), tuple(self.members.values()), (), assignments, HOMES))
 
     # ---- what may happen ----
 
@@ -191,7 +193,7 @@ class Play:
         self.born += 1
         name = f"worker{self.born}"
         self.active.append(name)
-        self.members[name] = Member(name, "here", birth=self.born)
+        self.members[name] = Member(name, "here", incarnation=self.born)
         self.publish()
         self.workers[name] = Worker(name, self.views[-1], step=self.version)
 
@@ -222,7 +224,7 @@ class Play:
             self.killed = True
             self.remove(worker)
 
-    def astray(self, worker: Worker) -> None:
+    def given_up(self, worker: Worker) -> None:
         """It is given up for its silence, and back at once as somebody new; it may hear only of the latter."""
         if len(self.active) > 1 and worker.name in self.active:
             self.killed = True
@@ -231,7 +233,7 @@ class Play:
             self.publish()
             self.born += 1
             self.active.append(worker.name)
-            self.members[worker.name] = Member(worker.name, "here", birth=self.born)
+            self.members[worker.name] = Member(worker.name, "here", incarnation=self.born)
             self.publish()
 
     def go(self, worker: Worker) -> bool:
@@ -292,7 +294,7 @@ class Play:
             case "rest":
                 self.rest(worker)
             case "astray":
-                self.astray(worker)
+                self.given_up(worker)
             case "kill":
                 self.kill(worker)
             case "break":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.membership import Membership
+from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.view import Member, View, ViewNumber
 
 
@@ -17,8 +17,8 @@ def _joined(*names: str) -> Membership:
 
 def test_every_process_that_joins_has_a_birth_number_of_its_own_even_under_a_known_name() -> None:
     members = _joined("s0", "w0", "w0")
-    assert members.servers["s0"].birth == 1
-    assert members.workers["w0"].birth == members.births == 3
+    assert members.servers["s0"].incarnation == 1
+    assert members.workers["w0"].incarnation == members.incarnations == 3
     assert members.is_taken("w0", "worker")
     assert not members.is_taken("w0", "server")
 
@@ -32,21 +32,22 @@ def test_nothing_is_known_any_more_of_a_member_that_is_gone() -> None:
     members.remove("w0")
     assert "w0" not in members
     assert "s0" in members
-    assert members == Membership(births=2, servers=members.servers)
+    assert members == Membership(incarnations=2, servers=members.servers)
 
 
 def test_only_the_very_process_that_an_earlier_coordinator_knew_is_back() -> None:
-    view = View(ViewNumber(1, 1), ViewNumber(1, 1), (Member("w0", "here", birth=4),), (Member("s0", "here", birth=2),),
+    view = View(ViewNumber(1, 1), ViewNumber(1, 1), (Member("w0", "here", incarnation=4),), (Member("s0", "here",
+        incarnation=2),),
                 (), {0: "s0"})  # fmt: skip
     members = Membership()
     members.expect(view)
     assert members.awaited == {"w0", "s0"}
     assert list(members.proposed) == ["w0"]
-    assert members.is_back(Member("w0", "here", birth=4), "worker")
-    assert not members.is_back(Member("w0", "here", birth=5), "worker")
-    assert not members.is_back(Member("w0", "here", birth=4), "server")
+    assert members.is_back(Member("w0", "here", incarnation=4), "worker")
+    assert not members.is_back(Member("w0", "here", incarnation=5), "worker")
+    assert not members.is_back(Member("w0", "here", incarnation=4), "server")
     members.awaited.discard("w0")
-    assert not members.is_back(Member("w0", "here", birth=4), "worker")
+    assert not members.is_back(Member("w0", "here", incarnation=4), "worker")
 
 
 def test_who_is_silent_is_named_with_the_seconds_and_one_never_heard_is_not_silent() -> None:

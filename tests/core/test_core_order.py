@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.order import Permutation, SampleOrder, derive_seed
-from rallypoint.core.view import deal_replicas
+from rallypoint.core.view import assign_replicas
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
 _KEYS = st.integers(0, 2**63 - 1)
@@ -85,7 +85,7 @@ def test_the_samples_of_a_replica_do_not_depend_on_who_asks_nor_on_what_was_aske
 
     expected = {(t, r): fresh().samples(t, r) for t in range(6) for r in range(replicas)}
     seen = {}
-    for replicas_of_worker in deal_replicas(replicas, [f"w{i}" for i in range(workers)]).values():
+    for replicas_of_worker in assign_replicas(replicas, [f"w{i}" for i in range(workers)]).values():
         own = fresh()
         places = [(t, r) for t in range(6) for r in replicas_of_worker]
         random.shuffle(places)  # type: ignore[attr-defined]

@@ -21,9 +21,9 @@ from rallypoint.core.policy import (
     Verdict,
     server_policy,
 )
-from rallypoint.core.shard import ShardMachine
-from rallypoint.core.shard_effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, Wait
-from rallypoint.core.shard_events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
+from rallypoint.core.shard.effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, Wait
+from rallypoint.core.shard.events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.testing.contracts import PolicyContract
 from rallypoint.testing.shard_play import ACTIONS, Cast, PolicyBroken, play
 

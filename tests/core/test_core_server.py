@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.clip import Measure, Tell, Verdict
 from rallypoint.core.policy import Sync
-from rallypoint.core.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Restore, ServerMachine
-from rallypoint.core.shard_effects import Abandon, Apply, Fill, Finish, Install, InStep, Publish, Take
-from rallypoint.core.shard_events import Acked, Contribute, Initialise, Loaded, Replicated
+from rallypoint.core.shard.clip import Measure, Tell, Verdict
+from rallypoint.core.shard.effects import Abandon, Apply, CaughtUp, Fill, Finish, Install, Publish, Take
+from rallypoint.core.shard.events import Acked, Contribute, Initialise, Loaded, Replicated
+from rallypoint.core.shard.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Restore, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
@@ -35,16 +35,16 @@ def _plan(shards: int, *, decides: bool = False, buffers: frozenset[int] = froze
 
 
 def _view(
-    count: int, primary: Mapping[int, str], backup: Mapping[int, str] | None = None, *, since: int = 1,
-    origin: str = "", births: Mapping[str, int] | None = None, met: Mapping[int, int] | None = None,
+    count: int, primary: Mapping[int, str], backup: Mapping[int, str] | None = None, *, generation: int = 1,
+    origin: str = "", incarnations: Mapping[str, int] | None = None, paired: Mapping[int, int] | None = None,
 ) -> View:  # fmt: skip
-    """Primaries and backups met in view `since`, unless `met` says otherwise."""
-    born = {"s0": 1, "s1": 2, "s2": 3} if births is None else births
+    """Primaries and backups met in view `generation`, unless `paired` says otherwise."""
+    born = {"s0": 1, "s1": 2, "s2": 3} if incarnations is None else incarnations
     return View(
-        number=ViewNumber(1, count), since=ViewNumber(1, since), workers=(), deals=(), origin=origin,
-        servers=tuple(Member(id, "h", f"{id}:1", birth) for id, birth in born.items()),
+        number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(), assignments=(), origin=origin,
+        servers=tuple(Member(id, "h", f"{id}:1", incarnation) for id, incarnation in born.items()),
         primary=dict(primary), backup=dict(backup or {}),
-        met={shard: ViewNumber(1, (met or {}).get(shard, since)) for shard in backup or {}},
+        paired={shard: ViewNumber(1, (paired or {}).get(shard, generation)) for shard in backup or {}},
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_the_first_view_says_what_is_held_here() -> None:
     assert server.held == [0, 1, 2]
     assert [server.is_primary(index) for index in range(4)] == [True, False, True, False]
     assert server.machine(3) is None
-    assert server.birth == 1
+    assert server.incarnation == 1
 
 
 def test_an_older_view_and_the_same_one_again_change_nothing() -> None:
@@ -94,7 +94,7 @@ def test_shards_that_went_elsewhere_are_let_go_and_new_ones_are_made_room_for() 
 
 def test_after_a_roll_back_everything_is_let_go_and_read_from_the_snapshot() -> None:
     server = _server(_plan(3), _view(1, {0: "s0", 1: "s0", 2: "s1"}))
-    effects = server.adopt(_view(4, {0: "s0", 1: "s1", 2: "s0"}, {1: "s0"}, since=4, origin="step-7"))
+    effects = server.adopt(_view(4, {0: "s0", 1: "s1", 2: "s0"}, {1: "s0"}, generation=4, origin="step-7"))
     assert effects[:2] == [Disown(0), Disown(1)]
     assert effects[-1] == Restore((0, 2), "step-7")
     assert server.held == [0, 1, 2]
@@ -110,19 +110,19 @@ def test_a_new_beginning_reads_nothing() -> None:
 def test_a_server_that_was_given_up_and_came_back_holds_nothing_of_what_it_held() -> None:
     server = _server(_plan(2), _view(1, {0: "s0", 1: "s1"}, {1: "s0"}))
     server.handle(1, Loaded(5))
-    effects = server.adopt(_view(3, {0: "s1", 1: "s1"}, {0: "s0", 1: "s0"}, births={"s0": 9, "s1": 2}))
+    effects = server.adopt(_view(3, {0: "s1", 1: "s1"}, {0: "s0", 1: "s0"}, incarnations={"s0": 9, "s1": 2}))
     assert [effect for effect in effects if isinstance(effect, (Own, Disown))] == [
         Disown(0), Disown(1), Own(0), Own(1),
     ]  # fmt: skip
     assert not any(isinstance(effect, Restore) for effect in effects)  # the others go on: it will be filled
-    assert server.birth == 9
+    assert server.incarnation == 9
     assert all(server.machine(index).version == -1 for index in (0, 1))  # type: ignore[union-attr]
 
 
 def test_a_server_that_the_view_does_not_name_holds_nothing() -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}))
-    assert server.adopt(_view(2, {0: "s1"}, births={"s1": 2})) == [Disown(0)]
-    assert (server.birth, server.held) == (-1, [])
+    assert server.adopt(_view(2, {0: "s1"}, incarnations={"s1": 2})) == [Disown(0)]
+    assert (server.incarnation, server.held) == (-1, [])
 
 
 def test_updates_count_only_from_the_primary_of_the_view_in_force() -> None:
@@ -148,9 +148,9 @@ def test_backups_are_filled_a_few_at_a_time_once_they_are_linked_and_there_is_so
     assert _on(effects, Fill) == [(index, Fill(0)) for index in range(FILLS_AT_ONCE)]
     assert server.peer_linked("s1") == []
     effects = server.handle(0, Acked(0))
-    assert _on(effects, InStep) == [(0, InStep())]
+    assert _on(effects, CaughtUp) == [(0, CaughtUp())]
     assert _on(effects, Fill) == [(FILLS_AT_ONCE, Fill(0))]
-    assert server.in_step == {0: FIRST}
+    assert server.caught_up == {0: FIRST}
 
 
 def test_a_backup_that_is_linked_before_there_is_anything_to_send_is_filled_with_the_first_version() -> None:
@@ -161,12 +161,12 @@ def test_a_backup_that_is_linked_before_there_is_anything_to_send_is_filled_with
 
 
 def test_a_backup_whose_link_was_lost_is_filled_again_and_still_counts() -> None:
-    view = _view(3, {0: "s0", 1: "s0"}, {0: "s1", 1: "s2"}, met={1: 3})
+    view = _view(3, {0: "s0", 1: "s0"}, {0: "s1", 1: "s2"}, paired={1: 3})
     server = _server(_plan(2), view, "s1", "s2")
     for index in (0, 1):
         server.handle(index, Acked(0))
     server.peer_lost("s1")
-    assert server.in_step == {0: FIRST, 1: ViewNumber(1, 3)}
+    assert server.caught_up == {0: FIRST, 1: ViewNumber(1, 3)}
     assert _on(server.handle(0, Contribute(0, 0, 1.0, 1)), Publish) == []
     assert _on(server.peer_linked("s1"), Fill) == [(0, Fill(1))]
     assert _on(server.handle(0, Acked(1)), Publish) == [(0, Publish(1))]
@@ -192,23 +192,23 @@ def test_an_update_that_is_acknowledged_fills_nothing(monkeypatch: pytest.Monkey
 def test_another_backup_process_starts_from_nothing(again: dict[str, int]) -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1", "s2")
     server.handle(0, Acked(0))
-    assert server.in_step == {0: FIRST}
+    assert server.caught_up == {0: FIRST}
     backup = "s1" if "s1" in again else "s2"
-    effects = server.adopt(_view(2, {0: "s0"}, {0: backup}, births=again, met={0: 2}))
-    assert server.in_step == {}
+    effects = server.adopt(_view(2, {0: "s0"}, {0: backup}, incarnations=again, paired={0: 2}))
+    assert server.caught_up == {}
     if backup == "s1":
         assert _on(effects, Fill) == []  # the new process is not linked yet
         effects = server.peer_linked("s1")
     assert _on(effects, Fill) == [(0, Fill(0))]
     server.handle(0, Acked(0))
-    assert server.in_step == {0: ViewNumber(1, 2)}
+    assert server.caught_up == {0: ViewNumber(1, 2)}
 
 
 def test_a_backup_that_stays_through_a_view_stays_in_step() -> None:
     server = _server(_plan(2), _view(1, {0: "s0", 1: "s1"}, {0: "s1"}), "s1")
     server.handle(0, Acked(0))
     assert _on(server.adopt(_view(2, {0: "s0", 1: "s2"}, {0: "s1"})), Fill) == []
-    assert server.in_step == {0: FIRST}
+    assert server.caught_up == {0: FIRST}
 
 
 def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_backup_in_step() -> None:
@@ -216,22 +216,22 @@ def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_backup
     server = _server(_plan(2), _view(1, {0: "s0", 1: "s0"}, {0: "s1", 1: "s1"}), "s1")
     for index in (0, 1):
         server.handle(index, Acked(0))
-    assert server.in_step == {0: FIRST, 1: FIRST}
-    effects = server.adopt(_view(3, {0: "s0", 1: "s0"}, {0: "s1", 1: "s1"}, met={0: 3}))
-    assert server.in_step == {1: FIRST}  # these two stayed together
+    assert server.caught_up == {0: FIRST, 1: FIRST}
+    effects = server.adopt(_view(3, {0: "s0", 1: "s0"}, {0: "s1", 1: "s1"}, paired={0: 3}))
+    assert server.caught_up == {1: FIRST}  # these two stayed together
     assert _on(effects, Fill) == [(0, Fill(0))]
     assert _on(server.handle(0, Contribute(0, 0, 1.0, 1)), Publish) == [(0, Publish(1))]  # it waits for nobody
-    assert server.in_step == {1: FIRST}
-    assert _on(server.handle(0, Acked(0)), InStep) == []  # what has been published since is not there yet
-    assert _on(server.handle(0, Acked(1)), InStep) == [(0, InStep())]
-    assert server.in_step == {0: ViewNumber(1, 3), 1: FIRST}
+    assert server.caught_up == {1: FIRST}
+    assert _on(server.handle(0, Acked(0)), CaughtUp) == []  # what has been published since is not there yet
+    assert _on(server.handle(0, Acked(1)), CaughtUp) == [(0, CaughtUp())]
+    assert server.caught_up == {0: ViewNumber(1, 3), 1: FIRST}
 
 
 def test_a_fill_that_was_under_way_when_they_parted_is_done_again() -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}, {0: "s1"}), "s1")
-    effects = server.adopt(_view(3, {0: "s0"}, {0: "s1"}, met={0: 3}))
+    effects = server.adopt(_view(3, {0: "s0"}, {0: "s1"}, paired={0: 3}))
     assert _on(effects, Fill) == [(0, Fill(0))]
-    assert server.in_step == {}
+    assert server.caught_up == {}
 
 
 def test_when_a_shard_has_no_backup_any_more_its_fill_makes_room_for_others() -> None:
@@ -245,7 +245,7 @@ def test_a_promoted_backup_publishes_and_fills_its_own_backup() -> None:
     server = _server(_plan(1), _view(1, {0: "s1"}, {0: "s0"}), "s1", "s2")
     server.handle(0, Loaded(4))
     assert _on(server.handle(0, Replicated(4, False, 1)), Apply) == [(0, applied(4, 1.0))]
-    effects = server.adopt(_view(2, {0: "s0"}, {0: "s2"}, births={"s0": 1, "s2": 3}))
+    effects = server.adopt(_view(2, {0: "s0"}, {0: "s2"}, incarnations={"s0": 1, "s2": 3}))
     assert effects == [On(0, Abandon()), On(0, Publish(5)), On(0, Fill(5))]
 
 
@@ -254,7 +254,7 @@ def test_a_demoted_primary_gives_up_its_version_and_is_filled_by_the_new_one() -
     server.handle(0, Acked(0))
     assert server.adopt(_view(2, {0: "s1"}, {0: "s0"})) == [On(0, Abandon())]
     assert server.machine(0).version == -1  # type: ignore[union-attr]
-    assert server.in_step == {}
+    assert server.caught_up == {}
     assert server.takes_from(0, "s1")
 
 
@@ -269,19 +269,20 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
         primary = {shard: data.draw(st.sampled_from(servers)) for shard in range(shards)}
         others = st.sampled_from([*servers, ""])
         backup = {s: b for s, home in primary.items() if (b := data.draw(others)) not in ("", home)}
-        since = data.draw(st.sampled_from([1, 1, 1, count]))
-        since = max(since, newest.since.count)
+        generation = data.draw(st.sampled_from([1, 1, 1, count]))
+        generation = max(generation, newest.generation.count)
         together = {
-            s: newest.met[s].count for s, b in backup.items()
-            if since == newest.since.count and (newest.primary.get(s), newest.backup.get(s)) == (primary[s], b)
+            s: newest.paired[s].count for s, b in backup.items()
+            if generation == newest.generation.count and (newest.primary.get(s),
+                newest.backup.get(s)) == (primary[s], b)
         }  # fmt: skip
-        met = {s: together.get(s, count) for s in backup}
-        newest = view = _view(count, primary, backup, since=since, origin="step-3", met=met)
+        paired = {s: together.get(s, count) for s in backup}
+        newest = view = _view(count, primary, backup, generation=generation, origin="step-3", paired=paired)
         if data.draw(st.integers(0, 3)) == 0:
             continue  # this server does not hear of it
-        before = machine.in_step
+        before = machine.caught_up
         effects = machine.adopt(view)
-        assert machine.in_step.items() <= before.items()
+        assert machine.caught_up.items() <= before.items()
         assert machine.held == sorted(s for s in primary if "s0" in (primary[s], backup.get(s)))
         owned = [effect.shard for effect in effects if isinstance(effect, Own)]
         assert len(owned) == len(set(owned))
@@ -305,7 +306,7 @@ def test_whatever_views_come_a_server_holds_what_they_say_and_fills_only_linked_
             filling[index] = backup.get(index, "")
         for index in list(machine._filling):
             assert backup[index] == filling[index]
-        assert machine.in_step.items() <= {s: view.met[s] for s in backup if primary[s] == "s0"}.items()
+        assert machine.caught_up.items() <= {s: view.paired[s] for s in backup if primary[s] == "s0"}.items()
 
 
 # ---- decisions ----
@@ -363,7 +364,7 @@ def test_what_is_known_is_told_again_when_servers_change_and_when_a_link_stands_
     server.told(0, [Measure(1, 2.0)])
     known = Tell(0, (Measure(0, 2.0), Measure(1, 2.0)))
     assert server.peer_linked("s2") == [known]
-    assert known in server.adopt(_view(2, {0: "s0", 1: "s1", 2: "s1"}, births={"s0": 1, "s1": 2}))
+    assert known in server.adopt(_view(2, {0: "s0", 1: "s1", 2: "s1"}, incarnations={"s0": 1, "s1": 2}))
 
 
 def test_a_shard_that_is_promoted_after_the_decision_takes_the_same_decision() -> None:
@@ -373,7 +374,7 @@ def test_a_shard_that_is_promoted_after_the_decision_takes_the_same_decision() -
     _step(server, 0, 0, 3.0)
     verdict = server.told(0, [Measure(1, 4.0)])
     _finish(server, verdict)  # and s1 dies before it has replicated its part of step 0
-    server.adopt(_view(2, {0: "s0", 1: "s0"}, births={"s0": 1}))
+    server.adopt(_view(2, {0: "s0", 1: "s0"}, incarnations={"s0": 1}))
     effects = server.handle(1, Contribute(0, 0, 1.0, 7))  # sent again
     assert _on(effects, Apply) == [(1, applied(0, 1.0 / (5.0 + 1e-6)))]
 
@@ -383,7 +384,7 @@ def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
     server = _server(_plan(2, decides=True), view, "s1")
     server.handle(1, Loaded(0))
     _step(server, 0, 0, 3.0)
-    server.adopt(_view(2, {0: "s0", 1: "s0"}, births={"s0": 1}))
+    server.adopt(_view(2, {0: "s0", 1: "s0"}, incarnations={"s0": 1}))
     effects = _step(server, 1, 0, 4.0)
     assert Tell(0, (Measure(0, 3.0), Measure(1, 4.0))) in effects
     assert _on(_finish(server, effects), Apply) == [
@@ -395,7 +396,7 @@ def test_decisions_of_a_void_past_are_forgotten() -> None:
     server = _server(_plan(2, decides=True), _view(1, {0: "s0", 1: "s1"}), "s1")
     _step(server, 0, 0, 3.0)
     _finish(server, server.told(0, [Measure(1, 4.0)]))
-    view = _view(5, {0: "s0", 1: "s1"}, since=5, origin="step-0")
+    view = _view(5, {0: "s0", 1: "s1"}, generation=5, origin="step-0")
     assert not any(isinstance(effect, Tell) for effect in server.adopt(view))
     server.handle(0, Loaded(0))
     effects = _step(server, 0, 0, 3.0)

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Sync
 from rallypoint.core.policy import Verdict as Admission
-from rallypoint.core.shard import ShardMachine
-from rallypoint.core.shard_effects import (
+from rallypoint.core.shard.effects import (
     Abandon,
     Acknowledge,
     Add,
     Apply,
     Capture,
+    CaughtUp,
     Drop,
     Effect,
     Fill,
@@ -25,11 +25,10 @@ from rallypoint.core.shard_effects import (
     Gather,
     Hold,
     Install,
-    InStep,
     Publish,
     Take,
 )
-from rallypoint.core.shard_events import (
+from rallypoint.core.shard.events import (
     Acked,
     Assigned,
     CaptureAt,
@@ -42,6 +41,7 @@ from rallypoint.core.shard_events import (
     Loaded,
     Replicated,
 )
+from rallypoint.core.shard.machine import ShardMachine
 
 
 def applied(
@@ -289,9 +289,9 @@ def test_nothing_is_taken_before_the_first_parameters_have_come_and_nobody_is_to
 )
 def test_sync_admits_by_step_and_turn(step: int, replica: int, expected: Admission) -> None:
     bench = _ready(6)
-    for past in range(3):
+    for generation in range(3):
         for each in range(6):
-            bench.push(past, each)
+            bench.push(generation, each)
     for each in (0, 1, 4):
         bench.push(3, each)
     assert Sync().admit(bench.machine, step, replica) is expected
@@ -356,12 +356,12 @@ class _Pair:
                 self.run(self.up.pop(0))
 
 
-def _in_step(expected: int = 1, decides: bool = False) -> _Pair:
+def _caught_up(expected: int = 1, decides: bool = False) -> _Pair:
     pair = _Pair(expected, decides)
     pair.run(Initialise(pair.ticket()))
     pair.run(FillBackup())
     pair.deliver()
-    assert pair.primary.in_step
+    assert pair.primary.caught_up
     return pair
 
 
@@ -369,12 +369,12 @@ def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     pair = _Pair()
     assert pair.run(FillBackup()) == []  # there is nothing to send yet
     assert pair.run(Initialise(pair.ticket())) == [Install(1), Publish(0)]
-    assert pair.primary.unfilled
+    assert pair.primary.needs_sync
     assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0), Publish(1)]
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.run(FillBackup()) == []
     assert pair.step(1)[1:] == [Finish(1, 1.0, False), applied(1, 1.0, replicate=True), Publish(2)]
-    assert not pair.primary.in_step
+    assert not pair.primary.caught_up
 
 
 def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None:
@@ -383,15 +383,15 @@ def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None
     pair.run(FillBackup())
     pair.step(0)
     assert pair.run(Acked(0)) == []  # version 1 has been published already
-    assert not pair.primary.in_step
+    assert not pair.primary.caught_up
     pair.step(1)
     assert pair.published == [0, 1]  # from the first acknowledgement on it is waited for
-    assert pair.run(Acked(1)) == [InStep()]
+    assert pair.run(Acked(1)) == [CaughtUp()]
     assert pair.run(Acked(2)) == [Publish(2)]
 
 
 def test_nothing_is_published_that_a_backup_in_step_does_not_hold() -> None:
-    pair = _in_step()
+    pair = _caught_up()
     assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0, replicate=True)]
     assert (pair.primary.version, pair.primary.published) == (1, 0)
     assert pair.run(Acked(1)) == [Publish(1)]
@@ -423,7 +423,7 @@ def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_ma
             pair.primary.relinked()
         elif what == "fill":
             pair.run(FillBackup())
-        if pair.primary.in_step:
+        if pair.primary.caught_up:
             assert pair.backup.version >= pair.primary.published
         assert pair.backup.version <= pair.primary.version
     assert pair.published == list(range(len(pair.published)))
@@ -434,52 +434,52 @@ def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_ma
 
 
 def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_passes_it_by() -> None:
-    pair = _in_step()
+    pair = _caught_up()
     pair.step(0)
     pair.down.clear()
     pair.primary.relinked()
-    assert pair.primary.unfilled
-    assert pair.primary.in_step  # it may still be promoted: it holds all that has been published
+    assert pair.primary.needs_sync
+    assert pair.primary.caught_up  # it may still be promoted: it holds all that has been published
     assert pair.run(Acked(1)) == []  # from the link that was lost
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.published == [0]
     pair.deliver()
     assert pair.published == [0, 1]
-    assert InStep() not in pair.effects[-2:]  # that was said
+    assert CaughtUp() not in pair.effects[-2:]  # that was said
 
 
 def test_a_lost_link_before_the_first_state_was_sent_changes_nothing() -> None:
     pair = _Pair()
     pair.primary.relinked()
-    assert pair.primary.unfilled
+    assert pair.primary.needs_sync
     pair.run(Initialise(pair.ticket()))
     assert pair.run(FillBackup()) == [Fill(0)]
 
 
 def test_a_new_backup_starts_from_nothing_and_holds_nothing_up() -> None:
-    pair = _in_step()
+    pair = _caught_up()
     pair.step(0)
     assert pair.published == [0]
     assert pair.run(Assigned(primary=True, backup=True, fresh=True)) == [Publish(1)]
-    assert (pair.primary.in_step, pair.primary.unfilled) == (False, True)
+    assert (pair.primary.caught_up, pair.primary.needs_sync) == (False, True)
     assert pair.run(Acked(1)) == []  # from the one before
     assert pair.step(1)[-1] == Publish(2)
 
 
 def test_without_a_backup_what_waited_for_it_is_published() -> None:
-    pair = _in_step()
+    pair = _caught_up()
     pair.step(0)
     assert pair.run(Assigned(primary=True, backup=False, fresh=False)) == [Publish(1)]
-    assert (pair.primary.in_step, pair.primary.unfilled) == (False, False)
+    assert (pair.primary.caught_up, pair.primary.needs_sync) == (False, False)
     assert pair.run(FillBackup()) == []
 
 
 def test_a_view_that_changes_nothing_for_the_shard_changes_nothing() -> None:
-    pair = _in_step(expected=2)
+    pair = _caught_up(expected=2)
     pair.run(Contribute(0, 1, 1.0, pair.ticket()))
     assert pair.run(Assigned(primary=True, backup=True, fresh=False)) == []
     assert pair.at_backup(Assigned(primary=False, backup=False, fresh=False)) == []
-    assert pair.primary.in_step
+    assert pair.primary.caught_up
     assert pair.primary.missing == [0]
 
 
@@ -501,7 +501,7 @@ def test_a_backup_drops_what_it_has_and_what_comes_before_its_state() -> None:
 
 
 def test_a_primary_takes_no_update_from_another_that_was_replaced() -> None:
-    pair = _in_step()
+    pair = _caught_up()
     assert pair.run(Replicated(0, False, 9)) == [Drop(9)]
 
 
@@ -517,7 +517,7 @@ def test_a_backup_takes_no_contribution_no_first_weights_no_decision_and_no_snap
 
 
 def test_a_promoted_backup_publishes_what_it_holds_and_goes_on_from_there() -> None:
-    pair = _in_step(expected=2)
+    pair = _caught_up(expected=2)
     pair.step(0)
     pair.deliver()
     assert pair.published == [0, 1]
@@ -529,12 +529,12 @@ def test_a_promoted_backup_publishes_what_it_holds_and_goes_on_from_there() -> N
 
 
 def test_a_promoted_backup_may_be_one_version_ahead_of_what_was_published_and_publishes_that() -> None:
-    pair = _in_step()
+    pair = _caught_up()
     pair.step(0)
     pair.at_backup(pair.down.pop(0))  # and the acknowledgement is lost with the primary
     assert pair.published == [0]
     assert pair.backup.handle(Assigned(primary=True, backup=True, fresh=True)) == [Abandon(), Publish(1)]
-    assert pair.backup.unfilled
+    assert pair.backup.needs_sync
     assert pair.backup.handle(Contribute(0, 0, 1.0, 9)) == [Drop(9)]  # it is sent again, and not needed
 
 
@@ -545,12 +545,12 @@ def test_a_backup_that_is_promoted_before_its_state_came_publishes_nothing() -> 
 
 
 def test_a_demoted_primary_drops_what_it_held_and_waits_for_the_state() -> None:
-    pair = _in_step(expected=3)
+    pair = _caught_up(expected=3)
     held = [pair.ticket(), pair.ticket()]
     pair.run(Contribute(0, 2, 1.0, held[0]))
     pair.run(Contribute(0, 0, 1.0, held[1]))
     assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [Drop(held[0]), Abandon()]
-    assert (pair.primary.version, pair.primary.published, pair.primary.in_step) == (-1, -1, False)
+    assert (pair.primary.version, pair.primary.published, pair.primary.caught_up) == (-1, -1, False)
     assert pair.primary.missing == [0, 1, 2]
     assert pair.primary.handle(Loaded(7)) == [Acknowledge(7)]
     assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), applied(7, 1.0), Acknowledge(8)]
@@ -611,7 +611,7 @@ def test_a_capture_happens_at_exactly_its_version_or_is_too_late(now: int, wante
 
 
 def test_a_version_is_captured_before_it_is_published_and_even_while_the_backup_is_waited_for() -> None:
-    pair = _in_step()
+    pair = _caught_up()
     pair.run(CaptureAt(1))
     assert pair.step(0)[2:] == [applied(0, 1.0, replicate=True), Capture(1)]
     fresh = _Bench(ShardMachine(Sync(), 1))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.config import JobConfig, record_of
-from rallypoint.core.cluster_events import SnapshotLost
+from rallypoint.core.cluster.events import SnapshotLost
+from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE, SnapshotDuty
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Async, LocalSteps, Sync
-from rallypoint.core.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE, SnapshotDuty
-from rallypoint.core.terms import Terms
 
 STEPS = 20
 SHARDS = (0, 1, 2)

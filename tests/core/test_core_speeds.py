@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.speeds import Speeds
-from rallypoint.core.view import deal_replicas
+from rallypoint.core.cluster.speeds import Speeds
+from rallypoint.core.view import assign_replicas
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -53,10 +53,10 @@ def test_whoever_is_gone_is_forgotten() -> None:
 @given(st.integers(1, 30), st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6))
 def test_the_makespan_is_when_the_last_worker_is_through(replicas: int, rates: list[float]) -> None:
     known = {f"w{i}": rate for i, rate in enumerate(rates)}
-    hands = deal_replicas(replicas, list(known), known)
-    makespan = Speeds().makespan(hands, known)
-    assert makespan == pytest.approx(max(len(hands[w]) / rate for w, rate in known.items()))
-    one_more = {w: (*hand, replicas) for w, hand in hands.items()}
+    assigned = assign_replicas(replicas, list(known), known)
+    makespan = Speeds().makespan(assigned, known)
+    assert makespan == pytest.approx(max(len(assigned[w]) / rate for w, rate in known.items()))
+    one_more = {w: (*own, replicas) for w, own in assigned.items()}
     assert Speeds().makespan(one_more, known) > makespan
     assert Speeds().makespan({}, known) == 0.0
 
@@ -69,10 +69,10 @@ def test_enough_is_known_when_it_is_of_everybody_who_computes() -> None:
 
 def test_what_is_known_of_a_worker_that_computes_nothing_is_known_no_longer_after_a_while() -> None:
     speeds = _speeds(a=1.0, b=0.5)
-    hands = {"a": (), "b": (0, 1)}
-    speeds.fade(hands, now=60.0)
+    assigned = {"a": (), "b": (0, 1)}
+    speeds.fade(assigned, now=60.0)
     assert speeds.rates(["a", "b"]) == {"a": 1.0, "b": 2.0}
-    speeds.fade(hands, now=70.0)
+    speeds.fade(assigned, now=70.0)
     assert speeds.rates(["a", "b"]) == {"a": 2.0, "b": 2.0}
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.shard_events import EVERYTHING
-from rallypoint.core.slots import (
+from rallypoint.core.shard.events import EVERYTHING
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker.slots import (
     Arriving,
     Assisted,
     Compute,
@@ -32,25 +33,26 @@ from rallypoint.core.slots import (
     Viewed,
     Want,
 )
-from rallypoint.core.stream import StreamMachine
-from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.worker.streaming import StreamMachine
 
 PURE = settings(derandomize=True, deadline=None, max_examples=80)
 V1 = ViewNumber(1, 1)
 
 
 def _view(
-    shards: int, hand: Sequence[int] = (0,), *, count: int = 1, since: int = 1, homes: Sequence[str] | None = None,
-    births: Mapping[str, int] | None = None, first: str = "other", origin: str = "", ending: bool = False,
-    later: Sequence[Deal] = (),
+    shards: int, assigned: Sequence[int] = (0,), *, count: int = 1, generation: int = 1,
+        homes: Sequence[str] | None = None,
+    incarnations: Mapping[str, int] | None = None, uploader: str = "other", origin: str = "", ending: bool = False,
+    later: Sequence[Assignment] = (),
 ) -> View:  # fmt: skip
-    """A view of servers s0 and s1, which hold the even and the odd shards; `hand` is dealt to us."""
+    """A view of servers s0 and s1, which hold the even and the odd shards; `assigned` is dealt to us."""
     primary = {s: homes[s] if homes is not None else f"s{s % 2}" for s in range(shards)}
-    born = {"s0": 1, "s1": 2, **(births or {})}
+    born = {"s0": 1, "s1": 2, **(incarnations or {})}
     return View(
-        number=ViewNumber(1, count), since=ViewNumber(1, since), workers=(Member("me", "h", birth=9),),
-        servers=tuple(Member(s, "h", f"{s}:1", birth) for s, birth in born.items()),
-        deals=(Deal(0, {"me": tuple(hand), "other": (9,)}), *later), primary=primary, origin=origin, first=first,
+        number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(Member("me", "h", incarnation=9),),
+        servers=tuple(Member(s, "h", f"{s}:1", incarnation) for s, incarnation in born.items()),
+        assignments=(Assignment(0, {"me": tuple(assigned), "other": (9,)}), *later), primary=primary, origin=origin,
+            uploader=uploader,
         ending=ending,
     )  # fmt: skip
 
@@ -59,13 +61,13 @@ class _Bench:
     """A machine, and its shell's part."""
 
     def __init__(
-        self, shards: int = 2, hand: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10,
+        self, shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10,
         view: View | None = None,
     ) -> None:  # fmt: skip
         self.machine = StreamMachine("me", shards, frozenset(buffers), steps)
         self.shards = shards
         self.first: list[Effect] = []  # what is said when everything stands for the first time
-        view = view or _view(shards, hand)
+        view = view or _view(shards, assigned)
         self.handle(Viewed(view))
         for server in view.servers:
             self.first += self.handle(LinkUp(server.id))
@@ -124,7 +126,7 @@ class _Bench:
 
 
 def test_a_worker_keeps_what_is_dealt_to_it_and_the_turn_that_it_has_in_hand() -> None:
-    bench = _Bench(hand=(1,))
+    bench = _Bench(assigned=(1,))
     assert bench.machine.keeps == {1}
     bench.land(1, 3)
     assert bench.machine.take(bench.machine.next_action())
@@ -140,11 +142,11 @@ def _wants(replica: int, *shards: int) -> list[Effect]:
     return [Want(shard, replica, f"s{shard % 2}") for shard in shards]
 
 
-def _in_turn(shards: int = 2, hand: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
+def _in_turn(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
     """The first replica's parameters are installed: its turn begins at step 0."""
-    bench = _Bench(shards, hand, buffers, steps)
-    bench.answer(hand[0], 0)
-    assert bench.machine.next_action() == Compute(0, hand[0])
+    bench = _Bench(shards, assigned, buffers, steps)
+    bench.answer(assigned[0], 0)
+    assert bench.machine.next_action() == Compute(0, assigned[0])
     return bench
 
 
@@ -243,7 +245,7 @@ def test_a_buffer_shard_gets_replica_0_alone_and_is_asked_for_the_others_too() -
 def test_a_straggler_s_replica_is_nobody_s_business_here() -> None:
     bench = _in_turn(1)
     assert bench.handle(Assisted(0, 3)) == []
-    assert bench.machine.hand == [0]
+    assert bench.machine.assigned == [0]
 
 
 # ---- slots ----
@@ -379,8 +381,8 @@ def test_a_new_deal_while_answers_are_awaited_asks_for_what_is_wanted_now() -> N
 
 
 def test_the_newest_deal_counts_whatever_step_it_is_for() -> None:
-    bench = _Bench(1, view=_view(1, [0], later=[Deal(40, {"me": (2, 5)})]))
-    assert bench.machine.hand == [2, 5]
+    bench = _Bench(1, view=_view(1, [0], later=[Assignment(40, {"me": (2, 5)})]))
+    assert bench.machine.assigned == [2, 5]
     assert bench.first == _wants(2, 0)
 
 
@@ -531,7 +533,7 @@ def test_what_another_replica_contributed_may_be_lost_with_a_primary_in_the_midd
 def test_a_server_that_was_born_again_has_to_be_linked_again() -> None:
     bench = _in_turn(2)
     bench.compute()
-    assert bench.handle(Viewed(_view(2, count=2, births={"s1": 5}))) == []
+    assert bench.handle(Viewed(_view(2, count=2, incarnations={"s1": 5}))) == []
     assert bench.handle(LinkUp("s1")) == _wants(0, 1)
 
 
@@ -549,7 +551,7 @@ def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> No
 def test_an_older_view_is_ignored() -> None:
     bench = _in_turn(2)
     assert bench.handle(Viewed(_view(2, [7], count=1))) == []
-    assert bench.machine.hand == [0]
+    assert bench.machine.assigned == [0]
 
 
 # ---- the end ----
@@ -591,7 +593,7 @@ def test_a_standby_worker_wants_everything_when_the_job_is_ending() -> None:
 
 
 def test_the_first_weights_are_brought_by_whom_the_view_names_and_again_if_they_may_be_lost() -> None:
-    bench = _Bench(2, view=_view(2, first="me"))
+    bench = _Bench(2, view=_view(2, uploader="me"))
     assert bench.machine.next_action() == Initialise()
     assert bench.machine.take(Initialise())
     assert bench.machine.next_action() is None
@@ -611,7 +613,7 @@ def test_after_a_roll_back_everything_is_wanted_anew_and_the_turn_in_hand_is_voi
     bench.answer(0, 1)
     bench.begin()
     bench.machine.fill(0)
-    assert bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0"))) == []
+    assert bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0"))) == []
     assert bench.machine.rewound
     assert bench.machine.step == -1
     assert bench.machine.may_fill(1) is None
@@ -630,7 +632,7 @@ def test_a_roll_back_while_answers_are_copied_voids_them() -> None:
     bench = _Bench(2)
     bench.land(0, 6)
     assert bench.machine.take(bench.machine.next_action())
-    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
     assert bench.handle(Installed()) == []
     assert bench.machine.step == -1
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [_wants(0, 0), _wants(0, 1)]
@@ -640,7 +642,7 @@ def test_a_roll_back_while_answers_are_copied_voids_them() -> None:
 
 def test_an_answer_from_before_the_roll_back_is_read_and_forgotten() -> None:
     bench = _Bench(2)
-    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
     for server in ("s0", "s1"):
         bench.handle(LinkUp(server))
     assert bench.handle(Arriving(0, 7, ViewNumber(1, 4), 0, 3)) == [Discard(0)]
@@ -650,7 +652,7 @@ def test_an_answer_from_before_the_roll_back_is_read_and_forgotten() -> None:
 def test_before_any_view_nothing_is_taken() -> None:
     machine = StreamMachine("me", 2, frozenset(), 10)
     assert machine.handle(Arriving(0, 0, V1)) == [Discard(0)]
-    assert machine.hand == []
+    assert machine.assigned == []
     assert machine.next_action() is None
     assert machine.upcoming is None
 
@@ -701,10 +703,10 @@ def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_t
             effects = bench.handle(LinkUp(server) if what == "up" else LinkLost(server))
         elif what in ("view", "roll back"):
             count += 1
-            since = count if what == "roll back" else machine.view.since.count  # type: ignore[union-attr]
-            hand = data.draw(st.sampled_from([[], [0], [0, 1], [1, 2]]))
+            generation = count if what == "roll back" else machine.view.generation.count  # type: ignore[union-attr]
+            assigned = data.draw(st.sampled_from([[], [0], [0, 1], [1, 2]]))
             linked = set() if what == "roll back" else linked
-            effects = bench.handle(Viewed(_view(3, hand, count=count, since=since, origin="step-0")))
+            effects = bench.handle(Viewed(_view(3, assigned, count=count, generation=generation, origin="step-0")))
         elif what == "wait":
             effects = bench.handle(ToWait(data.draw(st.integers(0, 2)), data.draw(st.integers(0, 10))))
         for effect in effects:
@@ -716,7 +718,7 @@ def test_whatever_comes_no_slot_has_two_uses_and_nothing_is_wanted_of_a_server_t
             if isinstance(effect, Send):
                 assert effect.server in linked
                 assert effect.view == machine.view.number  # type: ignore[union-attr]
-                assert (effect.step, effect.replica) == (machine.step, machine._turn)
+                assert (effect.step, effect.replica) == (machine.step, machine._current)
         assert all(bench.slot(shard) is Slot.FILLING for shard in filling)
 
 
@@ -729,7 +731,7 @@ def test_whatever_was_lost_everything_gets_to_a_job_that_answers(data: st.DataOb
     machine = bench.machine
     clocks = [[0] * replicas for _ in range(shards)]
     asked = _asks(bench.first)
-    for turn in range(200):
+    for current in range(200):
         if machine.step == steps:
             break
         for shard, replica in list(asked.items()):
@@ -742,7 +744,7 @@ def test_whatever_was_lost_everything_gets_to_a_job_that_answers(data: st.DataOb
             asked |= _asks(effects)
         if isinstance(machine.next_action(), Install):
             bench.installed()
-        breaking = data.draw(st.sets(st.sampled_from(["s0", "s1"]))) if turn < 20 else set()
+        breaking = data.draw(st.sets(st.sampled_from(["s0", "s1"]))) if current < 20 else set()
         if isinstance(machine.next_action(), Compute):
             for send in bench.compute():
                 if send.wants is not None:

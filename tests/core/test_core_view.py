@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.view import Deal, Member, View, ViewNumber, deal_replicas, patch_hands
+from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
 
 PURE = settings(derandomize=True, deadline=None, max_examples=80)
 
@@ -23,10 +23,10 @@ _SPEEDS = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=8)
 @given(st.integers(0, 40), _SPEEDS)
 def test_every_replica_is_dealt_to_exactly_one_worker_in_ascending_order(replicas: int, speeds: list[float]) -> None:
     workers = _workers(len(speeds))
-    deal = deal_replicas(replicas, workers, dict(zip(workers, speeds, strict=True)))
-    assert list(deal) == workers
-    assert sorted(replica for hand in deal.values() for replica in hand) == list(range(replicas))
-    assert all(list(hand) == sorted(hand) for hand in deal.values())
+    assignment = assign_replicas(replicas, workers, dict(zip(workers, speeds, strict=True)))
+    assert list(assignment) == workers
+    assert sorted(replica for own in assignment.values() for replica in own) == list(range(replicas))
+    assert all(list(own) == sorted(own) for own in assignment.values())
 
 
 @PURE
@@ -34,37 +34,37 @@ def test_every_replica_is_dealt_to_exactly_one_worker_in_ascending_order(replica
 def test_equal_speeds_are_dealt_round_robin(replicas: int, count: int, speed: float) -> None:
     workers = _workers(count)
     expected = {worker: tuple(range(i, replicas, count)) for i, worker in enumerate(workers)}
-    assert deal_replicas(replicas, workers) == expected
-    assert deal_replicas(replicas, workers, dict.fromkeys(workers, speed)) == expected
+    assert assign_replicas(replicas, workers) == expected
+    assert assign_replicas(replicas, workers, dict.fromkeys(workers, speed)) == expected
 
 
 @PURE
 @given(st.integers(1, 60), _SPEEDS)
 def test_no_other_deal_would_end_the_step_sooner(replicas: int, speeds: list[float]) -> None:
     workers = _workers(len(speeds))
-    deal = deal_replicas(replicas, workers, dict(zip(workers, speeds, strict=True)))
-    counts = [len(deal[worker]) for worker in workers]
+    assignment = assign_replicas(replicas, workers, dict(zip(workers, speeds, strict=True)))
+    counts = [len(assignment[worker]) for worker in workers]
     end = max(n / speed for n, speed in zip(counts, speeds, strict=True))
     for n, speed in zip(counts, speeds, strict=True):  # one more anywhere would not be quicker than the last to end
         assert (n + 1) / speed >= end * (1 - 1e-9)
 
 
 def test_a_worker_three_times_as_fast_gets_three_times_as_many() -> None:
-    deal = deal_replicas(16, ["slow", "fast"], {"slow": 1.0, "fast": 3.0})
-    assert {worker: len(hand) for worker, hand in deal.items()} == {"slow": 4, "fast": 12}
+    assignment = assign_replicas(16, ["slow", "fast"], {"slow": 1.0, "fast": 3.0})
+    assert {worker: len(own) for worker, own in assignment.items()} == {"slow": 4, "fast": 12}
 
 
 def test_a_worker_of_unknown_speed_counts_as_one() -> None:
-    assert deal_replicas(4, ["a", "b"], {"a": 1.0}) == {"a": (0, 2), "b": (1, 3)}
+    assert assign_replicas(4, ["a", "b"], {"a": 1.0}) == {"a": (0, 2), "b": (1, 3)}
 
 
 def test_workers_beyond_the_replicas_get_none() -> None:
-    assert deal_replicas(2, _workers(4)) == {"w0": (0,), "w1": (1,), "w2": (), "w3": ()}
+    assert assign_replicas(2, _workers(4)) == {"w0": (0,), "w1": (1,), "w2": (), "w3": ()}
 
 
 def test_without_a_worker_there_is_no_deal() -> None:
     with pytest.raises(ValueError, match="no worker"):
-        deal_replicas(2, [])
+        assign_replicas(2, [])
 
 
 @PURE
@@ -86,38 +86,39 @@ _HANDS = st.integers(1, 5).flatmap(
 @PURE
 @given(_HANDS, st.sets(st.integers(0, 7), min_size=1), st.data())
 def test_patched_hands_hold_every_replica_once_and_survivors_keep_theirs(
-    hands: dict[str, tuple[int, ...]], here: set[int], data: st.DataObject
+    assigned: dict[str, tuple[int, ...]], here: set[int], data: st.DataObject
 ) -> None:
     workers = data.draw(st.permutations([f"w{i}" for i in sorted(here)]))
-    patched = patch_hands(hands, workers)
+    patched = reassign_orphans(assigned, workers)
     assert list(patched) == workers
-    assert sorted(r for hand in patched.values() for r in hand) == sorted(r for hand in hands.values() for r in hand)
-    assert all(list(hand) == sorted(hand) for hand in patched.values())
+    assert sorted(r for own in patched.values() for r in own) == sorted(r for own in assigned.values() for r in own)
+    assert all(list(own) == sorted(own) for own in patched.values())
     for worker in workers:
-        assert set(hands.get(worker, ())) <= set(patched[worker])
+        assert set(assigned.get(worker, ())) <= set(patched[worker])
 
 
 @PURE
 @given(_HANDS, st.data())
-def test_when_nobody_is_gone_patching_changes_nothing(hands: dict[str, tuple[int, ...]], data: st.DataObject) -> None:
-    workers = data.draw(st.permutations([*hands, "newcomer"]))
-    assert patch_hands(hands, workers) == {worker: hands.get(worker, ()) for worker in workers}
+def test_when_nobody_is_gone_patching_changes_nothing(assigned: dict[str, tuple[int, ...]],
+    data: st.DataObject) -> None:
+    workers = data.draw(st.permutations([*assigned, "newcomer"]))
+    assert reassign_orphans(assigned, workers) == {worker: assigned.get(worker, ()) for worker in workers}
 
 
 def test_an_idle_worker_takes_the_whole_hand_of_one_that_is_gone() -> None:
-    hands = {"a": (0, 3), "b": (1, 4), "c": (2, 5), "idle": ()}
-    assert patch_hands(hands, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
+    assigned = {"a": (0, 3), "b": (1, 4), "c": (2, 5), "idle": ()}
+    assert reassign_orphans(assigned, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
 
 
 def test_without_an_idle_worker_each_orphan_goes_to_who_would_finish_it_first() -> None:
-    hands = {"a": (0, 3), "b": (1, 4), "c": (2,)}
-    assert patch_hands(hands, ["a", "c"]) == {"a": (0, 3, 4), "c": (1, 2)}
-    assert patch_hands(hands, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
+    assigned = {"a": (0, 3), "b": (1, 4), "c": (2,)}
+    assert reassign_orphans(assigned, ["a", "c"]) == {"a": (0, 3, 4), "c": (1, 2)}
+    assert reassign_orphans(assigned, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
 
 
 def test_hands_cannot_be_patched_without_a_worker() -> None:
     with pytest.raises(ValueError, match="no worker"):
-        patch_hands({"a": (0,)}, [])
+        reassign_orphans({"a": (0,)}, [])
 
 
 # ---- views ----
@@ -126,10 +127,10 @@ def test_hands_cannot_be_patched_without_a_worker() -> None:
 def _view(**changes: object) -> View:
     view = View(
         number=ViewNumber(1, 2),
-        since=ViewNumber(1, 1),
-        workers=(Member("w0", "h", birth=3), Member("w1", "h", birth=4)),
+        generation=ViewNumber(1, 1),
+        workers=(Member("w0", "h", incarnation=3), Member("w1", "h", incarnation=4)),
         servers=(Member("s0", "h", "h:1", 1), Member("s1", "h", "h:2", 2)),
-        deals=(Deal(0, {"w1": (1,), "w0": (0, 2)}),),
+        assignments=(Assignment(0, {"w1": (1,), "w0": (0, 2)}),),
         primary={3: "s0", 0: "s1", 1: "s0"},
         backup={3: "s1"},
     )
@@ -147,15 +148,17 @@ def test_a_view_answers_who_leads_and_who_holds_what() -> None:
 
 
 def test_the_last_deal_whose_start_is_not_above_a_step_counts_for_it() -> None:
-    view = _view(deals=(Deal(0, {"w0": (0, 1)}), Deal(5, {"w0": (0,), "w1": (1,)}), Deal(7, {"w1": (0, 1), "w0": ()})))
-    assert [view.hand("w0", step) for step in (-1, 0, 4, 5, 6, 7, 99)] == [(0, 1)] * 3 + [(0,)] * 2 + [()] * 2
-    assert [view.hand("w1", step) for step in (-1, 4, 5, 7)] == [(), (), (1,), (0, 1)]
+    view = _view(assignments=(Assignment(0, {"w0": (0, 1)}), Assignment(5, {"w0": (0,), "w1": (1,)}), Assignment(7,
+        {"w1": (0, 1), "w0": ()})))
+    assert [view.replicas_of("w0", step) for step in (-1, 0, 4, 5, 6, 7, 99)] == [(0, 1)] * 3 + [(0,)] * 2 + [()] * 2
+    assert [view.replicas_of("w1", step) for step in (-1, 4, 5, 7)] == [(), (), (1,), (0, 1)]
     assert [view.lead(step) for step in (4, 5, 7)] == ["w0", "w0", "w1"]
-    assert view.hand("nobody", 5) == ()
+    assert view.replicas_of("nobody", 5) == ()
 
 
 def test_a_worker_takes_part_if_it_computes_at_this_step_or_later() -> None:
-    view = _view(deals=(Deal(0, {"w0": (0,), "w1": ()}), Deal(5, {"w0": (), "w1": (0,)}), Deal(8, {"w2": (0,)})))
+    view = _view(assignments=(Assignment(0, {"w0": (0,), "w1": ()}), Assignment(5, {"w0": (), "w1": (0,)}),
+        Assignment(8, {"w2": (0,)})))
     assert [view.takes_part("w0", step) for step in (-1, 4, 5, 9)] == [True, True, False, False]
     assert [view.takes_part("w1", step) for step in (-1, 4, 5, 8)] == [True, True, True, False]
     assert [view.takes_part("w2", step) for step in (-1, 8)] == [True, True]
@@ -163,10 +166,11 @@ def test_a_worker_takes_part_if_it_computes_at_this_step_or_later() -> None:
 
 
 def test_while_the_job_waits_for_workers_nobody_computes_or_leads() -> None:
-    for view in (_view(deals=()), _view(deals=(Deal(4, {"w0": (0,)}),))):
-        assert (dict(view.hands(3)), view.hand("w0", 3), view.lead(3)) == ({}, (), "")
+    for view in (_view(assignments=()), _view(assignments=(Assignment(4, {"w0": (0,)}),))):
+        assert (dict(view.assigned(3)), view.replicas_of("w0", 3), view.lead(3)) == ({}, (), "")
 
 
 def test_a_view_survives_the_wire() -> None:
-    view = _view(origin="step-7", first="w0", ending=True, deals=(Deal(0, {"w0": (0,)}), Deal(4, {"w1": (0,)})))
+    view = _view(origin="step-7", uploader="w0", ending=True, assignments=(Assignment(0, {"w0": (0,)}), Assignment(4,
+        {"w1": (0,)})))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(view), type=View) == view

@@ -7,28 +7,28 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.membership import Membership
-from rallypoint.core.speeds import Speeds
-from rallypoint.core.view import Deal, Member, View, ViewNumber
-from rallypoint.core.view_change import (
+from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.speeds import Speeds
+from rallypoint.core.cluster.view_change import (
     AHEAD,
     first_homes,
-    following_deals,
-    meetings,
+    following_assignments,
+    pairings,
     rebalanced,
     says_nothing_new,
-    still_in_step,
+    still_caught_up,
     surviving_primaries,
 )
-from rallypoint.core.view_sequence import ViewSequence
+from rallypoint.core.cluster.view_sequence import ViewSequence
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
 
 LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)
 SHARDS = [shard.index for shard in LAYOUT.shards]
 
 
-def _servers(*names: str, birth: int = 1) -> dict[str, Member]:
-    return {name: Member(name, f"host-of-{name}", birth=birth) for name in names}
+def _servers(*names: str, incarnation: int = 1) -> dict[str, Member]:
+    return {name: Member(name, f"host-of-{name}", incarnation=incarnation) for name in names}
 
 
 def _members(servers: Sequence[str], workers: Sequence[str]) -> Membership:
@@ -41,11 +41,12 @@ def _members(servers: Sequence[str], workers: Sequence[str]) -> Membership:
     return members
 
 
-def _view(servers: dict[str, Member], replication: int = 2, count: int = 1, deals: tuple[Deal, ...] = ()) -> View:
+def _view(servers: dict[str, Member], replication: int = 2, count: int = 1, assignments: tuple[Assignment,
+    ...] = ()) -> View:
     primary, backup = first_homes(LAYOUT.shards, servers, replication)
     number = ViewNumber(1, count)
-    view = View(number, ViewNumber(1, 1), (), tuple(servers.values()), deals, primary, backup)
-    return msgspec.structs.replace(view, met=meetings(view, None))
+    view = View(number, ViewNumber(1, 1), (), tuple(servers.values()), assignments, primary, backup)
+    return msgspec.structs.replace(view, paired=pairings(view, None))
 
 
 # ---- shards ----
@@ -63,7 +64,7 @@ def test_a_backup_is_promoted_only_if_it_is_in_step_and_the_same_process() -> No
     assert surviving_primaries(view, _servers("a", "b"), frozenset()) == view.primary
     assert surviving_primaries(view, alone, frozenset(SHARDS)) == dict.fromkeys(SHARDS, "b")
     assert surviving_primaries(view, alone, frozenset(SHARDS) - {first_of_a}) is None
-    assert surviving_primaries(view, _servers("b", birth=2), frozenset(SHARDS)) is None
+    assert surviving_primaries(view, _servers("b", incarnation=2), frozenset(SHARDS)) is None
 
 
 @pytest.mark.parametrize("replication", [1, 2])
@@ -84,12 +85,12 @@ def test_shards_move_to_a_new_server_by_way_of_backups_and_all_at_once(replicati
 
 def test_a_meeting_lasts_while_primary_and_backup_are_the_same_processes() -> None:
     before = _view(_servers("a", "b", "c"))
-    servers = {**_servers("a", "b"), **_servers("c", birth=2)}
+    servers = {**_servers("a", "b"), **_servers("c", incarnation=2)}
     view = msgspec.structs.replace(before, number=ViewNumber(1, 2), servers=tuple(servers.values()))
     reborn = {s for s in SHARDS if "c" in (before.primary[s], before.backup[s])}
     assert 0 < len(reborn) < len(SHARDS)
-    assert meetings(view, before) == {s: ViewNumber(1, 2 if s in reborn else 1) for s in SHARDS}
-    assert still_in_step(view, before, frozenset(SHARDS)) == set(SHARDS) - reborn
+    assert pairings(view, before) == {s: ViewNumber(1, 2 if s in reborn else 1) for s in SHARDS}
+    assert still_caught_up(view, before, frozenset(SHARDS)) == set(SHARDS) - reborn
 
 
 # ---- replicas ----
@@ -104,34 +105,35 @@ def _speeds(**seconds: float) -> Speeds:
 
 
 def test_survivors_keep_their_replicas_and_a_fair_deal_follows_a_little_ahead() -> None:
-    (first,) = following_deals({}, ["w1", "w0"], 4, -1, Speeds())
-    assert first == Deal(0, {"w0": (0, 2), "w1": (1, 3)})
-    (alone,) = following_deals(first.hands, ["w0"], 4, 5, Speeds())
-    assert alone == Deal(0, {"w0": (0, 1, 2, 3)})
-    now, later = following_deals(alone.hands, ["w0", "w1"], 4, 5, Speeds())
-    assert now == Deal(0, {"w0": (0, 1, 2, 3), "w1": ()})
-    assert later == Deal(5 + AHEAD, {"w0": (0, 2), "w1": (1, 3)})
+    (first,) = following_assignments({}, ["w1", "w0"], 4, -1, Speeds())
+    assert first == Assignment(0, {"w0": (0, 2), "w1": (1, 3)})
+    (alone,) = following_assignments(first.replicas, ["w0"], 4, 5, Speeds())
+    assert alone == Assignment(0, {"w0": (0, 1, 2, 3)})
+    now, later = following_assignments(alone.replicas, ["w0", "w1"], 4, 5, Speeds())
+    assert now == Assignment(0, {"w0": (0, 1, 2, 3), "w1": ()})
+    assert later == Assignment(5 + AHEAD, {"w0": (0, 2), "w1": (1, 3)})
 
 
 def test_a_deal_that_is_nearly_fair_stays() -> None:
-    hands = {"w0": (0, 2), "w1": (1, 3)}
-    assert len(following_deals(hands, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=1.05))) == 1
-    assert len(following_deals(hands, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=3.0))) == 2
+    assigned = {"w0": (0, 2), "w1": (1, 3)}
+    assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=1.05))) == 1
+    assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=3.0))) == 2
 
 
 def test_what_a_round_takes_beside_computing_no_deal_makes_shorter() -> None:
-    hands, speeds = {"w0": (0, 2), "w1": (1, 3)}, _speeds(w0=1.0, w1=3.0)  # six seconds of computing would become three
-    for seconds, deals in ((0.0, 2), (6.0, 2), (32.9, 2), (33.1, 1), (60.0, 1)):
-        assert len(following_deals(hands, ["w0", "w1"], 4, 5, speeds, seconds)) == deals
+    assigned, speeds = {"w0": (0, 2), "w1": (1, 3)}, _speeds(w0=1.0,
+        w1=3.0)  # six seconds of computing would become three
+    for seconds, assignments in ((0.0, 2), (6.0, 2), (32.9, 2), (33.1, 1), (60.0, 1)):
+        assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, speeds, seconds)) == assignments
 
 
 # ---- news ----
 
 
 def test_a_view_that_differs_in_its_number_and_in_deals_that_no_longer_count_says_nothing_new() -> None:
-    then, now = Deal(0, {"w0": (0, 1)}), Deal(4, {"w0": (0,), "w1": (1,)})
-    before = _view(_servers("a", "b"), deals=(then, now))
-    view = msgspec.structs.replace(before, number=ViewNumber(1, 2), deals=(Deal(0, now.hands),))
+    then, now = Assignment(0, {"w0": (0, 1)}), Assignment(4, {"w0": (0,), "w1": (1,)})
+    before = _view(_servers("a", "b"), assignments=(then, now))
+    view = msgspec.structs.replace(before, number=ViewNumber(1, 2), assignments=(Assignment(0, now.replicas),))
     assert says_nothing_new(view, before, furthest=3)
     assert not says_nothing_new(view, before, furthest=2)  # the second deal is still to come
     assert not says_nothing_new(msgspec.structs.replace(view, ending=True), before, furthest=3)
@@ -143,36 +145,37 @@ def test_a_view_that_differs_in_its_number_and_in_deals_that_no_longer_count_say
 def test_numbers_rise_and_nothing_counts_before_it_is_adopted() -> None:
     views = ViewSequence(epoch=3, replication=2)
     members = _members(("a", "b"), ("w0",))
-    first = views.first(LAYOUT.shards, members, (), bringer="w0", origin="")
-    assert first.number == first.since == ViewNumber(3, 1)
+    first = views.first(LAYOUT.shards, members, (), uploader="w0", origin="")
+    assert first.number == first.generation == ViewNumber(3, 1)
     assert (views.view, views.begun, views.exposed) == (None, False, 0)
     views.adopt(first)
     assert (views.begun, views.exposed) == (True, len(SHARDS))
     second = views.following(LAYOUT.shards, members, (), ending=True)
     assert second is not None
-    assert (second.number, second.since, second.first, second.ending) == (ViewNumber(3, 2), first.since, "w0", True)
+    assert (second.number, second.generation, second.uploader, second.ending) == (ViewNumber(3, 2), first.generation,
+        "w0", True)
     assert views.view is first
 
 
 def test_backups_are_in_step_by_their_primary_s_word_until_the_two_part_or_the_past_is_void() -> None:
     views, members = ViewSequence(1, 2), _members(("a", "b"), ("w0",))
-    views.adopt(view := views.first(LAYOUT.shards, members, (), bringer="w0", origin=""))
-    of_a = {shard: view.met[shard] for shard in view.shards_of("a")}
-    assert not views.backups_in_step("b", of_a)
-    assert not views.backups_in_step("a", dict.fromkeys(of_a, ViewNumber(1, 9)))
-    assert views.backups_in_step("a", of_a)
-    assert not views.backups_in_step("a", of_a)  # known
-    assert views.in_step == set(of_a)
+    views.adopt(view := views.first(LAYOUT.shards, members, (), uploader="w0", origin=""))
+    of_a = {shard: view.paired[shard] for shard in view.shards_of("a")}
+    assert not views.backups_caught_up("b", of_a)
+    assert not views.backups_caught_up("a", dict.fromkeys(of_a, ViewNumber(1, 9)))
+    assert views.backups_caught_up("a", of_a)
+    assert not views.backups_caught_up("a", of_a)  # known
+    assert views.caught_up == set(of_a)
     same = views.following(LAYOUT.shards, members, (), ending=False)
     assert same is not None
     views.adopt(same)
-    assert views.in_step == set(of_a)
-    views.adopt(views.first(LAYOUT.shards, members, (), bringer="w0", origin="step-1"))
-    assert views.in_step == set()
+    assert views.caught_up == set(of_a)
+    views.adopt(views.first(LAYOUT.shards, members, (), uploader="w0", origin="step-1"))
+    assert views.caught_up == set()
 
 
 def test_no_view_follows_when_a_shard_is_lost() -> None:
     views, members = ViewSequence(1, 1), _members(("a", "b"), ("w0",))
-    views.adopt(views.first(LAYOUT.shards, members, (), bringer="w0", origin=""))
+    views.adopt(views.first(LAYOUT.shards, members, (), uploader="w0", origin=""))
     members.remove("b")
     assert views.following(LAYOUT.shards, members, (), ending=False) is None

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.cadence import TOGETHER, Cadence, Turn
-from rallypoint.core.slots import (
+from rallypoint.core.cadence import TOGETHER, Cadence, Period
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.slots import (
     Arriving,
     Assisted,
     Compute,
@@ -32,26 +34,25 @@ from rallypoint.core.slots import (
     Slot,
     Viewed,
 )
-from rallypoint.core.view import Deal, Member, View, ViewNumber
-from rallypoint.core.worker import WorkerMachine
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 V1 = ViewNumber(1, 1)
 
 
 def _view(
-    shards: int, hands: Mapping[str, Sequence[int]] | None = None, *, count: int = 1, since: int = 1,
-    homes: Sequence[str] | None = None, births: Mapping[str, int] | None = None, first: str = "other",
-    origin: str = "", ending: bool = False, later: Sequence[Deal] = (),
+    shards: int, assigned: Mapping[str, Sequence[int]] | None = None, *, count: int = 1, generation: int = 1,
+    homes: Sequence[str] | None = None, incarnations: Mapping[str, int] | None = None, uploader: str = "other",
+    origin: str = "", ending: bool = False, later: Sequence[Assignment] = (),
 ) -> View:  # fmt: skip
     """A view of servers s0 and s1, which hold the even and the odd shards."""
     primary = {s: homes[s] if homes is not None else f"s{s % 2}" for s in range(shards)}
-    born = {"s0": 1, "s1": 2, **(births or {})}
+    born = {"s0": 1, "s1": 2, **(incarnations or {})}
     return View(
-        number=ViewNumber(1, count), since=ViewNumber(1, since), workers=(Member("me", "h", birth=9),),
-        servers=tuple(Member(s, "h", f"{s}:1", birth) for s, birth in born.items()),
-        deals=(Deal(0, {"me": (0,)} if hands is None else {w: tuple(h) for w, h in hands.items()}), *later),
-        primary=primary, origin=origin, first=first, ending=ending,
+        number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(Member("me", "h", incarnation=9),),
+        servers=tuple(Member(s, "h", f"{s}:1", incarnation) for s, incarnation in born.items()),
+        assignments=(Assignment(0, {"me": (0,)} if assigned is None else {w: tuple(h) for w, h in assigned.items()}),
+            *later),
+        primary=primary, origin=origin, uploader=uploader, ending=ending,
     )  # fmt: skip
 
 
@@ -117,8 +118,8 @@ class _Bench:
         return sends
 
 
-def _at_step_0(shards: int = 2, hand: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
-    bench = _Bench(shards, _view(shards, {"me": hand}), buffers, steps)
+def _at_step_0(shards: int = 2, assigned: Sequence[int] = (0,), buffers: Sequence[int] = (), steps: int = 10) -> _Bench:
+    bench = _Bench(shards, _view(shards, {"me": assigned}), buffers, steps)
     bench.install(0)
     return bench
 
@@ -146,30 +147,30 @@ def test_version_0_is_installed_once_all_shards_have_landed_in_any_order(order: 
 
 def test_the_first_weights_are_brought_by_whom_the_view_names_and_only_when_every_server_is_linked() -> None:
     mine = _Bench(2)
-    mine.handle(Viewed(_view(2, first="me")))
+    mine.handle(Viewed(_view(2, uploader="me")))
     mine.handle(LinkUp("s0"))
     assert mine.machine.next_action() is None
     mine.handle(LinkUp("s1"))
     assert mine.machine.next_action() == Initialise()
     assert mine.machine.take(Initialise())
     assert mine.machine.next_action() is None
-    assert _Bench(2, _view(2, first="somebody")).machine.next_action() is None
-    assert _Bench(2, _view(2, first="me", origin="step-7")).machine.next_action() is None  # the servers have them
+    assert _Bench(2, _view(2, uploader="somebody")).machine.next_action() is None
+    assert _Bench(2, _view(2, uploader="me", origin="step-7")).machine.next_action() is None  # the servers have them
 
 
 def test_the_first_weights_are_brought_again_after_a_new_beginning_and_not_after_any_other_view() -> None:
-    bench = _Bench(2, _view(2, first="me"))
+    bench = _Bench(2, _view(2, uploader="me"))
     assert bench.machine.take(Initialise())
-    bench.handle(Viewed(_view(2, first="me", count=2)))
+    bench.handle(Viewed(_view(2, uploader="me", count=2)))
     assert bench.machine.next_action() is None
-    bench.handle(Viewed(_view(2, first="me", count=3, since=3)))
+    bench.handle(Viewed(_view(2, uploader="me", count=3, generation=3)))
     assert bench.machine.next_action() is None  # all links are made anew
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [[Follow("s0")], [Follow("s1")]]
     assert bench.machine.next_action() == Initialise()
 
 
 def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
-    bench = _Bench(2, _view(2, first="me"))
+    bench = _Bench(2, _view(2, uploader="me"))
     assert bench.machine.take(Initialise())
     bench.handle(LinkLost("s1"))
     assert bench.machine.next_action() is None
@@ -178,7 +179,7 @@ def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
 
 
 def test_first_weights_that_are_known_to_have_come_are_not_brought_again() -> None:
-    bench = _Bench(2, _view(2, first="me"))
+    bench = _Bench(2, _view(2, uploader="me"))
     assert bench.machine.take(Initialise())
     bench.arrive(1, 0)
     bench.handle(LinkLost("s1"))
@@ -190,7 +191,7 @@ def test_first_weights_that_are_known_to_have_come_are_not_brought_again() -> No
     assert bench.machine.next_action() == Compute(0, 0)
 
 
-@pytest.mark.parametrize("view", [_view(2, first="other"), _view(2, first="me", origin="step-7")])
+@pytest.mark.parametrize("view", [_view(2, uploader="other"), _view(2, uploader="me", origin="step-7")])
 def test_a_lost_link_takes_no_first_weights_of_one_who_has_brought_none(view: View) -> None:
     bench = _Bench(2, view)
     bench.handle(LinkLost("s1"))
@@ -258,21 +259,21 @@ def test_a_version_lands_although_its_slot_is_still_queued_and_late_news_of_send
 def test_a_straggler_s_replica_is_computed_for_the_step_that_was_asked_for_and_for_no_other() -> None:
     bench = _at_step_0(1, [0])
     bench.handle(Assisted(1, 3))
-    assert list(bench.machine.hand) == [0]
+    assert list(bench.machine.assigned) == [0]
     bench.handle(Assisted(0, 3))
     bench.handle(Assisted(0, 0))
-    assert list(bench.machine.hand) == [0, 3]
+    assert list(bench.machine.assigned) == [0, 3]
     assert [send.replica for _ in range(2) for send in bench.compute()] == [0, 3]
     bench.install(1)
-    assert list(bench.machine.hand) == [0]
+    assert list(bench.machine.assigned) == [0]
 
 
 def test_hands_follow_the_deal_that_counts_for_the_step() -> None:
-    bench = _Bench(1, _view(1, {"me": [0]}, later=[Deal(1, {"me": (2, 5)})]))
+    bench = _Bench(1, _view(1, {"me": [0]}, later=[Assignment(1, {"me": (2, 5)})]))
     bench.install(0)
-    assert list(bench.machine.hand) == [0]
+    assert list(bench.machine.assigned) == [0]
     bench.install(1)
-    assert list(bench.machine.hand) == [2, 5]
+    assert list(bench.machine.assigned) == [2, 5]
 
 
 def test_after_the_last_version_nothing_is_computed() -> None:
@@ -400,7 +401,7 @@ def test_a_replica_of_a_past_that_has_become_void_before_it_is_taken_up_is_not_b
     bench = _at_step_0(2)
     action = bench.machine.next_action()
     assert isinstance(action, Compute)
-    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
     assert not bench.machine.take(action)
     assert not bench.machine.take(None)
 
@@ -472,7 +473,7 @@ def test_a_fetch_that_a_lost_link_swallowed_is_asked_again() -> None:
 def test_an_older_view_is_ignored() -> None:
     bench = _at_step_0()
     assert bench.handle(Viewed(_view(2, {"me": [7]}, count=1))) == []
-    assert list(bench.machine.hand) == [0]
+    assert list(bench.machine.assigned) == [0]
 
 
 def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> None:
@@ -486,7 +487,7 @@ def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> No
 def test_a_server_that_was_born_again_has_to_be_linked_again() -> None:
     bench = _at_step_0(2)
     bench.compute()
-    bench.handle(Viewed(_view(2, count=2, births={"s1": 5})))
+    bench.handle(Viewed(_view(2, count=2, incarnations={"s1": 5})))
     assert bench.machine.next_action() is None
     bench.handle(LinkUp("s1"))
     assert [send.shard for send in bench.compute()] == [1]
@@ -513,7 +514,7 @@ def test_a_worker_that_takes_no_part_follows_nobody_and_is_not_sent_what_it_does
 def test_a_worker_that_will_take_part_later_follows_from_now_on() -> None:
     bench = _Bench(1)
     bench.handle(LinkUp("s0"))
-    bench.handle(Viewed(_view(1, {"other": [0]}, later=[Deal(4, {"me": (0,)})])))
+    bench.handle(Viewed(_view(1, {"other": [0]}, later=[Assignment(4, {"me": (0,)})])))
     assert bench.handle(LinkUp("s0")) == [Follow("s0")]
 
 
@@ -554,7 +555,7 @@ def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_voi
     bench.install(1)
     bench.begin()
     bench.machine.fill(0)
-    view = _view(2, count=5, since=5, origin="step-0")
+    view = _view(2, count=5, generation=5, origin="step-0")
     assert bench.handle(Viewed(view)) == []  # the links have ended: what is under way on them is void
     assert [bench.handle(LinkUp(server)) for server in ("s0", "s1")] == [[Follow("s0")], [Follow("s1")]]
     assert bench.machine.rewound
@@ -577,7 +578,7 @@ def test_a_roll_back_while_a_version_is_copied_voids_it_and_what_it_was_copied_f
     bench.compute()
     bench.land(1)
     assert bench.machine.take(bench.machine.next_action())
-    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
     for server in ("s0", "s1"):
         bench.handle(LinkUp(server))
     bench.land(0, [0])
@@ -592,14 +593,14 @@ def test_a_roll_back_while_a_version_is_copied_voids_it_and_what_it_was_copied_f
 
 def test_a_roll_back_while_nothing_is_computed_leaves_nothing_to_abandon() -> None:
     bench = _at_step_0(2)
-    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
     assert not bench.machine.rewound
     assert bench.machine.next_action() is None
 
 
 def test_a_version_from_before_the_roll_back_is_read_and_forgotten() -> None:
     bench = _at_step_0(2)
-    bench.handle(Viewed(_view(2, count=5, since=5, origin="step-0")))
+    bench.handle(Viewed(_view(2, count=5, generation=5, origin="step-0")))
     assert bench.handle(Arriving(0, 7, ViewNumber(1, 4))) == [Discard(0)]
     assert bench.machine.target == -1
     assert bench.handle(Arriving(0, 0, ViewNumber(1, 5))) == [Land(0)]
@@ -609,7 +610,7 @@ def test_before_any_view_nothing_is_taken() -> None:
     bench = _Bench(2)
     assert bench.handle(Arriving(0, 0, V1)) == [Discard(0)]
     assert bench.machine.next_action() is None
-    assert list(bench.machine.hand) == []
+    assert list(bench.machine.assigned) == []
 
 
 # ---- whatever comes ----
@@ -653,9 +654,10 @@ def test_no_version_ever_lands_in_a_slot_that_is_being_filled_and_no_slot_is_fil
             effects = [*bench.handle(LinkLost(server)), *bench.handle(LinkUp(server))]
         elif what in ("view", "roll back"):
             count += 1
-            since = count if what == "roll back" else machine.view.since.count  # type: ignore[union-attr]
-            hand = data.draw(st.sampled_from([[], [0], [0, 1]]))
-            effects = bench.handle(Viewed(_view(3, {"me": hand}, count=count, since=since, origin="step-0")))
+            generation = count if what == "roll back" else machine.view.generation.count  # type: ignore[union-attr]
+            assigned = data.draw(st.sampled_from([[], [0], [0, 1]]))
+            effects = bench.handle(Viewed(_view(3, {"me": assigned}, count=count, generation=generation,
+                origin="step-0")))
         for effect in effects:
             assert not (isinstance(effect, Land) and effect.shard in filling)
             if isinstance(effect, Fetch):
@@ -681,9 +683,9 @@ def test_nothing_is_carried_from_one_step_into_the_next() -> None:
 # ---- shards that take turns ----
 
 
-def _taking_turns(hand: Sequence[int] = (0,)) -> _Bench:
+def _staggered(assigned: Sequence[int] = (0,)) -> _Bench:
     """Shards 0 and 1 take turns over 5 ticks, shard 2 is due at every one: own versions 3, 3 and 5 at the end."""
-    bench = _Bench(3, _view(3, {"me": hand}), [2], 5, Cadence((Turn(2, 0), Turn(2, 1)), 5, (0, 1, -1)))
+    bench = _Bench(3, _view(3, {"me": assigned}), [2], 5, Cadence((Period(2, 0), Period(2, 1)), 5, (0, 1, -1)))
     bench.land(0)
     assert bench.machine.next_action() == Install(0)
     assert bench.machine.take(bench.machine.next_action())
@@ -693,7 +695,7 @@ def _taking_turns(hand: Sequence[int] = (0,)) -> _Bench:
 
 
 def test_only_shards_that_are_due_are_sent_and_under_their_own_version() -> None:
-    bench = _taking_turns()
+    bench = _staggered()
     sent = []
     for versions in ([1, 0, 1], [1, 1, 2], [2, 1, 3]):
         sent.append([(send.shard, send.step) for send in bench.compute()])
@@ -707,7 +709,7 @@ def test_only_shards_that_are_due_are_sent_and_under_their_own_version() -> None
 
 
 def test_an_install_is_of_the_shards_that_were_due_and_of_no_other() -> None:
-    bench = _taking_turns()
+    bench = _staggered()
     bench.compute()
     for shard in (0, 2):
         bench.land(1, [shard])
@@ -717,7 +719,7 @@ def test_an_install_is_of_the_shards_that_were_due_and_of_no_other() -> None:
 
 
 def test_at_the_last_tick_everything_is_sent_and_after_it_nothing_is_waited_for() -> None:
-    bench = _taking_turns()
+    bench = _staggered()
     for own in ({0: 1, 2: 1}, {1: 1, 2: 2}, {0: 2, 2: 3}, {1: 2, 2: 4}, {0: 3, 1: 3, 2: 5}):
         assert {send.shard for send in bench.compute()} == own.keys()
         for shard, version in own.items():
@@ -729,7 +731,7 @@ def test_at_the_last_tick_everything_is_sent_and_after_it_nothing_is_waited_for(
 
 
 def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_tick() -> None:
-    bench = _Bench(3, _view(3), [2], 5, Cadence((Turn(2, 0), Turn(2, 1)), 5, (0, 1, -1)))
+    bench = _Bench(3, _view(3), [2], 5, Cadence((Period(2, 0), Period(2, 1)), 5, (0, 1, -1)))
     bench.land(1, [0])  # tick 2 in progress: shard 0 has had one update, shard 1 one, shard 2 two
     bench.land(1, [1])
     bench.land(2, [2])
@@ -740,7 +742,7 @@ def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_tic
 
 def test_a_version_that_was_let_go_is_fetched_by_the_shard_s_own_number() -> None:
     """Somebody else has computed our replica of tick 1 too: what it made comes while that slot is being written."""
-    bench = _taking_turns()
+    bench = _staggered()
     bench.compute()
     for shard in (0, 2):
         bench.land(1, [shard])
@@ -754,7 +756,7 @@ def test_a_version_that_was_let_go_is_fetched_by_the_shard_s_own_number() -> Non
 
 def test_what_the_model_holds_already_is_not_taken_again() -> None:
     """After a new link everything is said anew: it must not count as new, local steps would be lost with it."""
-    bench = _taking_turns()
+    bench = _staggered()
     bench.compute()
     for shard in (0, 2):
         bench.land(1, [shard])

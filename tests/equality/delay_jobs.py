@@ -10,7 +10,7 @@ from jobs import _gpt, _gpt_loss
 
 import rallypoint as rp
 from rallypoint.config import resolve
-from rallypoint.core.slots import Compute
+from rallypoint.core.worker.slots import Compute
 from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import weights_hash
 

@@ -6,7 +6,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from rallypoint.core.terms import Terms
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import delay_jobs.py by name

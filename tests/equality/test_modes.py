@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import rallypoint as rp
-from rallypoint.core.terms import Terms
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import mode_jobs.py by name

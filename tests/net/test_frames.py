@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core.shard_events import EVERYTHING
+from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import HEADER_BYTES, NEWEST, NOT_FINITE, PROTOCOL, SKIP, Header, Kind, pack, unpack, wants

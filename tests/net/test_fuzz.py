@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import AdamW
-from rallypoint.core.terms import Terms
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net import messages
@@ -27,7 +27,7 @@ from rallypoint.net.handshake import introduce
 from rallypoint.net.messages import encode
 from rallypoint.net.tcp import TcpConnection, TcpTransport
 from rallypoint.server.service import ServerService
-from rallypoint.worker.session import Job
+from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 
 TOKEN = "a token that nobody guesses"
@@ -174,7 +174,7 @@ class Fuzzer:
         if role == "worker":  # refused for that, and not listened to from then on
             self._throw(connection, self._frame(Kind.CONTROL, encode(messages.Propose(self.another_model))))
         for _ in range(self.rng.randrange(4)):
-            message = self._void_message() if role == "worker" else self._pointless_message()
+            message = self._stale_message() if role == "worker" else self._pointless_message()
             self._throw(connection, self._frame(Kind.CONTROL, encode(message)))
         self._throw(connection, self._bad_control(), last=True)
 
@@ -321,23 +321,26 @@ class Fuzzer:
         header = Header(Kind.REPLICATE, self.view.number, shard=index, step=FIRST_STEPS, length=length)
         return pack(header) + self.rng.randbytes(length)
 
-    def _void_message(self) -> messages.Message:
+    def _stale_message(self) -> messages.Message:
         """Something that would end or change the job, were it said by a member."""
         return self.rng.choice(
             [
-                messages.Done(self.view.since), messages.GiveUp("fuzz"), messages.Finished(), messages.Aborted("fuzz"),
-                messages.Report(self.rng.randrange(2**40), self.rng.randrange(3), 0.0, 1.0, 1, since=self.view.since),
-                messages.Turn(self.view), messages.Skipped(1, (0,)), messages.Leaving(),
+                messages.Done(self.view.generation), messages.GiveUp("fuzz"), messages.Finished(),
+                    messages.Aborted("fuzz"),
+                messages.Report(self.rng.randrange(2**40), self.rng.randrange(3), 0.0, 1.0, 1,
+                    generation=self.view.generation),
+                messages.NewView(self.view), messages.Skipped(1, (0,)), messages.Leaving(),
             ]
         )  # fmt: skip
 
     def _pointless_message(self) -> messages.Message:
         """Something that a new server may say, and that is about nothing of its own."""
         shard = self.rng.randrange(2 * len(self.layout.shards))
-        met = self.view.met.get(shard, self.view.number)
+        paired = self.view.paired.get(shard, self.view.number)
         return self.rng.choice(
             [
-                messages.Done(self.view.since), messages.Leaving(), messages.Beat(), messages.InStep({shard: met}),
+                messages.Done(self.view.generation), messages.Leaving(), messages.Beat(),
+                    messages.CaughtUp({shard: paired}),
                 messages.Stored("step-00000009-9", {"x.shards": 9}, {shard: ("x.shards", 0, 9, "00")}),
                 messages.NotStored("step-00000009-9", "fuzz", 2**40), messages.Metrics(3, {"fuzz": 1.0}),
                 messages.Propose(self.another_model),

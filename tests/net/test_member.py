@@ -96,10 +96,10 @@ def me(coordinator: Coordinator) -> Iterator[Member]:
     me.link.close()
 
 
-def admit(coordinator: Coordinator, me: Member, birth: int) -> tuple[Channel, bool]:
+def admit(coordinator: Coordinator, me: Member, incarnation: int) -> tuple[Channel, bool]:
     """The member's next joining is accepted: its channel, and whether it takes itself for somebody new."""
     channel, _ = coordinator.member()
-    channel.send_message(Admitted(birth))
+    channel.send_message(Admitted(incarnation))
     return channel, me.admissions.get(timeout=PATIENCE_S)
 
 
@@ -117,13 +117,13 @@ def until(happened: Callable[[], bool]) -> None:
 
 def test_it_joins_and_hands_over_what_comes_in_order(coordinator: Coordinator, me: Member) -> None:
     channel, hello = coordinator.member()
-    assert (hello.role, hello.id, hello.address, hello.birth) == ("worker", "worker0", "127.0.0.1:7", 0)
+    assert (hello.role, hello.id, hello.address, hello.incarnation) == ("worker", "worker0", "127.0.0.1:7", 0)
     channel.send_message(Admitted(3))
     assert me.admissions.get(timeout=PATIENCE_S) is True, "it had no birth number: it is new"
     for text in "abc":
         channel.send_message(Say(text))
     assert [me.messages.get(timeout=PATIENCE_S) for _ in "abc"] == [Say("a"), Say("b"), Say("c")]
-    assert me.link.birth == 3
+    assert me.link.incarnation == 3
 
 
 def test_it_gives_signs_of_life_once_it_is_admitted(transport: Transport) -> None:
@@ -170,13 +170,13 @@ def test_what_is_said_before_the_admission_waits_for_it(coordinator: Coordinator
 def test_a_coordinator_that_comes_back_at_its_address_finds_its_member_again(
     coordinator: Coordinator, me: Member
 ) -> None:
-    admit(coordinator, me, birth=4)
+    admit(coordinator, me, incarnation=4)
     coordinator.close()
     until_lost(me)
     me.link.send(Say("said to nobody"))
     again = Coordinator(coordinator.transport, coordinator.address)
     channel, hello = again.member()
-    assert hello.birth == 4
+    assert hello.incarnation == 4
     channel.send_message(Admitted(4))
     assert me.admissions.get(timeout=PATIENCE_S) is False, "the same process as before"
     assert again.hear() == Say("said to nobody")
@@ -187,25 +187,25 @@ def test_a_coordinator_that_comes_back_at_its_address_finds_its_member_again(
 
 
 def test_as_somebody_new_what_the_former_one_said_is_dropped(coordinator: Coordinator, me: Member) -> None:
-    admit(coordinator, me, birth=4)
+    admit(coordinator, me, incarnation=4)
     coordinator.close()
     until_lost(me)
     me.link.send(Say("by the former one"))
     me.says_when_admitted = [Say("by the new one")]
     again = Coordinator(coordinator.transport, coordinator.address)
-    assert admit(again, me, birth=9)[1] is True
+    assert admit(again, me, incarnation=9)[1] is True
     assert again.hear() == Say("by the new one")
     me.link.send(Done())
     assert again.hear() == Done()
-    assert me.link.birth == 9
+    assert me.link.incarnation == 9
     me.link.close()
     again.close()
 
 
 def test_given_up_by_mistake_it_comes_back_as_somebody_new(coordinator: Coordinator, me: Member) -> None:
-    channel, _ = admit(coordinator, me, birth=1)
+    channel, _ = admit(coordinator, me, incarnation=1)
     channel.refuse("given up: no sign of life for 3.1 s")
-    assert admit(coordinator, me, birth=2)[1] is True
+    assert admit(coordinator, me, incarnation=2)[1] is True
     assert me.lost.empty()
     assert me.messages.empty()
 
@@ -217,7 +217,7 @@ def test_a_refusal_before_the_admission_is_handed_over(coordinator: Coordinator,
 
 
 def test_who_must_not_come_back_is_told_so_once(coordinator: Coordinator, me: Member) -> None:
-    admit(coordinator, me, birth=1)
+    admit(coordinator, me, incarnation=1)
     coordinator.close()
     other = Coordinator(coordinator.transport, coordinator.address, token="the token of another job")
     assert isinstance(error := me.lost.get(timeout=PATIENCE_S), AccessDenied)
@@ -231,13 +231,13 @@ def test_a_coordinator_that_stays_away_is_given_up(
     coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member, "RETURN_TIMEOUT_S", 0.1)
-    admit(coordinator, me, birth=1)
+    admit(coordinator, me, incarnation=1)
     coordinator.close()
     assert isinstance(me.lost.get(timeout=PATIENCE_S), LinkError)
 
 
 def test_what_is_no_message_ends_it(coordinator: Coordinator, me: Member) -> None:
-    channel, _ = admit(coordinator, me, birth=1)
+    channel, _ = admit(coordinator, me, incarnation=1)
     channel.send(Header(Kind.CREDIT))
     assert isinstance(error := me.lost.get(timeout=PATIENCE_S), ProtocolError)
     assert "a CREDIT frame from the coordinator" in str(error)
@@ -270,7 +270,7 @@ def test_a_wrong_token_is_denied_when_it_joins(coordinator: Coordinator) -> None
 
 
 def test_closing_says_what_is_queued_and_is_no_loss(coordinator: Coordinator, me: Member) -> None:
-    channel, _ = admit(coordinator, me, birth=1)
+    channel, _ = admit(coordinator, me, incarnation=1)
     for number in range(100):
         me.link.send(Say(str(number)))
     channel.send_message(Finished())
@@ -283,7 +283,7 @@ def test_closing_says_what_is_queued_and_is_no_loss(coordinator: Coordinator, me
 
 @pytest.mark.parametrize("there", [True, False], ids=["the coordinator is there", "it is away"])
 def test_closing_joins_in_every_state(coordinator: Coordinator, me: Member, there: bool) -> None:
-    admit(coordinator, me, birth=1)
+    admit(coordinator, me, incarnation=1)
     if not there:
         coordinator.close()
         until_lost(me)
@@ -340,7 +340,7 @@ def test_a_message_that_cannot_be_acted_on_is_a_loss_and_not_a_silence(
         raise fault
 
     me.link._on_message = fails
-    channel, _ = admit(coordinator, me, birth=1)
+    channel, _ = admit(coordinator, me, incarnation=1)
     channel.send_message(Say("something"))
     assert isinstance(error := me.lost.get(timeout=PATIENCE_S), ProtocolError)
     assert str(error) == f"its Say message could not be acted on: {fault!r}"

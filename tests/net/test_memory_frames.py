@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from test_strangers import Job, refusal
 
-from rallypoint.codec.memory import Limits, ShardMemories
 from rallypoint.codec.spec import Int8
+from rallypoint.codec.state import Limits, ShardCodecStates
 from rallypoint.config import parse, record_of, resolve
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -41,7 +41,7 @@ def own_shard(job: Job) -> int:
 
 
 def limits(job: Job) -> Limits:
-    return ShardMemories(parse(job.record.config)).of(job.record.layout.shards[own_shard(job)])
+    return ShardCodecStates(parse(job.record.config)).of(job.record.layout.shards[own_shard(job)])
 
 
 def send(job: Job, worker: Channel, kind: Kind, nbytes: int = 0, **fields: int) -> None:

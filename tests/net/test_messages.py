@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 
@@ -19,19 +19,20 @@ LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (
 RECORD = JobRecord({"replicas": 2, "optimizer": {"type": "sgd", "lr": 0.1}}, LAYOUT, 9, {"frozen": "00ff"})
 MEMBERS = (Member("w0", "here"),), (Member("s0", "there", "127.0.0.1:1"),)
 VIEW = View(
-    ViewNumber(3, 4), ViewNumber(2, 1), *MEMBERS, deals=(Deal(0, {"w0": (0, 1)}), Deal(7, {"w0": (1,), "w1": (0,)})),
-    primary={0: "s0", 1: "s0"}, backup={1: "s1"}, met={1: ViewNumber(2, 3)},
-    origin="step-00000004-1", first="w0", ending=True,
+    ViewNumber(3, 4), ViewNumber(2, 1), *MEMBERS, assignments=(Assignment(0, {"w0": (0, 1)}), Assignment(7,
+        {"w0": (1,), "w1": (0,)})),
+    primary={0: "s0", 1: "s0"}, backup={1: "s1"}, paired={1: ViewNumber(2, 3)},
+    origin="step-00000004-1", uploader="w0", ending=True,
 )  # fmt: skip
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32), m.Hello("worker", "w0", "here", b"proof", "", 7, ViewNumber(1, 2)),
     m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"), m.Propose(RECORD),
     m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25, ViewNumber(2, 1)), m.Applied(3, 2, 1e9, {"w0": 0.0, "w1": 0.5}),
-    m.Accounted(7, 2, 1, 3, {0: 4, 5: 6}), m.InStep({0: ViewNumber(2, 1), 4: ViewNumber(3, 4)}),
+    m.Accounted(7, 2, 1, 3, {0: 4, 5: 6}), m.CaughtUp({0: ViewNumber(2, 1), 4: ViewNumber(3, 4)}),
     m.Leaving(), m.Stored("step-00000004-1", {"s0.shards": 9}, {0: ("s0.shards", 0, 9, "00ff")}),
     m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
     m.Say("words"), m.Skipped(4, (0, 1)), m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7), m.Prepare(RECORD),
-    m.Turn(VIEW), m.Assist(3, 1), m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
+    m.NewView(VIEW), m.Assist(3, 1), m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
 ]  # fmt: skip
@@ -57,9 +58,9 @@ def test_every_message_has_an_example_here() -> None:
     st.builds(ViewNumber, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
 )  # fmt: skip
 def test_any_greeting_survives_the_wire(
-    role: str, id: str, host: str, proof: bytes, address: str, birth: int, view: ViewNumber
+    role: str, id: str, host: str, proof: bytes, address: str, incarnation: int, view: ViewNumber
 ) -> None:
-    hello = m.Hello(role, id, host, proof, address, birth, view)
+    hello = m.Hello(role, id, host, proof, address, incarnation, view)
     assert m.expect(m.encode(hello), m.Hello) == hello
 
 

@@ -14,11 +14,11 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import BoundedStaleness, Mode, Sync
-from rallypoint.core.shard_events import EVERYTHING
-from rallypoint.core.terms import Terms
+from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net.channel import Channel
@@ -26,15 +26,15 @@ from rallypoint.net.frames import Header, Kind, pack, wants
 from rallypoint.net.handshake import introduce
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import (
+    CaughtUp,
     Done,
     GiveUp,
-    InStep,
     Leaving,
     Message,
+    NewView,
     Propose,
     Refused,
     Report,
-    Turn,
     decode,
     encode,
     expect,
@@ -81,7 +81,7 @@ class Job:
         self.record = proposed or record()
         self.member = self.enter(self.coordinator.address, "worker", "worker0")
         self.member.send_message(Propose(self.record))
-        while not isinstance(message := decode(self.member.receive_bytes(self.member.receive_header())), Turn):
+        while not isinstance(message := decode(self.member.receive_bytes(self.member.receive_header())), NewView):
             pass
         self.view = message.view
         for server in self.servers:  # as the member itself they wait until they have heard of the view
@@ -162,7 +162,7 @@ def job(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
 )
 def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None:
     if isinstance(message, (Done, Report)):  # not refused for speaking of a past that is void
-        message = msgspec.structs.replace(message, since=job.view.since)
+        message = msgspec.structs.replace(message, generation=job.view.generation)
     job.stranger_says(message)
     assert job.runs()
     assert "stranger" not in job.coordinator._machine._members.workers
@@ -173,12 +173,12 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
 def test_a_members_name_is_not_given_twice(job: Job) -> None:
     with pytest.raises(AccessDenied, match="the id worker0 is taken"):
         job.enter(job.coordinator.address, "worker", "worker0")
-    job.member.send_message(Report(0, 0, 0.0, 1.0, 1, since=job.view.since))
+    job.member.send_message(Report(0, 0, 0.0, 1.0, 1, generation=job.view.generation))
     until(lambda: job.coordinator._tally is not None and job.coordinator._tally.missing() == (0, [1]))
 
 
 def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
-    job.servers[0]._link.send(Done(job.view.since))
+    job.servers[0]._link.send(Done(job.view.generation))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     wait_a_little(lambda: not job.runs())
     assert job.runs()
@@ -252,11 +252,11 @@ def test_following_twice_is_following(job: Job) -> None:
 def test_a_server_is_in_step_only_for_its_own_shards(job: Job) -> None:
     theirs = job.view.shards_of("server1")
     assert theirs
-    before = set(job.coordinator._machine._views.in_step)
-    job.servers[0].say(InStep({shard: job.view.met[shard] for shard in theirs}))
+    before = set(job.coordinator._machine._views.caught_up)
+    job.servers[0].say(CaughtUp({shard: job.view.paired[shard] for shard in theirs}))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     job.settle()
-    assert job.coordinator._machine._views.in_step == before
+    assert job.coordinator._machine._views.caught_up == before
     assert job.runs()
 
 
@@ -296,7 +296,7 @@ def test_what_was_said_before_a_roll_back_is_void(job: Job) -> None:
     shard = job.view.shards_of("server0")[0]
     worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
     payload = memoryview(bytes(4 * WORDS))
-    old = ViewNumber(job.view.since.epoch, job.view.since.count - 1)
+    old = ViewNumber(job.view.generation.epoch, job.view.generation.count - 1)
     worker.send(Header(Kind.INITIAL, old, shard=shard, length=len(payload)), payload)
     assert worker.receive_header().kind is Kind.CREDIT
     job.settle()
@@ -425,7 +425,7 @@ def test_a_message_from_an_observer_closes_its_connection(job: Job) -> None:
 
 def test_reports_that_weigh_nothing_do_not_end_the_coordinator(job: Job) -> None:
     for replica in range(2):
-        job.member.send_message(Report(0, replica, 0.0, 0.0, 1, since=job.view.since))
+        job.member.send_message(Report(0, replica, 0.0, 0.0, 1, generation=job.view.generation))
     assert "a report of weight 0.0" in refusal(job.member)
     job.settle()
 

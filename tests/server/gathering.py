@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from rallypoint.config import resolve
-from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.terms import Terms
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Message, Say
 from rallypoint.server.service import ServerService
 from rallypoint.testing.reference import train_reference
-from rallypoint.worker.session import Job
+from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 
 PATIENCE_S = 60.0
@@ -88,10 +88,10 @@ class Gathering:
 
     def __init__(self, folder: Path | None = None, **terms: Any) -> None:
         self.transport = InprocTransport()
-        reception = Reception(snapshots=str(folder)) if folder is not None else Reception()
+        join_info = JoinInfo(snapshots=str(folder)) if folder is not None else JoinInfo()
         wanted = {"heartbeat": 10 * PATIENCE_S, "snapshots": folder is not None, **terms}
         self.coordinator = CoordinatorService(
-            terms=Terms(**wanted), bind="coordinator:0", transport=self.transport, reception=reception
+            terms=Terms(**wanted), bind="coordinator:0", transport=self.transport, join_info=join_info
         )
         self.coordinator.start()
         self.servers: list[ServerService] = []

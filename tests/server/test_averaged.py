@@ -11,7 +11,7 @@ from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
 from rallypoint.core.layout import Shard
-from rallypoint.core.shard_effects import Apply
+from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.server.averaged import AveragedShard

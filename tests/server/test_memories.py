@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 import rallypoint as rp
-from rallypoint.codec.memory import ShardMemories
 from rallypoint.codec.spec import Bf16, Int8
+from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import ranks_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import COPY, Header, Kind
-from rallypoint.server.memories import Memories
+from rallypoint.server.codec_states import CodecStates
 from rallypoint.store.record import ShardRecord
 
 REPLICAS = 2
@@ -28,44 +28,44 @@ class Server:
         config = resolve({"codec": Int8(), "groups": groups, "shard_bytes": 4096, "replicas": REPLICAS})
         specs = [TensorSpec("head", (1000,), "float32", 0), TensorSpec("tail", (1000,), "float32", 2)]
         self.layout: Layout = build_layout(specs, config.shard_bytes, ranks_of(config))
-        self.formats = ShardMemories(config)
+        self.formats = ShardCodecStates(config)
         self.sent: list[Frame] = []
-        self.memories = Memories("server0", self.formats, REPLICAS, self._send)
+        self.codec_states = CodecStates("server0", self.formats, REPLICAS, self._send)
         (self.shard,) = self.formats.among(self.layout)
         self.turn(1)
 
     def _send(self, worker: str, header: Header, payload: memoryview | None) -> None:
         self.sent.append((worker, header, None if payload is None else bytes(payload)))
 
-    def turn(self, count: int, since: ViewNumber = SINCE) -> None:
-        workers = tuple(Member(name, "here", birth=1) for name in ("a", "b"))
+    def turn(self, count: int, generation: ViewNumber = SINCE) -> None:
+        workers = tuple(Member(name, "here", incarnation=1) for name in ("a", "b"))
         primary = dict.fromkeys(range(len(self.layout.shards)), "server0")
-        self.memories.adopt(View(ViewNumber(1, count), since, workers, (), (), primary))
+        self.codec_states.adopt(View(ViewNumber(1, count), generation, workers, (), (), primary))
 
     def copy(self, replica: int, step: int, data: bytes) -> None:
         header = Header(Kind.MEMORY, shard=self.shard, replica=replica, step=step, base=COPY, codec=3, length=len(data))
-        self.memories.copied(header, memoryview(data))
+        self.codec_states.copied(header, memoryview(data))
 
     def record(self, version: int) -> ShardRecord:
         record = ShardRecord(self.shard, version, {"master": np.zeros(1000, np.float32)}, {})
-        assert self.memories.awaited(record, self.layout.shards[self.shard])
+        assert self.codec_states.awaited(record, self.layout.shards[self.shard])
         return record
 
 
-def remembered(record: ShardRecord | None) -> dict[int, bytes]:
+def kept_state(record: ShardRecord | None) -> dict[int, bytes]:
     assert record is not None
-    return {replica: array.tobytes() for replica, array in record.memories.items()}
+    return {replica: array.tobytes() for replica, array in record.codec_states.items()}
 
 
 def test_a_record_waits_for_the_copies_of_all_replicas() -> None:
     server = Server()
     server.record(4)
-    assert server.memories.complete(server.shard, at_last=False) is None
+    assert server.codec_states.complete(server.shard, at_last=False) is None
     server.copy(1, 3, b"one")
-    assert server.memories.complete(server.shard, at_last=False) is None
+    assert server.codec_states.complete(server.shard, at_last=False) is None
     server.copy(0, 3, b"nil")
-    assert remembered(server.memories.complete(server.shard, at_last=False)) == {0: b"nil", 1: b"one"}
-    assert server.memories.complete(server.shard, at_last=True) is None  # it is put once
+    assert kept_state(server.codec_states.complete(server.shard, at_last=False)) == {0: b"nil", 1: b"one"}
+    assert server.codec_states.complete(server.shard, at_last=True) is None  # it is put once
 
 
 def test_copies_may_come_before_the_word_of_the_snapshot() -> None:
@@ -73,7 +73,7 @@ def test_copies_may_come_before_the_word_of_the_snapshot() -> None:
     server.copy(0, 3, b"nil")
     server.copy(1, 3, b"one")
     server.record(4)
-    assert remembered(server.memories.complete(server.shard, at_last=False)) == {0: b"nil", 1: b"one"}
+    assert kept_state(server.codec_states.complete(server.shard, at_last=False)) == {0: b"nil", 1: b"one"}
 
 
 def test_the_next_update_ends_the_wait_for_what_was_lost_with_a_worker() -> None:
@@ -81,7 +81,7 @@ def test_the_next_update_ends_the_wait_for_what_was_lost_with_a_worker() -> None
     server.record(4)
     server.copy(1, 3, b"one")
     server.copy(0, 2, b"of another version")
-    assert remembered(server.memories.complete(server.shard, at_last=True)) == {1: b"one"}
+    assert kept_state(server.codec_states.complete(server.shard, at_last=True)) == {1: b"one"}
 
 
 @pytest.mark.parametrize("roll_back", [False, True])
@@ -89,25 +89,25 @@ def test_an_abandoned_snapshot_is_not_put_and_copies_of_a_void_past_do_not_count
     server = Server()
     server.record(4)
     server.copy(0, 3, b"nil")
-    server.memories.abandon()
-    assert server.memories.complete(server.shard, at_last=True) is None
+    server.codec_states.abandon()
+    assert server.codec_states.complete(server.shard, at_last=True) is None
     server.turn(2, ViewNumber(1, 2) if roll_back else SINCE)
     server.record(4)
-    assert remembered(server.memories.complete(server.shard, at_last=True)) == ({} if roll_back else {0: b"nil"})
+    assert kept_state(server.codec_states.complete(server.shard, at_last=True)) == ({} if roll_back else {0: b"nil"})
 
 
 def test_a_shard_whose_codec_remembers_nothing_is_not_waited_for() -> None:
     server = Server()
     other = next(shard for shard in server.layout.shards if shard.index != server.shard)
-    assert not server.memories.awaited(ShardRecord(other.index, 4, {}, {}), other)
+    assert not server.codec_states.awaited(ShardRecord(other.index, 4, {}, {}), other)
 
 
 def test_what_a_snapshot_brings_is_there_for_whoever_is_dealt_the_replica() -> None:
     server = Server()
-    record = ShardRecord(server.shard, 4, {}, {}, memories={1: np.frombuffer(b"one", np.uint8)})
-    server.memories.restored(record, server.layout.shards[server.shard])
+    record = ShardRecord(server.shard, 4, {}, {}, codec_states={1: np.frombuffer(b"one", np.uint8)})
+    server.codec_states.restored(record, server.layout.shards[server.shard])
     for replica in range(REPLICAS):
-        server.memories.recalled(Header(Kind.RECALL, shard=server.shard, replica=replica), "a", 4)
+        server.codec_states.recalled(Header(Kind.RECALL, shard=server.shard, replica=replica), "a", 4)
     code = server.formats.of(server.layout.shards[server.shard]).code
     nothing = Header(Kind.MEMORY, shard=server.shard, replica=0)
     there = Header(Kind.MEMORY, shard=server.shard, replica=1, step=3, codec=code, length=3)
@@ -117,9 +117,9 @@ def test_what_a_snapshot_brings_is_there_for_whoever_is_dealt_the_replica() -> N
 def test_whoever_gives_a_memory_hears_that_it_is_taken_and_the_next_one_gets_it() -> None:
     server = Server()
     header = Header(Kind.MEMORY, shard=server.shard, replica=1, step=3, codec=3, length=3)
-    server.memories.contributed(Header(Kind.PUSH, shard=server.shard, replica=1, step=3), "a", 3)
-    server.memories.recalled(Header(Kind.RECALL, shard=server.shard, replica=1), "b", 4)
+    server.codec_states.contributed(Header(Kind.PUSH, shard=server.shard, replica=1, step=3), "a", 3)
+    server.codec_states.recalled(Header(Kind.RECALL, shard=server.shard, replica=1), "b", 4)
     assert server.sent == []  # "a" may still give what it has
-    server.memories.given(header, memoryview(b"one"), "a", 4)
+    server.codec_states.given(header, memoryview(b"one"), "a", 4)
     taken = Header(Kind.TAKEN, shard=server.shard, replica=1, step=3)
     assert server.sent == [("a", taken, None), ("b", header, b"one")]

@@ -10,7 +10,7 @@ from rallypoint.codec.scratch import Scratch
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import Optimizer
-from rallypoint.core.shard_effects import Apply
+from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.server.owned import OwnedShard
 

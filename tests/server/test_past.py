@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.core import clip
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.shard import clip
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Message
 from rallypoint.net.pool import BufferPool, BufferPools
@@ -24,7 +24,7 @@ LAYOUT = build_layout([TensorSpec("w", (8,), "float32", 0)], CONFIG.shard_bytes)
 FIRST, SECOND = ViewNumber(1, 1), ViewNumber(1, 2)
 
 
-class _Around:
+class _Context:
     """Nobody."""
 
     def say(self, message: Message) -> None:
@@ -55,7 +55,7 @@ class _Server:
     """A reducer with one shard, to which the test says what a connection's thread would."""
 
     def __init__(self) -> None:
-        self.reducer, self.channel = Reducer(me="s", tracer=Tracer("s"), surroundings=_Around()), _Channel()
+        self.reducer, self.channel = Reducer(me="s", tracer=Tracer("s"), context=_Context()), _Channel()
         self.pool = BufferPool(LAYOUT.largest_shard)
         record = record_of(CONFIG, LAYOUT)
         self.do(lambda: self.reducer.prepare(record, CONFIG, self.pool, BufferPools(), None, ""))
@@ -67,8 +67,8 @@ class _Server:
         return answers.get(timeout=PATIENCE_S)
 
     def adopt(self, number: ViewNumber) -> None:
-        members = (Member("w", "here", birth=1),), (Member("s", "here", "s:1", 2),)
-        view = View(number, number, *members, (Deal(0, {"w": (0, 1)}),), {0: "s"}, {}, first="w")
+        members = (Member("w", "here", incarnation=1),), (Member("s", "here", "s:1", 2),)
+        view = View(number, number, *members, (Assignment(0, {"w": (0, 1)}),), {0: "s"}, {}, uploader="w")
         self.do(lambda: self.reducer.adopt(view))
 
     def bring(self, kind: Kind, number: ViewNumber, value: float, replica: int = 0) -> None:

@@ -34,9 +34,9 @@ def shard_records(draw: st.DrawFn) -> ShardRecord:
         arrays[name] = np.frombuffer(raw[: len(raw) // dtype.itemsize * dtype.itemsize], dtype)
     scalars = draw(st.dictionaries(st.text(max_size=8), st.floats(allow_nan=False), max_size=3))
     clocks = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=5)))
-    memories = draw(st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=64), max_size=3))
-    remembered = {replica: np.frombuffer(data, np.uint8) for replica, data in memories.items()}
-    return ShardRecord(draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)), arrays, scalars, clocks, remembered)
+    codec_states = draw(st.dictionaries(st.integers(0, 2**32 - 1), st.binary(max_size=64), max_size=3))
+    kept_state = {replica: np.frombuffer(data, np.uint8) for replica, data in codec_states.items()}
+    return ShardRecord(draw(st.integers(0, 2**40)), draw(st.integers(0, 2**40)), arrays, scalars, clocks, kept_state)
 
 
 @given(shard_records(), st.sampled_from(COMPRESSIONS))
@@ -86,11 +86,11 @@ def test_a_clock_below_zero_is_damage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("memories", "why"), [([0], "lacks the array"), ([1, 1], "lacks the array"), ([2], "not of bytes")]
+    ("codec_states", "why"), [([0], "lacks the array"), ([1, 1], "lacks the array"), ([2], "not of bytes")]
 )
-def test_memories_that_are_not_there_or_not_bytes_are_damage(memories: list[int], why: str) -> None:
+def test_memories_that_are_not_there_or_not_bytes_are_damage(codec_states: list[int], why: str) -> None:
     arrays = [{"name": f"memory-{r}", "dtype": d, "elements": 0, "nbytes": 0} for r, d in ((1, "uint8"), (2, "int8"))]
-    head = {"shard": 0, "version": 1, "compression": "none", "scalars": {}, "arrays": arrays, "memories": memories}
+    head = {"shard": 0, "version": 1, "compression": "none", "scalars": {}, "arrays": arrays, "memories": codec_states}
     packed = msgspec.msgpack.encode(head)
     with pytest.raises(DamagedSnapshot, match=why):
         decode_record(struct.pack("<4sI", b"RPS1", len(packed)) + packed)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
-from rallypoint.core.clip import clip_scale
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
+from rallypoint.core.shard.clip import clip_scale
 from rallypoint.data.loader import MicroBatches, seed_everything
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind

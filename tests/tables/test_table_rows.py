@@ -23,7 +23,7 @@ from rallypoint.codec.rows import (
 from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.schedule import rate_at
-from rallypoint.core.shard_effects import Apply
+from rallypoint.core.shard.effects import Apply
 from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim.rows import RowsOptimizer

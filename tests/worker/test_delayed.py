@@ -13,7 +13,7 @@ from test_rewind import Cluster, Once, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
-from rallypoint.core.worker import WorkerMachine
+from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import ModelTensors, weights_hash

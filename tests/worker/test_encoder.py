@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.codec.memory import Memory
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Int8, PowerSGD, Raw, Sign, TopK
+from rallypoint.codec.state import CodecState
 from rallypoint.config import JobConfig, ranks_of, resolve
 from rallypoint.core.layout import Layout, TensorSpec, build_layout
 from rallypoint.errors import ProtocolError
-from rallypoint.worker.encoder import Encoder, Payload
+from rallypoint.worker.exchange.encoder import Encoder, Payload
 
 SHARD_BYTES = 64 << 10
 SPECS = [
@@ -108,11 +108,11 @@ def test_a_replica_that_moves_goes_on_as_it_would_have(spec: CodecSpec) -> None:
     stays, goes, heir = (Encoder(layout, config) for _ in range(3))
     for step in range(3):
         assert sent(stays, 0, step, 1, gradient(words, step)) == sent(goes, 0, step, 1, gradient(words, step))
-    memory = goes.give(0, 1)
-    assert memory is not None
-    assert memory.step == 2
+    codec_state = goes.give(0, 1)
+    assert codec_state is not None
+    assert codec_state.step == 2
     assert goes.give(0, 1) is None  # it is given once
-    heir.take(0, 1, memory)
+    heir.take(0, 1, codec_state)
     assert sent(heir, 0, 2, 1, gradient(words, 9)) == sent(stays, 0, 2, 1, gradient(words, 9))  # what was sent, again
     for step in range(3, 6):
         assert sent(heir, 0, step, 1, gradient(words, step)) == sent(stays, 0, step, 1, gradient(words, step))
@@ -124,10 +124,10 @@ def test_a_contribution_that_went_raw_goes_raw_again_from_whoever_takes_the_repl
     encoder, heir = Encoder(layout, config), Encoder(layout, config)
     sent(encoder, 0, 0, 0, gradient(words, 0))
     assert encoder.encode(0, 1, 0, torch.full((words,), math.nan)) is None
-    memory = encoder.give(0, 0)
-    assert memory is not None
-    assert memory.step == 1
-    heir.take(0, 0, memory)
+    codec_state = encoder.give(0, 0)
+    assert codec_state is not None
+    assert codec_state.step == 1
+    heir.take(0, 0, codec_state)
     assert heir.encode(0, 1, 0, torch.full((words,), math.nan)) is None
     assert heir.encode(0, 2, 0, gradient(words, 2)) is not None
 
@@ -136,10 +136,11 @@ def test_a_memory_that_brings_more_than_a_contribution_is_refused() -> None:
     layout, config = setting(Int8())
     encoder = Encoder(layout, config)
     sent(encoder, 0, 0, 0, gradient(layout.shards[0].words, 0))
-    memory = encoder.give(0, 0)
-    assert memory is not None
+    codec_state = encoder.give(0, 0)
+    assert codec_state is not None
     with pytest.raises(ProtocolError, match="brings a contribution of"):
-        encoder.take(0, 0, Memory(memory.step, memory.code, memoryview(bytes(memory.data) + bytes(1000))))
+        encoder.take(0, 0, CodecState(codec_state.step, codec_state.code,
+            memoryview(bytes(codec_state.data) + bytes(1000))))
 
 
 def test_kept_payloads_take_their_own_groups_size() -> None:

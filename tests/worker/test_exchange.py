@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from rallypoint.config import resolve
-from rallypoint.core import slots as machine
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker import slots as machine
 from rallypoint.errors import LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, pack
@@ -23,19 +23,20 @@ from rallypoint.net.gate import Gate
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
-from rallypoint.worker import exchange as module
-from rallypoint.worker.exchange import Exchange
-from rallypoint.worker.links import Surroundings
+from rallypoint.worker.exchange import exchange as module
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.links import Context
 
 PATIENCE_S = 20.0
 LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
 SERVER = Member("s", "here", "nobody:1", 1)
 
 
-def _view(count: int, hands: dict[str, tuple[int, ...]]) -> View:
-    workers = (Member("w", "here", birth=2), Member("x", "here", birth=3))
+def _view(count: int, assigned: dict[str, tuple[int, ...]]) -> View:
+    workers = (Member("w", "here", incarnation=2), Member("x", "here", incarnation=3))
     primary = {shard.index: "s" for shard in LAYOUT.shards}
-    return View(ViewNumber(1, count), ViewNumber(1, 1), workers, (SERVER,), (Deal(0, hands),), primary, {}, first="x")
+    return View(ViewNumber(1, count), ViewNumber(1, 1), workers, (SERVER,), (Assignment(0, assigned),), primary, {},
+        uploader="x")
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
         changed.wait_for(ready)
 
     monkeypatch.setattr(module, "wait_until", only_when_told)
-    around = Surroundings("w", "", InprocTransport(), Tracer("w"), lambda text: None)
-    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}), around)
+    context = Context("w", "", InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}), context)
     yield exchange
     exchange.finish()
     exchange.close()
@@ -96,20 +97,20 @@ def _install(exchange: Exchange, version: int) -> None:
 
 
 def test_a_worker_that_is_dealt_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
-    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
-    exchange.turn(_view(2, {"w": (), "x": (0, 1)}))  # it is left without, and follows no more
+    exchange.adopt(_view(2, {"w": (), "x": (0, 1)}))  # it is left without, and follows no more
     waiting = _Waiting(exchange)
-    exchange.turn(_view(3, {"w": (0,), "x": (1,)}))  # and at the same step has one again
+    exchange.adopt(_view(3, {"w": (0,), "x": (1,)}))  # and at the same step has one again
     waiting.settle()
     _publish(exchange, 0)  # which it holds already: nothing lands
     assert waiting.found() == machine.Compute(0, 0)
 
 
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
-    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.link_up(SERVER)
     waiting = _Waiting(exchange)
     _publish(exchange, 0)
@@ -117,7 +118,7 @@ def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
 
 
 def test_a_worker_whose_link_stands_again(exchange: Exchange) -> None:
-    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
@@ -139,7 +140,7 @@ def _compute(exchange: Exchange, replica: int) -> None:
 def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
-    exchange.turn(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
@@ -177,23 +178,23 @@ class _Home:
 
 def _at(count: int, primary: dict[int, str], homes: list[_Home]) -> View:
     servers = tuple(home.member for home in homes)
-    deals = (Deal(0, {"w": (0,), "x": (1,)}),)
-    return View(ViewNumber(1, count), ViewNumber(1, 1), (), servers, deals, primary, {}, first="x")
+    assignments = (Assignment(0, {"w": (0,), "x": (1,)}),)
+    return View(ViewNumber(1, count), ViewNumber(1, 1), (), servers, assignments, primary, {}, uploader="x")
 
 
 def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange: Exchange) -> None:
-    transport = exchange._around.transport
+    transport = exchange._context.transport
     assert isinstance(transport, InprocTransport)
     homes = [_Home(transport, "old"), _Home(transport, "new")]
     slot = exchange.buffer[LAYOUT.shards[0].start : LAYOUT.shards[0].stop]
     half = LAYOUT.shards[0].slot_bytes // 2
     try:
-        exchange.turn(_at(1, {0: "old", 1: "new", 2: "new"}, homes))
+        exchange.adopt(_at(1, {0: "old", 1: "new", 2: "new"}, homes))
         sender, other = (home.channels.get(timeout=PATIENCE_S).connection for home in homes)
         values = torch.full_like(slot, 1.0).numpy().tobytes()
         sender.send(pack(Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)) + values[:half])
         _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDING)
-        exchange.turn(_at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
+        exchange.adopt(_at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
         values = torch.full_like(slot, 6.0).numpy().tobytes()
         other.send(pack(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half)) + values)
         _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDED)

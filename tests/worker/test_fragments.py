@@ -16,11 +16,11 @@ from test_rewind import PATIENCE_S, Cluster, Once, Trap, build, loss_of
 import rallypoint as rp
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
-from rallypoint.core.slots import Arriving, Compute, Land, Send
-from rallypoint.core.worker import WorkerMachine
+from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.slots import Arriving, Compute, Land, Send
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.reference_local import train_local_reference
-from rallypoint.worker.exchange import Exchange
+from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 TURNS = rp.LocalSteps(steps=6, fragments=3)

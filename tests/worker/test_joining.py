@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.core.view import Deal, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
@@ -27,16 +27,16 @@ from rallypoint.net.messages import (
     Hello,
     Leaving,
     Message,
+    NewView,
     Propose,
     Refused,
-    Turn,
     Welcome,
     decode,
 )
-from rallypoint.worker import session
-from rallypoint.worker.exchange import Exchange
-from rallypoint.worker.run import Run
-from rallypoint.worker.session import Job
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.loop import session
+from rallypoint.worker.loop.run import Run
+from rallypoint.worker.loop.session import Job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
@@ -59,9 +59,9 @@ class Coordinator:
         while True:
             self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
 
-    def admit(self, birth: int) -> Channel:
+    def admit(self, incarnation: int) -> Channel:
         channel = self.joined.get(timeout=PATIENCE_S)
-        channel.send_message(Admitted(birth))
+        channel.send_message(Admitted(incarnation))
         return channel
 
     def next(self, kind: type[Message]) -> Any:
@@ -73,8 +73,8 @@ class Coordinator:
 def view(count: int) -> View:
     number = ViewNumber(1, count)
     return View(
-        number, ViewNumber(1, 1), (Member("w", "here", birth=1),), (), (Deal(0, {"w": (0, 1, 2, 3)}),),
-        dict.fromkeys(range(40), "s"), {}, first="w",
+        number, ViewNumber(1, 1), (Member("w", "here", incarnation=1),), (), (Assignment(0, {"w": (0, 1, 2, 3)}),),
+        dict.fromkeys(range(40), "s"), {}, uploader="w",
     )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def test_the_last_word_is_not_lost_on_a_worker_that_is_making_its_exchange(
     training = Training(job)
     channel = coordinator.admit(1)
     coordinator.next(Propose)
-    channel.send_message(Turn(view(1)))
+    channel.send_message(NewView(view(1)))
     assert making.wait(PATIENCE_S)
     channel.send_message(word)
     until(lambda: job._finished or job._failure is not None)
@@ -170,7 +170,7 @@ def test_to_a_coordinator_that_has_forgotten_it_a_worker_says_everything_again(
     training = Training(job)
     channel = coordinator.admit(1)
     proposed = coordinator.next(Propose)
-    channel.send_message(Turn(view(1)))
+    channel.send_message(NewView(view(1)))
     until(lambda: job._exchange is not None)
     job.done()
     assert coordinator.next(Done) == Done(ViewNumber(1, 1))
@@ -188,11 +188,11 @@ def test_to_a_coordinator_that_has_forgotten_it_a_worker_says_everything_again(
 def test_what_a_worker_has_done_before_a_roll_back_is_not_said_again(coordinator: Coordinator, job: Job) -> None:
     training = Training(job)
     channel = coordinator.admit(1)
-    channel.send_message(Turn(view(1)))
+    channel.send_message(NewView(view(1)))
     until(lambda: job._exchange is not None)
     job.done()
     assert coordinator.next(Done)
-    channel.send_message(Turn(msgspec.structs.replace(view(2), since=ViewNumber(1, 2))))
+    channel.send_message(NewView(msgspec.structs.replace(view(2), generation=ViewNumber(1, 2))))
     until(lambda: not job._done)
     channel.connection.close()
     channel = coordinator.admit(1)
@@ -222,7 +222,7 @@ def test_a_worker_that_fails_says_why_before_it_goes(
     def fail() -> None:
         with Job(id="w", coordinator="coordinator:1", transport=coordinator.transport) as job:
             coordinator.admit(1)
-            until(lambda: job._link.birth == 1)
+            until(lambda: job._link.incarnation == 1)
             raise error
 
     with pytest.raises(type(error)):

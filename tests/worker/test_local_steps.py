@@ -16,7 +16,7 @@ from test_rewind import PATIENCE_S, Cluster, Once, Trap, build, loss_of
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
-from rallypoint.core.slots import Compute
+from rallypoint.core.worker.slots import Compute
 from rallypoint.errors import NonFiniteLoss
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.inproc import InprocConnection

@@ -13,8 +13,8 @@ from rallypoint.config import JobConfig, resolve, with_own_optimizer
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.state import read_state
-from rallypoint.worker.allreduce import SpecifiedStepper, WorkerOptimizer
-from rallypoint.worker.own import OwnStepper
+from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
+from rallypoint.worker.loop.own import OwnStepper
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 Built = tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]
@@ -87,7 +87,7 @@ class Worker:
             vector[shard.start : shard.stop] = self.tensors.part(shard.start, shard.stop)
         self.state.install(self.state.version + 1, vector, {}, skipped=False)
 
-    def brought(self) -> dict[int, ShardRecord]:
+    def uploaded(self) -> dict[int, ShardRecord]:
         """The state of all parameters, as it comes over the wire."""
         version = self.state.version
         return {
@@ -111,14 +111,14 @@ def test_whoever_is_given_the_state_goes_on_as_who_gave_it(name: str | None, dty
     for _ in range(4):
         giver.step()
     taker.step()  # it has had another life
-    taker.take(giver.brought(), giver.state.version)
+    taker.take(giver.uploaded(), giver.state.version)
     assert all(map(torch.equal, taker.model.parameters(), giver.model.parameters()))
     for _ in range(3):
         giver.step()
         taker.step()
     assert all(map(torch.equal, taker.model.parameters(), giver.model.parameters()))
-    again = {s: record.arrays for s, record in taker.brought().items()}
-    for shard, record in giver.brought().items():
+    again = {s: record.arrays for s, record in taker.uploaded().items()}
+    for shard, record in giver.uploaded().items():
         assert record.arrays.keys() == again[shard].keys()
         assert all(record.arrays[key].tobytes() == again[shard][key].tobytes() for key in record.arrays)
 
@@ -128,7 +128,7 @@ def test_the_state_before_the_first_step_can_be_given_too(name: str | None) -> N
     build = None if name is None else OPTIMIZERS[name]
     giver, taker = Worker(build, 1, torch.float32), Worker(build, 2, torch.float32)
     taker.step()
-    taker.take(giver.brought(), 0)
+    taker.take(giver.uploaded(), 0)
     for worker in (giver, taker):
         worker.step()
     assert all(map(torch.equal, taker.model.parameters(), giver.model.parameters()))
@@ -172,4 +172,4 @@ def test_an_optimizer_of_other_parameters_is_refused(build: Callable[[Any], Buil
 def test_the_state_of_another_optimizer_is_refused() -> None:
     giver, taker = Worker(OPTIMIZERS["rmsprop"], 1, torch.float32), Worker(_scheduled, 1, torch.float32)
     with pytest.raises(ProtocolError, match="the state of other optimizers than these"):
-        taker.take(giver.brought(), 0)
+        taker.take(giver.uploaded(), 0)

@@ -16,13 +16,13 @@ import torch
 
 import rallypoint as rp
 from rallypoint.config import resolve
-from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.terms import Terms
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import JobAborted
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.reference import train_reference
-from rallypoint.worker.session import Job
+from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
 
 PATIENCE_S = 30.0
@@ -42,7 +42,7 @@ class Cluster:
         self.transport = InprocTransport()
         terms = Terms(servers=1, snapshots=True, snapshot_steps=1, heartbeat=10 * PATIENCE_S)
         self.coordinator = CoordinatorService(
-            terms=terms, bind="coordinator:0", transport=self.transport, reception=Reception(snapshots=str(folder))
+            terms=terms, bind="coordinator:0", transport=self.transport, join_info=JoinInfo(snapshots=str(folder))
         )
         self.coordinator.start()
         self.servers: list[ServerService] = []
@@ -61,11 +61,11 @@ class Cluster:
         """It is gone with all its shards, and another comes: returns once the roll-back has reached the worker."""
         exchange = self.job._exchange
         assert exchange is not None
-        before = exchange.view.since
+        before = exchange.view.generation
         self.servers[-1].close()
         self.add_server()
         deadline = time.monotonic() + PATIENCE_S
-        while exchange.view.since == before:
+        while exchange.view.generation == before:
             assert time.monotonic() < deadline, "nothing was rolled back"
             time.sleep(0.005)
 

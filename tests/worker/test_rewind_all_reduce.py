@@ -13,8 +13,8 @@ from test_rewind import SETTINGS, Cluster, Once, build, loss_of
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.testing.reference import train_reference
-from rallypoint.worker.exchange import Exchange
-from rallypoint.worker.run import Run
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.loop.run import Run
 from rallypoint.worker.tensors import weights_hash
 
 ALL_REDUCE = {**SETTINGS, "sync": rp.AllReduce()}

@@ -84,6 +84,6 @@ class PowerSGD(msgspec.Struct, frozen=True, tag="powersgd", kw_only=True, forbid
 CodecSpec = Raw | Fp16 | Bf16 | Int8 | Int4 | TopK | RandomK | Sign | DGC | PowerSGD
 
 
-def remembers(spec: CodecSpec) -> bool:
+def has_state(spec: CodecSpec) -> bool:
     """Does a worker keep something of a replica from step to step (a residual, a velocity, PowerSGD's Q)?"""
     return isinstance(spec, DGC | PowerSGD) or getattr(spec, "error_feedback", False)

@@ -94,7 +94,7 @@ def _check_fragments(config: JobConfig, local: LocalSteps) -> None:
             f"delay={local.delay}, mix={local.mix}: the delay must be below the {config.steps_per_round} steps "
             "from one synchronisation to the next, and mix above 0 and at most 1"
         )
-    if not config.takes_turns:
+    if not config.staggered:
         return
     if not local.keep_inner:
         raise ConfigError(

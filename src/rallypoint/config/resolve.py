@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.config.cadence import cadence_of
 from rallypoint.config.checks import check
 from rallypoint.config.tree import JobConfig
-from rallypoint.config.turns import cadence_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.policy import AllReduce

@@ -8,7 +8,7 @@ from typing import Literal, TypedDict
 
 import msgspec
 
-from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, remembers
+from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
 from rallypoint.core.layout import SHARD_BYTES, Role
 from rallypoint.core.optimizer import AdamW, Optimizer
 from rallypoint.core.policy import AllReduce, LocalSteps, Mode, ServerPolicy, Sync, server_policy
@@ -125,7 +125,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return math.gcd(self.local.steps // self.local.fragments, *own)
 
     @property
-    def takes_turns(self) -> bool:
+    def staggered(self) -> bool:
         """Under local steps: do replicas' own parameters go on from round to round? These are called ticks then.
 
         They do where a round is for some of the parameters only, or comes to its end later.
@@ -181,7 +181,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def sticky(self) -> bool:
         """Do replicas leave something of use on the worker that computes them: an optimizer's state, a residual?"""
-        residuals = any(remembers(codec) for codec in self.codecs)
+        residuals = any(has_state(codec) for codec in self.codecs)
         return residuals or (self.local is not None and self.local.keep_inner)
 
     @property

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from rallypoint.core.cluster_state import ClusterState
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
 from rallypoint.errors import DataError
 

@@ -12,20 +12,20 @@ from rallypoint.net.messages import Report, StepDone
 class StepTally:
     """Collects reports; repeats of a (step, replica) are ignored (I2). `enough` is R, or a quorum.
 
-    A report belongs to a past (`Report.since`), and counts unless that is void.
+    A report belongs to a past (`Report.generation`), and counts unless that is void.
     """
 
     def __init__(self, replicas: int, enough: int | None = None) -> None:
         self._replicas = replicas
         self._enough = replicas if enough is None else enough
         self._reports: dict[int, dict[int, Report]] = {}
-        self._sinces = {ViewNumber()}
+        self._generations = {ViewNumber()}
         self.done = -1
         self.again = 0
 
     def add(self, report: Report) -> StepDone | None:
         """The step that this report completes, if it does."""
-        if not 0 <= report.replica < self._replicas or not self.counts(report.since):
+        if not 0 <= report.replica < self._replicas or not self.counts(report.generation):
             return None
         reports = self._reports.setdefault(report.step, {}) if report.step > self.done else {}
         if report.step <= self.done and self._enough < self._replicas:
@@ -45,18 +45,18 @@ class StepTally:
         loss = sum(reports[replica].loss * reports[replica].weight for replica in sorted(reports)) / weight
         return StepDone(report.step, loss, sum(r.items for r in reports.values()), self.again)
 
-    def counts(self, since: ViewNumber) -> bool:
+    def counts(self, generation: ViewNumber) -> bool:
         """Does what is reported of that past count?"""
-        return since in self._sinces
+        return generation in self._generations
 
-    def rewind(self, done: int, since: ViewNumber) -> None:
+    def rewind(self, done: int, generation: ViewNumber) -> None:
         """The job goes on after step `done`: what was reported of later ones is void, and so are all earlier pasts."""
-        self.done, self._sinces = done, {since}
+        self.done, self._generations = done, {generation}
         self._reports.clear()
 
-    def hand_over(self, since: ViewNumber) -> None:
+    def hand_over(self, generation: ViewNumber) -> None:
         """All begin again from what one of them has come to: what is on its way of the steps before it holds."""
-        self._sinces.add(since)
+        self._generations.add(generation)
 
     def missing(self) -> tuple[int, list[int]]:
         """The step in progress and the replicas that have not reported it."""

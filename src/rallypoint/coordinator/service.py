@@ -12,16 +12,17 @@ from typing import Any
 import msgspec
 
 from rallypoint.config import JobConfig, parse
+from rallypoint.coordinator.checks import checked
 from rallypoint.coordinator.events import EventLog
-from rallypoint.coordinator.hearing import checked
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.progress import Lateness, StepTally
 from rallypoint.coordinator.snapshots import SnapshotKeeper
-from rallypoint.core import cluster_effects, cluster_events
-from rallypoint.core.cluster import ClusterMachine
+from rallypoint.core.cluster import effects as cluster_effects
+from rallypoint.core.cluster import events as cluster_events
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.policy import Sync
-from rallypoint.core.terms import Terms
 from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
@@ -35,15 +36,16 @@ from rallypoint.net.messages import (
     Assist,
     Beat,
     Capture,
+    CaughtUp,
     Done,
     Finished,
     GiveUp,
     Hello,
-    InStep,
     Leaving,
     Members,
     Message,
     Metrics,
+    NewView,
     NotStored,
     Planned,
     Prepare,
@@ -54,7 +56,6 @@ from rallypoint.net.messages import (
     Skipped,
     Snapshotted,
     Stored,
-    Turn,
     Waiting,
     Welcome,
     decode,
@@ -69,7 +70,7 @@ _TICKS = 8  # in the time after which a silent member is given up
 _LATE_TICK = 2  # so many times later than it should be, a tick comes after a pause of ours
 
 
-class Reception(msgspec.Struct, frozen=True):
+class JoinInfo(msgspec.Struct, frozen=True):
     """What every member is told when it joins, and where the job's traces and snapshots go."""
 
     overrides: dict[str, Any] = {}
@@ -88,11 +89,11 @@ class CoordinatorService:
     """
 
     def __init__(
-        self, *, terms: Terms, token: str = "", bind: str = "127.0.0.1:0", reception: Reception | None = None,
+        self, *, terms: Terms, token: str = "", bind: str = "127.0.0.1:0", join_info: JoinInfo | None = None,
         transport: Transport | None = None, resume: tuple[JobRecord, str, int] | None = None,
     ) -> None:  # fmt: skip
         self._terms, self._token, self._bind, self._resume = terms, token, bind, resume
-        self._reception = reception or Reception()
+        self._join_info = join_info or JoinInfo()
         self._transport: Transport = transport or TcpTransport()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._members: dict[str, Channel] = {}
@@ -111,15 +112,15 @@ class CoordinatorService:
 
     def start(self) -> None:
         """Begin to listen. AddressInUse when somebody does there already; DataError for an unreadable journal."""
-        self._journal = Journal(self._reception.folder)
+        self._journal = Journal(self._join_info.folder)
         self._machine = ClusterMachine(self._terms, recovered=self._journal.load(), resume=self._resume)
         self._written = 0
-        self._log = EventLog(self._reception.folder)
+        self._log = EventLog(self._join_info.folder)
         self._keeper: SnapshotKeeper | None = None
         self._capture: Capture | None = None  # the last snapshot that was asked for
         if self._terms.snapshots:
             self._keeper = SnapshotKeeper(
-                self._reception.snapshots, self._reception.compression, self._reception.retention, self._say_later
+                self._join_info.snapshots, self._join_info.compression, self._join_info.retention, self._say_later
             )
         self._write_state()
         if self._machine.last_word is not None:  # whoever was here before us may not have told everybody
@@ -170,9 +171,9 @@ class CoordinatorService:
     def _admit(self, hello: Hello) -> Welcome:
         if hello.role not in ("worker", "server", "observer"):
             raise AccessDenied(f"there is no role {hello.role}")
-        if hello.id in self._members and not hello.birth:
+        if hello.id in self._members and not hello.incarnation:
             raise AccessDenied(f"the id {hello.id} is taken: give every member one of its own")
-        about = self._reception
+        about = self._join_info
         return Welcome(
             about.overrides, about.folder, about.trace, about.snapshots if self._terms.snapshots else "",
             about.compression, self._terms.heartbeat,
@@ -241,12 +242,12 @@ class CoordinatorService:
                 channel.send_message(self._planned)
             return
         if (old := self._members.get(hello.id)) is not None:
-            if not hello.birth:
+            if not hello.incarnation:
                 channel.refuse(f"the id {hello.id} is taken: give every member one of its own")
                 return
             old.connection.close()  # the same process came again before we noticed that it had gone
         self._members[hello.id] = channel
-        self._handle(cluster_events.Joined(Member(hello.id, hello.host, hello.address, hello.birth), hello.role))
+        self._handle(cluster_events.Joined(Member(hello.id, hello.host, hello.address, hello.incarnation), hello.role))
 
     def _left(self, channel: Channel, hello: Hello, reason: str) -> None:
         if channel in self._observers:
@@ -269,7 +270,7 @@ class CoordinatorService:
             case Beat():
                 pass
             case Report():
-                done = (hello.id, message.step, message.replica, message.seconds, message.since)
+                done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 self._handle(cluster_events.Progress(*done, now=self._time_awake()))
                 self._report(message)
             case Applied(late=late):
@@ -287,8 +288,8 @@ class CoordinatorService:
         match message:
             case Propose(record=record):
                 self._handle(cluster_events.Proposed(hello.id, record))
-            case InStep(backups=backups):
-                self._handle(cluster_events.InStep(hello.id, backups))
+            case CaughtUp(backups=backups):
+                self._handle(cluster_events.CaughtUp(hello.id, backups))
             case Leaving():
                 self._handle(cluster_events.Leaving(hello.id))
             case Stored(snapshot=snapshot, shards=shards):
@@ -297,8 +298,8 @@ class CoordinatorService:
                 self._handle(cluster_events.Captured(hello.id, snapshot, tuple(shards)))
             case NotStored(snapshot=snapshot, reason=reason, passed=passed):
                 self._handle(cluster_events.SnapshotLost(snapshot, f"{hello.id}: {reason}", passed))
-            case Done(since=since):
-                self._handle(cluster_events.Done(hello.id, since))
+            case Done(generation=generation):
+                self._handle(cluster_events.Done(hello.id, generation))
             case GiveUp(reason=reason):
                 self._handle(cluster_events.Failed(hello.id, reason))
             case _:
@@ -312,7 +313,7 @@ class CoordinatorService:
         effects = self._machine.handle(event)
         self._write_state()
         self._run_effects(effects)
-        if isinstance(event, cluster_events.InStep) and self._machine.view is not None:
+        if isinstance(event, cluster_events.CaughtUp) and self._machine.view is not None:
             self._announce_members(self._machine.view)
 
     def _write_state(self) -> None:
@@ -329,8 +330,8 @@ class CoordinatorService:
                 case cluster_effects.Refuse(member=member, reason=reason):
                     if (channel := self._members.pop(member, None)) is not None:
                         channel.refuse(reason)
-                case cluster_effects.Admit(member=member, birth=birth):
-                    self._send(member, Admitted(birth))
+                case cluster_effects.Admit(member=member, incarnation=incarnation):
+                    self._send(member, Admitted(incarnation))
                 case cluster_effects.Prepare(server=server, record=record):
                     self._send(server, Prepare(record))
                 case cluster_effects.Publish(view=view, members=members):
@@ -351,17 +352,17 @@ class CoordinatorService:
         assert self._machine.record is not None
         if self._planned is None:
             self._plan(self._machine.record, view)
-        if self._tally is not None and not self._tally.counts(view.since):
+        if self._tally is not None and not self._tally.counts(view.generation):
             if self._machine.handed_over:
-                self._tally.hand_over(view.since)
+                self._tally.hand_over(view.generation)
             else:
-                self._tally.rewind(self._machine.furthest, view.since)
+                self._tally.rewind(self._machine.furthest, view.generation)
         for member in members:
-            self._send(member, Turn(view))
+            self._send(member, NewView(view))
         self._announce_members(view)
 
     def _announce_members(self, view: View) -> None:
-        busy = {worker for deal in view.deals for worker, hand in deal.hands.items() if hand}
+        busy = {worker for assignment in view.assignments for worker, own in assignment.replicas.items() if own}
         workers = [member.id for member in view.workers]
         now = Members(
             str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
@@ -424,7 +425,7 @@ class CoordinatorService:
         self._config = config
         quorum = config.policy.quorum if isinstance(config.policy, Sync) else None
         self._tally = StepTally(config.replicas, quorum)
-        self._tally.rewind(self._machine.furthest, view.since)
+        self._tally.rewind(self._machine.furthest, view.generation)
         self._planned = Planned(
             steps=config.steps, replicas=config.replicas, item=config.item,
             words=layout.words + sum(table.numel for table in layout.tables),
@@ -473,10 +474,10 @@ class CoordinatorService:
         view = self._machine.view
         if self._tally is None or view is None:
             return "its members to come back"
-        if not view.deals:
+        if not view.assignments:
             return "the first weights to be stored"
         step, replicas = self._tally.missing()
-        late = [worker for worker, hand in view.hands(step).items() if set(hand) & set(replicas)]
+        late = [worker for worker, own in view.assigned(step).items() if set(own) & set(replicas)]
         hosts = {member.id: member.host for member in view.workers}
         who = ", ".join(
             f"{worker} on {hosts.get(worker, '?')}{f' ({self._late.of(worker)})' if self._late.of(worker) else ''}"

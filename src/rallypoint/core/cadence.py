@@ -14,18 +14,18 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-EVERY_TICK = -1  # in place of a turn: shards that take none, which are buffers
+EVERY_ROUND = -1  # in place of a turn: shards that take none, which are buffers
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Period(msgspec.Struct, frozen=True):
     """Due at tick `first`, which is below `every`, and every so many ticks from there."""
 
     every: int
     first: int
 
-    def has(self, tick: int) -> bool:
+    def has(self, round: int) -> bool:
         """Is it due at this tick, were there no end?"""
-        return tick % self.every == self.first
+        return round % self.every == self.first
 
 
 class Cadence(msgspec.Struct, frozen=True):
@@ -37,83 +37,85 @@ class Cadence(msgspec.Struct, frozen=True):
     At every tick some shard with a turn has to be due (see `first_empty`): nobody would wait for the others otherwise.
 
     Attributes:
-        turns: when shards are due, each some shard's; everything is at the last tick. None: all are due in every round.
-        ticks: how many there are.
-        turn_of: the index of each shard's turn, or EVERY_TICK; of no meaning where there are no turns.
+        periods: when shards are due, each some shard's; everything is at the last tick. None: all are due in every
+            round.
+        rounds: how many there are.
+        period_of: the index of each shard's turn, or EVERY_TICK; of no meaning where there are no turns.
     """
 
-    turns: tuple[Turn, ...] = ()
-    ticks: int = 0
-    turn_of: tuple[int, ...] = ()
+    periods: tuple[Period, ...] = ()
+    rounds: int = 0
+    period_of: tuple[int, ...] = ()
 
     @property
     def together(self) -> bool:
         """Are all shards due in every round?"""
-        return not self.turns
+        return not self.periods
 
-    def due(self, shard: int, tick: int) -> bool:
+    def due(self, shard: int, round: int) -> bool:
         """Does the shard take contributions at this tick?"""
-        return self.next_due(shard, tick) == tick
+        return self.next_due(shard, round) == round
 
-    def next_due(self, shard: int, tick: int) -> int:
-        """The first tick from `tick` on at which the shard takes contributions; from the end on, `tick`."""
-        if tick < 0 or tick >= self.ticks or (turn := self._turn(shard)) is None:
-            return tick
-        return min(tick + (turn.first - tick) % turn.every, self.ticks - 1)
+    def next_due(self, shard: int, round: int) -> int:
+        """The first tick from `round` on at which the shard takes contributions; from the end on, `round`."""
+        if round < 0 or round >= self.rounds or (period := self._period(shard)) is None:
+            return round
+        return min(round + (period.first - round) % period.every, self.rounds - 1)
 
-    def updates_before(self, shard: int, tick: int) -> int:
-        """The shard's own version that is right for a tick; `ticks` is the end of the job."""
-        if tick <= 0 or (turn := self._turn(shard)) is None:
-            return tick
-        if tick >= self.ticks:
-            return self.updates_before(shard, self.ticks - 1) + 1 + tick - self.ticks
-        return max(0, -((turn.first - tick) // turn.every))
+    def updates_before(self, shard: int, round: int) -> int:
+        """The shard's own version that is right for a tick; `rounds` is the end of the job."""
+        if round <= 0 or (period := self._period(shard)) is None:
+            return round
+        if round >= self.rounds:
+            return self.updates_before(shard, self.rounds - 1) + 1 + round - self.rounds
+        return max(0, -((period.first - round) // period.every))
 
     def updates(self, shard: int) -> int:
         """The shard's own version at the end of the job."""
-        return self.updates_before(shard, self.ticks)
+        return self.updates_before(shard, self.rounds)
 
-    def tick_of(self, shard: int, version: int) -> int:
-        """The tick at which the shard, at its own version `version`, takes contributions next; `ticks` after the last.
+    def round_of(self, shard: int, version: int) -> int:
+        """The tick at which the shard, at its own version `version`, takes contributions next; `rounds` after the last.
 
         That version is right for that tick, and for those before it back to the one after the update that made it.
         """
-        if version < 0 or (turn := self._turn(shard)) is None:
+        if version < 0 or (period := self._period(shard)) is None:
             return version
         if (beyond := version - self.updates(shard)) >= 0:
-            return self.ticks + beyond
-        return min(turn.first + version * turn.every, self.ticks - 1)
+            return self.rounds + beyond
+        return min(period.first + version * period.every, self.rounds - 1)
 
     def begun(self, shard: int, version: int) -> int:
         """The first tick that this version of the shard is right for."""
-        return version if version <= 0 else self.tick_of(shard, version - 1) + 1
+        return version if version <= 0 else self.round_of(shard, version - 1) + 1
 
-    def changes(self, shard: int, tick: int, later: int) -> bool:
+    def changes(self, shard: int, round: int, later: int) -> bool:
         """Does the shard have an update between these ticks?"""
-        return self.updates_before(shard, tick) != self.updates_before(shard, later)
+        return self.updates_before(shard, round) != self.updates_before(shard, later)
 
-    def witness(self, tick: int) -> int:
+    def witness(self, round: int) -> int:
         """The shard whose update stands for the tick in the ledger: the first with a turn that is due."""
-        if tick < 0 or tick >= self.ticks - 1:
+        if round < 0 or round >= self.rounds - 1:
             return 0  # everything is
-        return min((self.turn_of.index(index) for index, turn in enumerate(self.turns) if turn.has(tick)), default=0)
+        return min((self.period_of.index(index) for index, period in enumerate(self.periods) if period.has(round)),
+            default=0)
 
-    def _turn(self, shard: int) -> Turn | None:
+    def _period(self, shard: int) -> Period | None:
         """None where the shard is due at every tick."""
-        return None if not self.turns or self.turn_of[shard] == EVERY_TICK else self.turns[self.turn_of[shard]]
+        return None if not self.periods or self.period_of[shard] == EVERY_ROUND else self.periods[self.period_of[shard]]
 
 
 TOGETHER = Cadence()
 
 
-def cycle(turns: Iterable[Turn]) -> int:
+def cycle(periods: Iterable[Period]) -> int:
     """After how many ticks everything begins anew."""
-    return math.lcm(*(turn.every for turn in turns))
+    return math.lcm(*(period.every for period in periods))
 
 
-def first_empty(turns: Sequence[Turn]) -> int | None:
+def first_empty(periods: Sequence[Period]) -> int | None:
     """The first tick at which nothing would be due; None if there is none."""
-    return next((tick for tick in range(cycle(turns)) if not any(turn.has(tick) for turn in turns)), None)
+    return next((round for round in range(cycle(periods)) if not any(period.has(round) for period in periods)), None)
 
 
 def cut_evenly(sizes: Sequence[int], parts: int) -> list[int]:

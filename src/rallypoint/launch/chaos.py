@@ -27,7 +27,7 @@ _SPREAD_S = 0.6  # blows fall at any time within so long of when they could
 _ROLES = ("worker", "server", "coordinator")
 
 
-class Blow(msgspec.Struct, frozen=True):
+class Fault(msgspec.Struct, frozen=True):
     """Something to do to the cluster: `what` is kill worker|server|coordinator, stop worker, resize N or everything."""
 
     what: str
@@ -47,47 +47,47 @@ class _EverythingDied(Exception):
     """All processes were killed at once, by us."""
 
 
-def parse_blows(text: str) -> list[Blow]:
+def parse_faults(text: str) -> list[Fault]:
     """``kill worker, resize 4, kill server``: a schedule as one writes it. ConfigError when it is none."""
-    blows = [Blow(" ".join(part.split())) for part in text.split(",") if part.strip()]
-    for blow in blows:
+    faults = [Fault(" ".join(part.split())) for part in text.split(",") if part.strip()]
+    for fault in faults:
         fits = (
-            (blow.kind in ("kill", "stop") and blow.object in _ROLES)
-            or (blow.kind == "resize" and blow.object.isdigit() and int(blow.object) > 0)
-            or blow.what == "everything"
+            (fault.kind in ("kill", "stop") and fault.object in _ROLES)
+            or (fault.kind == "resize" and fault.object.isdigit() and int(fault.object) > 0)
+            or fault.what == "everything"
         )
         if not fits:
             raise ConfigError(
-                f"'{blow.what}' is nothing that chaos can do: say kill or stop worker, server or coordinator, "
+                f"'{fault.what}' is nothing that chaos can do: say kill or stop worker, server or coordinator, "
                 "resize 4, or everything"
             )
-    return blows
+    return faults
 
 
-def random_blows(
+def random_faults(
     kills: int, resizes: Sequence[int], stops: int, everything: bool, servers: int, seed: int
-) -> list[Blow]:
+) -> list[Fault]:
     """A schedule: kills spread over workers, servers (if there are two) and the coordinator, the rest in between."""
     rng = random.Random(seed)
     shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
     total = sum(share for _, share in shares)
-    blows = [Blow(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
-    blows += [Blow("kill worker") for _ in range(kills - len(blows))]
-    blows += [Blow("stop worker") for _ in range(stops)]
-    rng.shuffle(blows)
+    faults = [Fault(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
+    faults += [Fault("kill worker") for _ in range(kills - len(faults))]
+    faults += [Fault("stop worker") for _ in range(stops)]
+    rng.shuffle(faults)
     for index, size in enumerate(resizes):
-        blows.insert((index + 1) * len(blows) // (len(resizes) + 1), Blow(f"resize {size}"))
+        faults.insert((index + 1) * len(faults) // (len(resizes) + 1), Fault(f"resize {size}"))
     if everything:
-        blows.insert(len(blows) // 2, Blow("everything"))
-    return blows
+        faults.insert(len(faults) // 2, Fault("everything"))
+    return faults
 
 
 class Chaos:
     """Does the blows to a run, one after the other, each once the last has been made good."""
 
-    def __init__(self, blows: Sequence[Blow], steps: int, seed: int) -> None:
-        self._blows, self._steps = list(blows), steps
-        self._total = len(self._blows)
+    def __init__(self, faults: Sequence[Fault], steps: int, seed: int) -> None:
+        self._faults, self._steps = list(faults), steps
+        self._total = len(self._faults)
         self._random = random.Random(seed)
         self._last = time.monotonic()
         self._strike_at: float | None = None
@@ -97,29 +97,29 @@ class Chaos:
     @property
     def left(self) -> int:
         """Blows that there was no time for."""
-        return len(self._blows)
+        return len(self._faults)
 
-    def meddle(self, run: LocalRun) -> None:
+    def intervene(self, run: LocalRun) -> None:
         """Called again and again while the run goes on."""
         self._wake(run)
-        if not self._blows or not self._due(run):
+        if not self._faults or not self._due(run):
             return
         if self._strike_at is None:  # not always at the same moment of a step
             self._strike_at = time.monotonic() + self._random.uniform(0.0, _SPREAD_S)
         if time.monotonic() < self._strike_at:
             return
         self._strike_at = None
-        blow = self._blows.pop(0)
+        fault = self._faults.pop(0)
         self._last = time.monotonic()
-        whom = self._strike(blow, run)
+        whom = self._strike(fault, run)
         number = f"{len(self.events) + 1}/{self._total}"
-        run.console.console.print(f"[bold red]chaos[/bold red] {number}: {blow.what} {whom}")
-        self.events.append(Event(time.time(), blow.what, whom, run.console.steps_done, run.console.again))
-        if blow.kind == "everything":
+        run.console.console.print(f"[bold red]chaos[/bold red] {number}: {fault.what} {whom}")
+        self.events.append(Event(time.time(), fault.what, whom, run.console.steps_done, run.console.again))
+        if fault.kind == "everything":
             raise _EverythingDied
 
     def _due(self, run: LocalRun) -> bool:
-        done = self._total - len(self._blows)
+        done = self._total - len(self._faults)
         if run.console.steps_done < (done + 1) * self._steps // (self._total + 2):
             return False
         return self._made_good(run) or time.monotonic() - self._last > _SETTLE_S
@@ -134,25 +134,25 @@ class Chaos:
         here = workers >= run.workers_wanted and len(members.servers) >= run.servers_wanted
         return here and safe and bool(run.cluster.of_role("coordinator"))
 
-    def _strike(self, blow: Blow, run: LocalRun) -> str:
-        match blow.kind:
+    def _strike(self, fault: Fault, run: LocalRun) -> str:
+        match fault.kind:
             case "kill" | "stop":
-                return self._hit(blow, run)
+                return self._hit(fault, run)
             case "resize":
-                return self._resize(int(blow.object), run)
+                return self._resize(int(fault.object), run)
             case _:
                 for child in run.cluster.running():
                     child.signal(signal.SIGKILL)
                 return "processes at once"
 
-    def _hit(self, blow: Blow, run: LocalRun) -> str:
-        alive = run.cluster.of_role(blow.object)
+    def _hit(self, fault: Fault, run: LocalRun) -> str:
+        alive = run.cluster.of_role(fault.object)
         busy = set(run.console.members.workers) if run.console.members is not None else set()
         computing = [child for child in alive if child.name in busy]
         if not alive:
             return "(nobody there)"
         victim = self._random.choice(computing or alive)
-        if blow.kind == "kill":
+        if fault.kind == "kill":
             victim.signal(signal.SIGKILL)
         else:
             victim.signal(signal.SIGSTOP)
@@ -172,15 +172,15 @@ class Chaos:
         return f"from {before}"
 
 
-def chaos(plan: Launch, blows: Sequence[Blow], seed: int, console: Console, *, json: Path | None = None) -> int:
-    """Run `plan` in peace and then under `blows`; print the table and the verdict.
+def chaos(plan: Launch, faults: Sequence[Fault], seed: int, console: Console, *, json: Path | None = None) -> int:
+    """Run `plan` in peace and then under `faults`; print the table and the verdict.
 
     0 if the bytes are the same, or the job's mode promises no such thing.
     """
     peace = _peaceful(plan, console)
     config = _config_of(peace)
-    console.rule(f"and now with {len(blows)} blows")
-    driver = Chaos(blows, config.steps, seed)
+    console.rule(f"and now with {len(faults)} blows")
+    driver = Chaos(faults, config.steps, seed)
     status = _under(plan, driver, console)
     if status != 0:
         return status
@@ -217,7 +217,7 @@ def _peaceful(plan: Launch, console: Console) -> Launch:
 def _under(plan: Launch, driver: Chaos, console: Console) -> int:
     while True:
         try:
-            return launch(plan, RunConsole(console), driver.meddle)
+            return launch(plan, RunConsole(console), driver.intervene)
         except _EverythingDied:
             manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: console.print(text))
             if manifest is None:

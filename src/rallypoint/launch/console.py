@@ -99,7 +99,7 @@ class RunConsole:
             case _:
                 pass
 
-    def complain_of_silence(self, after: float) -> None:
+    def warn_of_silence(self, after: float) -> None:
         """Name the coordinator when it has said nothing for so many seconds: it cannot do so itself (I8)."""
         silence = time.monotonic() - self.heard
         if silence > after:

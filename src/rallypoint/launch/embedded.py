@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.terms import Terms
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.launch.console import RunConsole
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.server.service import ServerService
-from rallypoint.worker.session import Job
+from rallypoint.worker.loop.session import Job
 
 
 class EmbeddedJob(Job):
@@ -21,7 +21,7 @@ class EmbeddedJob(Job):
     def __init__(self, *, servers: int = 1, folder: str = "", console: RunConsole | None = None) -> None:
         transport = InprocTransport()
         self._coordinator = CoordinatorService(
-            terms=Terms(servers=servers), bind="coordinator:0", transport=transport, reception=Reception(folder=folder)
+            terms=Terms(servers=servers), bind="coordinator:0", transport=transport, join_info=JoinInfo(folder=folder)
         )
         self._coordinator.start()
         self._servers = [

@@ -13,7 +13,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.worker.session import Job
+from rallypoint.worker.loop.session import Job
 
 
 def join() -> Job:

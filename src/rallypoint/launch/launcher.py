@@ -71,10 +71,10 @@ class Interrupted(Exception):
     """SIGTERM or SIGHUP came: end as on Ctrl-C."""
 
 
-def launch(plan: Launch, console: RunConsole, meddle: Callable[[LocalRun], None] | None = None) -> int:
+def launch(plan: Launch, console: RunConsole, intervene: Callable[[LocalRun], None] | None = None) -> int:
     """Start the cluster, show its progress, mend it, end it: the exit status (130 after Ctrl-C).
 
-    `meddle` is called again and again while it runs; it may do things to the cluster.
+    `intervene` is called again and again while it runs; it may do things to the cluster.
     """
     folder = Path(plan.folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def launch(plan: Launch, console: RunConsole, meddle: Callable[[LocalRun], None]
     previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         with LocalRun(plan, console) as run:
-            return run.watch(meddle or _let_be)
+            return run.watch(intervene or _let_be)
     except (KeyboardInterrupt, Interrupted):
         console.close()
         console.console.print("[yellow]interrupted: everything has been ended[/yellow]")
@@ -196,20 +196,20 @@ class LocalRun:
         for _ in range(self.workers_wanted - len(alive)):
             self.add("worker")
 
-    def watch(self, meddle: Callable[[LocalRun], None]) -> int:
+    def watch(self, intervene: Callable[[LocalRun], None]) -> int:
         """Until the job is over: the exit status."""
         with _interrupts_noted() as interrupts:
-            self._look_after(meddle, interrupts)
+            self._look_after(intervene, interrupts)
         self._wait_for_workers()
         return self._verdict()
 
-    def _look_after(self, meddle: Callable[[LocalRun], None], interrupts: Sequence[int]) -> None:
+    def _look_after(self, intervene: Callable[[LocalRun], None], interrupts: Sequence[int]) -> None:
         while not (self.console.finished or self.console.failure or self.failure):
             if interrupts:
                 raise Interrupted
-            self._mend()
-            self.console.complain_of_silence(2 * _SILENCE_S)  # it says what it waits for more often than that
-            meddle(self)
+            self._replace_dead()
+            self.console.warn_of_silence(2 * _SILENCE_S)  # it says what it waits for more often than that
+            intervene(self)
             if not self.cluster.of_role("worker") and not self._awaits("worker") and not self.console.finished:
                 time.sleep(_GRACE_S / 10)  # the last word may be on its way
                 if not (self.console.finished or self.console.failure or self.failure):
@@ -253,7 +253,7 @@ class LocalRun:
 
     # ---- mending ----
 
-    def _mend(self) -> None:
+    def _replace_dead(self) -> None:
         for child in [child for child in self.cluster.children if not child.alive]:
             self._ended(child)
         for role, wanted in (("server", self.servers_wanted), ("worker", self.workers_wanted)):
@@ -319,13 +319,13 @@ def _coordinator_arguments(plan: Launch, bind: str, *, again: bool = False) -> l
         "backup_tasks": plan.backup_tasks, "snapshot_steps": plan.snapshot_steps,
         "snapshot_seconds": plan.snapshot_seconds, "snapshots": bool(plan.snapshots),
     }  # fmt: skip
-    reception = {
+    join_info = {
         "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],
         "snapshots": plan.snapshots, "compression": plan.compression, "retention": plan.retention,
     }  # fmt: skip
     return [
         "--bind", bind, "--terms", msgspec.json.encode(terms).decode(),
-        "--reception", msgspec.json.encode(reception).decode(),
+        "--reception", msgspec.json.encode(join_info).decode(),
         *(["--resume", plan.resume] if plan.resume and not again else []),
     ]  # fmt: skip
 

@@ -60,7 +60,7 @@ class Kind(enum.IntEnum):
     STATE = 20
     PULL_ROWS = 21
     ROWS = 22
-    MEMORY = 23  # what a codec remembers of a replica (codec/memory.py); empty: there is nothing (new)
+    MEMORY = 23  # what a codec remembers of a replica (codec/state.py); empty: there is nothing (new)
 
     CREDIT = 32
     FOLLOW = 33

@@ -55,13 +55,13 @@ def refuse(connection: Connection, reason: str) -> None:
 
 
 def introduce(
-    connection: Connection, token: str, *, role: str, id: str, host: str, address: str = "", birth: int = 0,
+    connection: Connection, token: str, *, role: str, id: str, host: str, address: str = "", incarnation: int = 0,
     view: ViewNumber = FIRST_VIEW,
 ) -> Welcome:  # fmt: skip
     """The connecting side. AccessDenied, with the listener's reason, when it refuses."""
     connection.set_timeout(GREETING_TIMEOUT_S)
     nonce = expect(_receive(connection, Kind.CHALLENGE), Challenge).nonce
-    _send(connection, Kind.HELLO, Hello(role, id, host, _proof(token, nonce, role, id), address, birth, view))
+    _send(connection, Kind.HELLO, Hello(role, id, host, _proof(token, nonce, role, id), address, incarnation, view))
     header = _receive_header(connection)
     data = _receive_payload(connection, header)
     if header.kind is Kind.REFUSE:

@@ -41,7 +41,7 @@ class CoordinatorLink:
         self._transport, self._address, self._token = transport, address, token
         self._role, self._id, self._listening_at = role, id, listening_at
         self._on_message, self._on_lost, self._on_admitted = on_message, on_lost, on_admitted
-        self.birth = 0
+        self.incarnation = 0
         self._admitted = role == "observer"
         self._unsent: deque[Message] = deque()
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class CoordinatorLink:
         try:
             self.welcome: Welcome = introduce(
                 connection, self._token, role=self._role, id=self._id, host=socket.gethostname(),
-                address=self._listening_at, birth=self.birth,
+                address=self._listening_at, incarnation=self.incarnation,
             )  # fmt: skip
         except BaseException:
             connection.close()
@@ -118,12 +118,12 @@ class CoordinatorLink:
                 channel.close()
             return
 
-    def _take_admission(self, birth: int) -> None:
-        before, self.birth = self.birth, birth
-        if before and before != birth:
+    def _take_admission(self, incarnation: int) -> None:
+        before, self.incarnation = self.incarnation, incarnation
+        if before and before != incarnation:
             with self._lock:
                 self._unsent.clear()  # said by somebody who has been given up
-        new = before != birth
+        new = before != incarnation
         if self._on_admitted is not None:
             self._on_admitted(new)
         self._say_the_rest()
@@ -169,9 +169,9 @@ class CoordinatorLink:
                 raise ProtocolError(f"a {header.kind.name} frame from the coordinator")
             message = decode(self._channel.receive_bytes(header))
             match message:
-                case Admitted(birth=birth):
-                    self._hand_over(message, lambda birth=birth: self._take_admission(birth))  # type: ignore[misc]
-                case Refused(reason=reason) if self.birth:
+                case Admitted(incarnation=incarnation):
+                    self._hand_over(message, lambda incarnation=incarnation: self._take_admission(incarnation))  # type: ignore[misc]
+                case Refused(reason=reason) if self.incarnation:
                     raise LinkError(reason)  # given up by mistake: come back as somebody new
                 case _:
                     self._hand_over(message, lambda message=message: self._on_message(message))  # type: ignore[misc]

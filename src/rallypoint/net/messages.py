@@ -25,15 +25,15 @@ class Challenge(_Message, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """Who connects: `role` is worker, server or observer; `address` is where a server listens; `birth` is the number
-    that the coordinator has given it before; `view` the newest one it knows."""
+    """Who connects: `role` is worker, server or observer; `address` is where a server listens; `incarnation` is the
+    number that the coordinator has given it before; `view` the newest one it knows."""
 
     role: str
     id: str
     host: str
     proof: bytes
     address: str = ""
-    birth: int = 0
+    incarnation: int = 0
     view: ViewNumber = ViewNumber()
 
 
@@ -69,7 +69,7 @@ class Beat(_Message, frozen=True):
 
 
 class Report(_Message, frozen=True):
-    """A replica's step: its loss, its weight, its samples, its seconds; `since` names the past it belongs to."""
+    """A replica's step: its loss, its weight, its samples, its seconds; `generation` names the past it belongs to."""
 
     step: int
     replica: int
@@ -77,7 +77,7 @@ class Report(_Message, frozen=True):
     weight: float
     items: int
     seconds: float = 0.0
-    since: ViewNumber = ViewNumber()
+    generation: ViewNumber = ViewNumber()
 
 
 class Applied(_Message, frozen=True):
@@ -101,7 +101,7 @@ class Accounted(_Message, frozen=True):
     staleness: dict[int, int] = {}
 
 
-class InStep(_Message, frozen=True):
+class CaughtUp(_Message, frozen=True):
     """The shards whose backup holds all that was published, and will from now on; of each the view in which its
     primary and backup met."""
 
@@ -159,9 +159,9 @@ class Skipped(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """This worker holds the last version, in the past that `since` names."""
+    """This worker holds the last version, in the past that `generation` names."""
 
-    since: ViewNumber = ViewNumber()
+    generation: ViewNumber = ViewNumber()
 
 
 class GiveUp(_Message, frozen=True):
@@ -176,7 +176,7 @@ class GiveUp(_Message, frozen=True):
 class Admitted(_Message, frozen=True):
     """A member's birth number. If it is not the one it had, it is somebody new: what it held does not count."""
 
-    birth: int
+    incarnation: int
 
 
 class Prepare(_Message, frozen=True):
@@ -185,7 +185,7 @@ class Prepare(_Message, frozen=True):
     record: JobRecord
 
 
-class Turn(_Message, frozen=True):
+class NewView(_Message, frozen=True):
     """The view from now on."""
 
     view: View
@@ -271,9 +271,9 @@ class Snapshotted(_Message, frozen=True):
 
 
 Message = (
-    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | InStep | Leaving
+    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Leaving
     | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare
-    | Turn | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
+    | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,7 +9,7 @@ import torch
 from rallypoint.codec.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
-from rallypoint.core.shard_effects import Apply
+from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.server.owned import OwnedShard

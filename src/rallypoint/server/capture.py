@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
-from rallypoint.core.server import Plan
+from rallypoint.core.shard.server import Plan
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.memories import Memories
+from rallypoint.server.codec_states import CodecStates
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
@@ -23,12 +23,13 @@ class Capture:
 
     def __init__(
         self, writer: SnapshotWriter, config: JobConfig, plan: Plan, shards: Sequence[Shard],
-        memories: Memories | None, state: Callable[[int, int], ShardRecord], tracer: Tracer, wake: Callable[[], None],
+        codec_states: CodecStates | None, state: Callable[[int, int], ShardRecord], tracer: Tracer,
+            wake: Callable[[], None],
     ) -> None:  # fmt: skip
         writer.caught_up = wake
         self.snapshot = ""
         self._writer, self._streaming, self._plan, self._shards = writer, config.streaming, plan, shards
-        self._memories, self._state, self._tracer = memories, state, tracer
+        self._codec_states, self._state, self._tracer = codec_states, state, tracer
         self._to_copy: dict[int, int] = {}
 
     @property
@@ -55,7 +56,7 @@ class Capture:
             self._copy(shard)
         self._put_complete(shard, at_last=True)
 
-    def memory_came(self, shard: int) -> None:
+    def codec_state_came(self, shard: int) -> None:
         """A worker's copy of what it remembers has come, perhaps after the state was copied."""
         self._put_complete(shard, at_last=False)
 
@@ -66,8 +67,8 @@ class Capture:
     def abandon(self) -> None:
         """The snapshot is not wanted any more."""
         self._to_copy.clear()
-        if self._memories is not None:
-            self._memories.abandon()
+        if self._codec_states is not None:
+            self._codec_states.abandon()
         self._writer.abandon()
 
     def close(self) -> None:
@@ -79,10 +80,11 @@ class Capture:
         with self._tracer.span("capture", shard=shard, version=version):
             record = self._writer.copy(self._state(shard, version))
         goes_on = not self._streaming and 0 < version < self._plan.rounds_of(shard)
-        if self._memories is None or not goes_on or not self._memories.awaited(record, self._shards[shard]):
+        if self._codec_states is None or not goes_on or not self._codec_states.awaited(record, self._shards[shard]):
             self._writer.put(record)
 
     def _put_complete(self, shard: int, *, at_last: bool) -> None:
         """With the next update, at last, all memories are here that were sent."""
-        if self._memories is not None and (record := self._memories.complete(shard, at_last=at_last)) is not None:
+        if self._codec_states is not None and (record := self._codec_states.complete(shard,
+            at_last=at_last)) is not None:
             self._writer.put(record)

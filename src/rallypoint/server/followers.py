@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from rallypoint.core.shard_effects import Reply
+from rallypoint.core.shard.effects import Reply
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.net.messages import Accounted, Applied, Message
 
 _ENTRIES = 64  # that are said again to a coordinator that took over

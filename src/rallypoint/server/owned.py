@@ -15,7 +15,7 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.order import derive_seed
 from rallypoint.core.policy import Async
-from rallypoint.core.shard_effects import Apply
+from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer, state_names
 from rallypoint.store.record import ShardRecord

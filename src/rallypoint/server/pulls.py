@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from rallypoint.core.shard import ShardMachine
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind

@@ -14,26 +14,28 @@ from typing import Protocol
 
 import msgspec
 
-from rallypoint.codec.memory import ShardMemories
 from rallypoint.codec.scratch import Scratch
-from rallypoint.codec.spec import remembers
+from rallypoint.codec.spec import has_state
+from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import JobConfig, cadence_of
-from rallypoint.core import clip, server, shard_effects, shard_events
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Async, Sync
-from rallypoint.core.server import Plan, ServerMachine
+from rallypoint.core.shard import clip, server
+from rallypoint.core.shard import effects as shard_effects
+from rallypoint.core.shard import events as shard_events
+from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import COPY, NOT_FINITE, SKIP, Header, Kind, wants
-from rallypoint.net.messages import InStep, Message, NotStored
+from rallypoint.net.messages import CaughtUp, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.averaged import AveragedShard
 from rallypoint.server.capture import Capture
+from rallypoint.server.codec_states import CodecStates
 from rallypoint.server.followers import Followers
 from rallypoint.server.ledger import Ledger
-from rallypoint.server.memories import Memories
 from rallypoint.server.owned import OwnedShard
 from rallypoint.server.pulls import Pulls
 from rallypoint.server.rows import Ids, OwnedRows
@@ -45,7 +47,7 @@ from rallypoint.store.writer import SnapshotWriter
 _measures = msgspec.msgpack.Encoder()
 
 
-class Surroundings(Protocol):
+class Context(Protocol):
     """Whom the reducer talks to beside followers and peers: the service."""
 
     def say(self, message: Message) -> None:
@@ -61,24 +63,24 @@ class Surroundings(Protocol):
 class Reducer:
     """Owns the shards of one server in one job."""
 
-    def __init__(self, *, me: str, tracer: Tracer, surroundings: Surroundings) -> None:
+    def __init__(self, *, me: str, tracer: Tracer, context: Context) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._me, self._tracer, self._around = me, tracer, surroundings
+        self._me, self._tracer, self._context = me, tracer, context
         self._gathering: dict[int, None] = {}  # shards whose sum may take more of what is in the inbox
         self._peers: dict[str, Channel] = {}
         self._owned: dict[int, OwnedShard | OwnedRows] = {}
-        self._number = self._since = ViewNumber()
+        self._number = self._generation = ViewNumber()
         self._followers = Followers(self._owned, lambda: self._number)
         self._pulls = Pulls(tracer)
         self._tickets = Tickets(lambda: self._number)
-        self._ledger = Ledger(surroundings.say)
+        self._ledger = Ledger(context.say)
         self._machine: ServerMachine | None = None
         self._answer_to: Channel | None = None
         self._capture: Capture | None = None  # where snapshots are stored
         self._filled_under: dict[int, ViewNumber] = {}
         self._scratch = Scratch()  # of this thread, which encodes versions
         self._snapshots_url = ""
-        self._memories: Memories | None = None  # in a job whose workers remember something of their replicas
+        self._codec_states: CodecStates | None = None  # in a job whose workers remember something of their replicas
         self._thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self._thread.start()
 
@@ -99,7 +101,7 @@ class Reducer:
                 for index in self._pulls.shards:  # only now: in the midst of effects a machine is ahead of its tensors
                     self._answer_pulls(index)
             except Exception as error:  # whatever it was, the shards can no longer be trusted: the job must end
-                self._around.failed(error)
+                self._context.failed(error)
                 return
 
     def _next(self) -> Callable[[], None] | None:
@@ -127,11 +129,11 @@ class Reducer:
         self._snapshots_url = url
         self._machine = ServerMachine(self._me, plan_of(config, shards))
         self._cadence = self._machine.plan.cadence
-        if any(map(remembers, config.codecs)):
-            self._memories = Memories(self._me, ShardMemories(config), config.replicas, self._followers.tell)
+        if any(map(has_state, config.codecs)):
+            self._codec_states = CodecStates(self._me, ShardCodecStates(config), config.replicas, self._followers.tell)
         if writer is not None:
             self._capture = Capture(
-                writer, config, self._machine.plan, shards, self._memories, self._stored_state, self._tracer,
+                writer, config, self._machine.plan, shards, self._codec_states, self._stored_state, self._tracer,
                 wake=lambda: self.inbox.put(_nothing),
             )  # fmt: skip
 
@@ -144,24 +146,24 @@ class Reducer:
     def adopt(self, view: View) -> None:
         """A new view."""
         before = self.machine.view
-        moved = before is not None and (before.primary != view.primary or before.since != view.since)
+        moved = before is not None and (before.primary != view.primary or before.generation != view.generation)
         if moved and self._capture is not None:
             self._capture.abandon()
-        self._number, self._since = view.number, view.since
-        computing = view.deals[-1].hands if view.deals else {}
+        self._number, self._generation = view.number, view.generation
+        computing = view.assignments[-1].replicas if view.assignments else {}
         self._followers.share(self._config.in_flight_bytes, sum(map(bool, computing.values())))
         stayed = {member.id for member in view.servers if before is not None and member in before.servers}
         self._peers = {id: channel for id, channel in self._peers.items() if id in stayed}
-        if self._memories is not None:
-            self._memories.adopt(view)
+        if self._codec_states is not None:
+            self._codec_states.adopt(view)
         self._run_all(self.machine.adopt(view))
 
     def admitted(self, new: bool) -> None:
         """The coordinator has taken us (back): what it may have forgotten is said again."""
         if new or self._machine is None:
             return
-        if self._machine.in_step:
-            self._around.say(InStep(self._machine.in_step))
+        if self._machine.caught_up:
+            self._context.say(CaughtUp(self._machine.caught_up))
         self._ledger.repeat()
 
     def peer_linked(self, peer: str, channel: Channel) -> None:
@@ -225,8 +227,8 @@ class Reducer:
             return
         if self._in_ledger(header.shard, header.step):
             self._ledger.arrived(channel.name)
-        if self._memories is not None and header.replica < self._config.replicas:
-            self._memories.contributed(header, worker, self._upcoming(header))
+        if self._codec_states is not None and header.replica < self._config.replicas:
+            self._codec_states.contributed(header, worker, self._upcoming(header))
         event = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._tickets.issue(channel, header, buffer), finite=not header.flags & NOT_FINITE, base=header.base,
@@ -235,22 +237,22 @@ class Reducer:
         if header.wanted is not None:
             self.want(channel, worker, header.shard, header.wanted)
 
-    def memory_given(self, header: Header, data: memoryview, worker: str) -> None:
+    def codec_state_given(self, header: Header, data: memoryview, worker: str) -> None:
         """What a worker's codec remembers of a replica that it computes no longer."""
-        if self._memories is None or self._void(header.view) or not self.machine.is_primary(header.shard):
+        if self._codec_states is None or self._is_stale(header.view) or not self.machine.is_primary(header.shard):
             return
         if header.base == COPY:
-            self._memories.copied(header, data)
+            self._codec_states.copied(header, data)
             if self._capture is not None:
-                self._capture.memory_came(header.shard)
+                self._capture.codec_state_came(header.shard)
         else:
-            self._memories.given(header, data, worker, self._upcoming(header))
+            self._codec_states.given(header, data, worker, self._upcoming(header))
 
-    def memory_recalled(self, channel: Channel, header: Header, worker: str) -> None:
+    def codec_state_recalled(self, channel: Channel, header: Header, worker: str) -> None:
         """A worker that is to compute a replica wants what the one before remembered of it."""
         current = self._followers.current(channel, worker) and self.machine.is_primary(header.shard)
-        if self._memories is not None and current:
-            self._memories.recalled(header, worker, self._upcoming(header))
+        if self._codec_states is not None and current:
+            self._codec_states.recalled(header, worker, self._upcoming(header))
 
     def _upcoming(self, header: Header) -> int:
         """The next step of which the shard takes that replica's contribution."""
@@ -262,7 +264,7 @@ class Reducer:
 
     def replicated(self, channel: Channel, sender: str, header: Header, buffer: Buffer) -> None:
         """A primary's update of a shard that we are the backup of."""
-        if self._void(header.view) or not self.machine.takes_from(header.shard, sender):
+        if self._is_stale(header.view) or not self.machine.takes_from(header.shard, sender):
             buffer.release()
             return
         ticket = self._tickets.issue(channel, header, buffer, credited=True)
@@ -274,7 +276,7 @@ class Reducer:
 
     def filled(self, channel: Channel, sender: str, record: ShardRecord, number: ViewNumber) -> None:
         """A primary's whole state of a shard that we are the backup of."""
-        if not self._void(number) and self.machine.takes_from(record.shard, sender):
+        if not self._is_stale(number) and self.machine.takes_from(record.shard, sender):
             self._owned[record.shard].load(record)
             self._answer_to = channel
             self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
@@ -289,7 +291,7 @@ class Reducer:
 
     def told(self, step: int, measures: Iterable[clip.Measure], number: ViewNumber) -> None:
         """Another server's measures."""
-        if not self._void(number):
+        if not self._is_stale(number):
             self._run_all(self.machine.told(step, measures))
 
     def capture(self, snapshot: str, version: int) -> None:
@@ -323,7 +325,7 @@ class Reducer:
                     self._tell(effect)
                 case clip.Verdict():
                     if effect.scale is None or not math.isfinite(effect.norm):
-                        self._around.not_finite(effect)
+                        self._context.not_finite(effect)
                         if effect.scale is not None and self._config.nonfinite == "stop":
                             continue  # the job ends here, and a snapshot shall not catch what comes of this step
                     # On the inbox, not here: the shard whose Finish brought the verdict is still running its effects.
@@ -380,12 +382,12 @@ class Reducer:
             case shard_effects.Acknowledge(version=version):
                 if self._answer_to is not None:
                     self._answer_to.send(Header(Kind.ACK, self._number, shard=index, step=version), urgent=True)
-            case shard_effects.InStep():
-                self._around.say(InStep({index: self.machine.in_step[index]}))
+            case shard_effects.CaughtUp():
+                self._context.say(CaughtUp({index: self.machine.caught_up[index]}))
             case shard_effects.Capture(version=version, missed=missed):
                 assert self._capture is not None
                 if missed:
-                    self._around.say(NotStored(self._capture.snapshot, "a step was quicker than the word", version))
+                    self._context.say(NotStored(self._capture.snapshot, "a step was quicker than the word", version))
                 else:
                     self._capture.wanted(index, version)
             case _:
@@ -404,7 +406,7 @@ class Reducer:
         with self._tracer.span("apply", shard=index, step=effect.step):
             finished = owned.apply(self._timed(index, effect))
         if self._in_ledger(index, effect.version - 1):
-            self._enter(index, self._cadence.tick_of(index, effect.version - 1))
+            self._enter(index, self._cadence.round_of(index, effect.version - 1))
         if finished is None:
             return
         buffer, nbytes = finished
@@ -420,11 +422,11 @@ class Reducer:
         """With its place in the schedule as the job counts rounds."""
         if self._cadence.together:
             return effect
-        return replace(effect, step=self._cadence.tick_of(index, effect.step))
+        return replace(effect, step=self._cadence.round_of(index, effect.step))
 
     def _in_ledger(self, index: int, version: int) -> bool:
         """Is it this shard's next update, at that version, that stands for its round?"""
-        return self._cadence.witness(self._cadence.tick_of(index, version)) == index
+        return self._cadence.witness(self._cadence.round_of(index, version)) == index
 
     def _backup_of(self, index: int) -> Channel:
         assert self.machine.view is not None
@@ -473,20 +475,20 @@ class Reducer:
         store = SnapshotStore(self._snapshots_url)
         for record in store.read(store.load(origin), indices):
             self._owned[record.shard].load(record)
-            if self._memories is not None:
-                self._memories.restored(record, self._shards[record.shard])
+            if self._codec_states is not None:
+                self._codec_states.restored(record, self._shards[record.shard])
             self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
 
     def _stored_state(self, index: int, version: int) -> ShardRecord:
         return self._owned[index].state(version, self._clocks(index), wires=False)
 
-    def _void(self, number: ViewNumber) -> bool:
+    def _is_stale(self, number: ViewNumber) -> bool:
         """Was it said in a past that is void (I10)? Whoever received it has looked; but a view may have come since."""
-        return number < self._since
+        return number < self._generation
 
     def _wanted(self, channel: Channel, header: Header, buffer: Buffer) -> bool:
         """Are we the shard's primary? If not, its sender has an older view, and will send it where it belongs."""
-        if self.machine.is_primary(header.shard) and not self._void(header.view):
+        if self.machine.is_primary(header.shard) and not self._is_stale(header.view):
             return True
         buffer.release()
         self._tickets.credit(channel)

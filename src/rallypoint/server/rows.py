@@ -12,7 +12,7 @@ from rallypoint.codec.rows import RowSum, decode_gradient, encode_gradient, grad
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.order import derive_seed
-from rallypoint.core.shard_effects import Apply
+from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim.rows import RowsOptimizer, state_names
 from rallypoint.store.record import ShardRecord

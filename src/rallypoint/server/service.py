@@ -10,13 +10,13 @@ from typing import cast
 
 import msgspec
 
-from rallypoint.codec.memory import ShardMemories
 from rallypoint.codec.rows import check_gradient, decode_ids, gradient_bytes
 from rallypoint.codec.shards import ShardCodecs
+from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import JobConfig, parse
-from rallypoint.core import clip
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard
+from rallypoint.core.shard import clip
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, DamagedSnapshot, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
@@ -31,10 +31,10 @@ from rallypoint.net.messages import (
     GiveUp,
     Hello,
     Message,
+    NewView,
     Prepare,
     Refused,
     Skipped,
-    Turn,
     Welcome,
     expect,
 )
@@ -77,9 +77,9 @@ class ServerService:
         self._over = threading.Event()
         self._failure: str | None = None
         self._decoders = threading.local()  # codecs of their own for each connection's thread
-        self._formats: ShardMemories | None = None
+        self._formats: ShardCodecStates | None = None
         self._peers: dict[tuple[str, int], Dialer] = {}
-        self._reducer = Reducer(me=id, tracer=self._tracer, surroundings=self)
+        self._reducer = Reducer(me=id, tracer=self._tracer, context=self)
 
     def start(self) -> None:
         """Listen, join the coordinator. AddressInUse, AccessDenied or LinkError when that fails."""
@@ -125,8 +125,8 @@ class ServerService:
         match message:
             case Prepare(record=record):
                 self._prepare(record)
-            case Turn(view=view):
-                self._turn(view)
+            case NewView(view=view):
+                self._adopt(view)
             case Capture(snapshot=snapshot, version=version):
                 self._reducer.inbox.put(lambda: self._reducer.capture(snapshot, version))
             case Finished():
@@ -151,7 +151,7 @@ class ServerService:
         pools, url = self._pools, about.snapshots
         self._reducer.inbox.put(lambda: self._reducer.prepare(record, config, pool, pools, writer, url))
 
-    def _turn(self, view: View) -> None:
+    def _adopt(self, view: View) -> None:
         if self._job is None or (self._view is not None and view.number <= self._view.number):
             return
         self._reducer.inbox.put(lambda: self._reducer.adopt(view))
@@ -161,7 +161,7 @@ class ServerService:
         self._dial_peers(view)
 
     def _dial_peers(self, view: View) -> None:
-        others = {(m.id, m.birth): m for m in view.servers if m.id != self.id}
+        others = {(m.id, m.incarnation): m for m in view.servers if m.id != self.id}
         needed = self._job is not None and (self._job[1].decides or bool(view.backup))
         for key in [key for key in self._peers if key not in others]:
             self._peers.pop(key).close()
@@ -315,7 +315,7 @@ class ServerService:
             case Kind.PULL_ROWS:
                 self._receive_pull(channel, header)
             case Kind.MEMORY | Kind.RECALL:
-                self._receive_memory(channel, header, worker)
+                self._receive_codec_state(channel, header, worker)
             case Kind.FOLLOW:
                 self._wait_for(header.view)
                 self._reducer.inbox.put(lambda: self._reducer.follow(channel))
@@ -328,11 +328,11 @@ class ServerService:
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")
 
-    def _receive_memory(self, channel: Channel, header: Header, worker: str) -> None:
+    def _receive_codec_state(self, channel: Channel, header: Header, worker: str) -> None:
         self._check_shard(header)
         _, config = self._expect_job()
         if self._formats is None:
-            self._formats = ShardMemories(config)
+            self._formats = ShardCodecStates(config)
         limits = self._formats.of(self._place(header))
         if header.replica >= config.replicas:
             raise ProtocolError(f"a memory of replica {header.replica}: this job has {config.replicas}")
@@ -343,9 +343,9 @@ class ServerService:
         if self._stale(header):
             return
         if header.kind is Kind.MEMORY:
-            self._reducer.inbox.put(lambda: self._reducer.memory_given(header, data, worker))
+            self._reducer.inbox.put(lambda: self._reducer.codec_state_given(header, data, worker))
         else:
-            self._reducer.inbox.put(lambda: self._reducer.memory_recalled(channel, header, worker))
+            self._reducer.inbox.put(lambda: self._reducer.codec_state_recalled(channel, header, worker))
 
     def _receive_pull(self, channel: Channel, header: Header) -> None:
         self._check_shard(header)
@@ -457,7 +457,7 @@ class ServerService:
 
     def _stale(self, header: Header) -> bool:
         """Is it from before a roll-back? Nobody accepts that any more (I10)."""
-        return self._view is not None and header.view < self._view.since
+        return self._view is not None and header.view < self._view.generation
 
 
 def run_servers(services: Sequence[ServerService]) -> str | None:

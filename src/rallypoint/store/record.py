@@ -41,7 +41,7 @@ class ShardRecord:
         arrays: contiguous 1-D arrays by name: "master", and what the optimizer keeps ("exp_avg", ...).
         scalars: numbers of the optimizer, such as {"step": 12.0}.
         clocks: the next step of each replica, in a streaming job.
-        memories: what workers' codecs remember of the shard, by replica, as of this version (`codec/memory.py`): uint8.
+        memories: what workers' codecs remember of the shard, by replica, as of this version (`codec/state.py`): uint8.
     """
 
     shard: int
@@ -49,12 +49,12 @@ class ShardRecord:
     arrays: dict[str, Array]
     scalars: dict[str, float]
     clocks: tuple[int, ...] = ()
-    memories: dict[int, Array] = field(default_factory=dict)
+    codec_states: dict[int, Array] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Of all arrays."""
-        return sum(array.nbytes for array in (*self.arrays.values(), *self.memories.values()))
+        return sum(array.nbytes for array in (*self.arrays.values(), *self.codec_states.values()))
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -93,14 +93,14 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
     """
     if compression not in get_args(Compression):
         raise ConfigError(f"compression {compression!r} is unknown: use one of {', '.join(get_args(Compression))}")
-    named = record.arrays | {f"{_MEMORY}{replica}": array for replica, array in record.memories.items()}
+    named = record.arrays | {f"{_MEMORY}{replica}": array for replica, array in record.codec_states.items()}
     payloads = [_store(_little_endian(name, array), compression) for name, array in named.items()]
     arrays = [
         _Stored(name, array.dtype.name, array.size, len(payload))
         for (name, array), payload in zip(named.items(), payloads, strict=True)
     ]
     described = _Head(
-        record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.memories)
+        record.shard, record.version, compression, record.scalars, arrays, record.clocks, tuple(record.codec_states)
     )
     head = msgspec.msgpack.encode(described)
     return [_PREFIX.pack(_MAGIC, len(head)) + head, *payloads]

@@ -37,6 +37,6 @@ def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int,
         known = (set(kept), set(record.scalars)) in state_names(config.applied)
     master = record.arrays.get(MASTER)
     whole = master is not None and len(master) == shard.words and master.dtype == np.float32
-    if not whole or not known or not right or record.clocks or record.memories:
+    if not whole or not known or not right or record.clocks or record.codec_states:
         raise ProtocolError(f"a state of shard {shard.index} that does not fit this job's layout and optimizer")
     return record

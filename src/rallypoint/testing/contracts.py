@@ -29,9 +29,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rallypoint.core.policy import Policy, Verdict
-from rallypoint.core.shard import ShardMachine
-from rallypoint.core.shard_effects import Drop
-from rallypoint.core.shard_events import Contribute, Initialise
+from rallypoint.core.shard.effects import Drop
+from rallypoint.core.shard.events import Contribute, Initialise
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.testing.shard_play import ACTIONS, Cast, ShardPlay, in_order, play

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from rallypoint.coordinator.service import CoordinatorService, Reception
-from rallypoint.core.terms import Terms
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.net.handshake import new_token
 from rallypoint.server.service import ServerService, run_servers
-from rallypoint.worker.session import Job
+from rallypoint.worker.loop.session import Job
 
 TrainFunction = Callable[..., Any]
 _TIMEOUT_S = 120.0
@@ -71,7 +71,7 @@ class ProcessCluster:
     def run(self, train: TrainFunction, *args: Any) -> list[Any]:
         """Train on the whole cluster; see the class."""
         terms = self.terms or Terms(workers_start=self.workers, workers_max=self.workers, servers=self.servers)
-        about = Reception(self.overrides, self.folder, snapshots=self.folder and f"{self.folder}/snapshots")
+        about = JoinInfo(self.overrides, self.folder, snapshots=self.folder and f"{self.folder}/snapshots")
         coordinator = self._start(_coordinator_main, terms, about)
         address = self._answer(coordinator)
         for index in range(self.servers):
@@ -124,8 +124,8 @@ def _child(pipe: Connection, main: Callable[..., None], token: str, *args: Any) 
         pipe.send(("error", traceback.format_exc()))
 
 
-def _coordinator_main(pipe: Connection, token: str, terms: Terms, reception: Reception) -> None:
-    service = CoordinatorService(terms=terms, token=token, reception=reception)
+def _coordinator_main(pipe: Connection, token: str, terms: Terms, join_info: JoinInfo) -> None:
+    service = CoordinatorService(terms=terms, token=token, join_info=join_info)
     service.start()
     pipe.send(("value", service.address))
     service.wait()

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from rallypoint.config import JobConfig, settings_of
-from rallypoint.core.clip import clip_scale, total_norm
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
+from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.data.loader import MapDataset, MicroBatches, seed_everything
 from rallypoint.worker.tensors import ModelTensors
 

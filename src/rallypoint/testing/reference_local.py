@@ -34,7 +34,7 @@ def train_local_reference(
     round's mean what its steps do on average.
     """
     assert isinstance(config.sync, LocalSteps)
-    kind = _Streaming if config.takes_turns else _Reference
+    kind = _Streaming if config.staggered else _Reference
     reference = kind(model, dataset, loss_fn, config, config.sync, weight_of or (lambda step, replica: 1.0))
     size = config.steps_per_round
     firsts = range(0, config.steps, size)
@@ -185,15 +185,15 @@ class _Streaming(_Reference):
 
     def periods(self) -> dict[int, tuple[int, int]]:
         """Of each shard after which steps it is due: those that are `offset` modulo `every`, as (every, offset)."""
-        when, turns = {}, []
+        when, periods = {}, []
         for shard in self.shards:
             group = self.config.groups[shard.group - 2] if shard.group >= 2 else None
             if group is not None and group.sync_every is not None:
                 when[shard.index] = (group.sync_every, group.sync_offset)
             else:
-                turns.append(shard)
+                periods.append(shard)
         every, fragments = self.mode.steps, self.mode.fragments
-        for shard, fragment in zip(turns, cut_evenly([s.nbytes for s in turns], fragments), strict=True):
+        for shard, fragment in zip(periods, cut_evenly([s.nbytes for s in periods], fragments), strict=True):
             when[shard.index] = (every, (fragment + 1) * every // fragments % every)
         return when
 

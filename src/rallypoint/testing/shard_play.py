@@ -11,10 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rallypoint.core import shard_effects, shard_events
 from rallypoint.core.policy import Policy
-from rallypoint.core.shard import ShardMachine
-from rallypoint.core.shard_events import EVERYTHING
+from rallypoint.core.shard import effects as shard_effects
+from rallypoint.core.shard import events as shard_events
+from rallypoint.core.shard.events import EVERYTHING
+from rallypoint.core.shard.machine import ShardMachine
 
 ACTIONS = ("push", "push", "push", "push again", "push late", "push early", "ask", "go", "ack", "ack", "fold")
 _END = "end"  # a follower that contributes nothing and wants the end of the job

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rallypoint.core import cluster_effects, cluster_events
-from rallypoint.core.cluster import ClusterMachine
-from rallypoint.core.cluster_state import ClusterState, Phase
-from rallypoint.core.terms import Terms
+from rallypoint.core.cluster import effects as cluster_effects
+from rallypoint.core.cluster import events as cluster_events
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Member
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
@@ -59,7 +60,7 @@ class SimulatedCoordinator:
         self.node.later(TICK_S, self._tick)
 
     def accept(self, wire: Wire, hello: Any) -> str:
-        role, who, address, birth = hello
+        role, who, address, incarnation = hello
         if self.machine.phase is Phase.OVER:
             return "the job is over"
         old = self._members.get(who)
@@ -68,7 +69,7 @@ class SimulatedCoordinator:
         self._members[who] = wire
         wire.on_message[1] = lambda message: self._receive(wire, who, message)
         wire.on_close[1] = lambda: self._lost(wire, who)
-        self._handle(cluster_events.Joined(Member(who, "host", address, birth), role))
+        self._handle(cluster_events.Joined(Member(who, "host", address, incarnation), role))
         return ""
 
     def _lost(self, wire: Wire, who: str) -> None:
@@ -84,15 +85,15 @@ class SimulatedCoordinator:
                 self._handle(cluster_events.Heard(who))
             case ("propose", record):
                 self._handle(cluster_events.Proposed(who, record))
-            case ("progress", step, replica, seconds, since):
+            case ("progress", step, replica, seconds, generation):
                 self.outcome.computed.append((who, step, replica))
-                self._handle(cluster_events.Progress(who, step, replica, seconds, since, self._time))
+                self._handle(cluster_events.Progress(who, step, replica, seconds, generation, self._time))
             case ("in step", backups):
-                self._handle(cluster_events.InStep(who, backups))
+                self._handle(cluster_events.CaughtUp(who, backups))
             case ("leaving",):
                 self._handle(cluster_events.Leaving(who))
-            case ("done", since):
-                self._handle(cluster_events.Done(who, since))
+            case ("done", generation):
+                self._handle(cluster_events.Done(who, generation))
             case ("captured", id, indices):
                 self._handle(cluster_events.Captured(who, id, indices))
             case ("snapshot lost", id, reason, passed):
@@ -120,8 +121,8 @@ class SimulatedCoordinator:
                 case cluster_effects.Refuse(member=member):
                     if member in self._members:
                         self._members.pop(member).cut()
-                case cluster_effects.Admit(member=member, birth=birth):
-                    self._send(member, ("admit", birth))
+                case cluster_effects.Admit(member=member, incarnation=incarnation):
+                    self._send(member, ("admit", incarnation))
                 case cluster_effects.Prepare(server=server, record=record):
                     self._send(server, ("prepare", record))
                 case cluster_effects.Publish(view=view, members=members):

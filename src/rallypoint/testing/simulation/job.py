@@ -10,10 +10,10 @@ from typing import Any
 
 from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.clip import clip_scale, total_norm
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync, server_policy
+from rallypoint.core.shard.clip import clip_scale, total_norm
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -153,8 +153,8 @@ class SimulatedJob:
         if self.same_bytes:
             assert content == self.trajectory[version][shard], f"other bytes in shard {shard} at version {version}"
         elif isinstance(self.sync, LocalSteps):
-            due = [tick for tick in range(self.steps) if self.cadence.due(shard, tick)][:version]
-            wanted = frozenset((tick, replica) for tick in due for replica in range(self.expected(shard)))
+            due = [round for round in range(self.steps) if self.cadence.due(shard, round)][:version]
+            wanted = frozenset((round, replica) for round in due for replica in range(self.expected(shard)))
             wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
             assert content == wanted, f"shard {shard} at version {version}: {wrong}"
 

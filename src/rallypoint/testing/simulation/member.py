@@ -20,7 +20,7 @@ class Membership:
         self, node: Node, role: str, on_message: Callable[[Any], None], on_admitted: Callable[[bool], None],
         address: str = "",
     ) -> None:  # fmt: skip
-        self.node, self.role, self.address, self.birth = node, role, address, 0
+        self.node, self.role, self.address, self.incarnation = node, role, address, 0
         self._on_message, self._on_admitted = on_message, on_admitted
         self._wire: Wire | None = None
         self._admitted = False
@@ -46,7 +46,7 @@ class Membership:
         self.node.later(BEAT_S, self._beat)
 
     def _connect(self) -> None:
-        hello = (self.role, self.node.name, self.address, self.birth)
+        hello = (self.role, self.node.name, self.address, self.incarnation)
         self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
 
     def _failed(self, reason: str) -> None:
@@ -64,8 +64,8 @@ class Membership:
 
     def _receive(self, message: Any) -> None:
         match message:
-            case ("admit", birth):
-                new, self.birth = birth != self.birth, birth
+            case ("admit", incarnation):
+                new, self.incarnation = incarnation != self.incarnation, incarnation
                 self._admitted = True
                 if new:
                     self._unsent.clear()  # said by somebody who was given up

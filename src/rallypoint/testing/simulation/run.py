@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import LocalSteps, Sync
-from rallypoint.core.terms import Terms
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.network import World
@@ -303,7 +303,7 @@ class Simulation:
                 held = {i: server.machine.machine(i) for i in server.machine.held}
                 lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
                     f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} missing {m.missing} "
-                    f"strict {m._strict} acked {m._acked} unfilled {m.unfilled} awaiting {m.awaiting} "
+                    f"strict {m._needs_ack} acked {m._acked} unfilled {m.needs_sync} awaiting {m.awaiting} "
                     f"clocks {m.clocks} wants {m._wants}"
                     for i, m in held.items() if m is not None))  # fmt: skip
         if self.coordinator is not None:

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rallypoint.core import server as machine
-from rallypoint.core import shard_effects, shard_events
-from rallypoint.core.clip import Measure, Tell, Verdict
 from rallypoint.core.policy import BoundedStaleness, Sync
-from rallypoint.core.server import Plan, ServerMachine
+from rallypoint.core.shard import effects as shard_effects
+from rallypoint.core.shard import events as shard_events
+from rallypoint.core.shard import server as machine
+from rallypoint.core.shard.clip import Measure, Tell, Verdict
+from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
 from rallypoint.testing.simulation.member import COORDINATOR, Membership
@@ -71,8 +72,8 @@ class SimulatedServer:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        if not new and self.machine.in_step:
-            self.membership.send(("in step", self.machine.in_step))
+        if not new and self.machine.caught_up:
+            self.membership.send(("in step", self.machine.caught_up))
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -87,9 +88,9 @@ class SimulatedServer:
     def _viewed(self, view: View) -> None:
         if self.machine.view is not None and view.number <= self.machine.view.number:
             return
-        births = {member.id: member.birth for member in view.servers}
+        incarnations = {member.id: member.incarnation for member in view.servers}
         for id, (member, wire) in list(self._peers.items()):
-            if births.get(id) != member.birth:
+            if incarnations.get(id) != member.incarnation:
                 wire.close(0)
                 del self._peers[id]
         self._run(self.machine.adopt(view))
@@ -105,7 +106,7 @@ class SimulatedServer:
         view = self.machine.view
         if view is None or (number is not None and number > view.number):
             self._waiting.append((number or ViewNumber(), call))
-        elif number is None or number >= view.since:
+        elif number is None or number >= view.generation:
             call()
 
     # ---- connections ----
@@ -202,7 +203,7 @@ class SimulatedServer:
     # ---- other servers ----
 
     def _connect(self, member: Member) -> None:
-        key = (member.id, member.birth)
+        key = (member.id, member.incarnation)
         if key in self._trying or member.id in self._peers:
             return
         self._trying.add(key)
@@ -270,8 +271,8 @@ class SimulatedServer:
                     del self.held[shard]
                     self._tickets = {t: (index, c) for t, (index, c) in self._tickets.items() if index != shard}
                 case machine.Restore():
-                    since = self.machine.view.since if self.machine.view is not None else None
-                    self.node.later(self.node.world.latency() * 4, lambda e=effect, s=since: self._restore(e, s))  # type: ignore[misc]
+                    generation = self.machine.view.generation if self.machine.view is not None else None
+                    self.node.later(self.node.world.latency() * 4, lambda e=effect, s=generation: self._restore(e, s))  # type: ignore[misc]
                 case Tell(step=step, measures=measures):
                     self._send_all_peers("measures", step, measures)
                 case Verdict():
@@ -279,11 +280,11 @@ class SimulatedServer:
                 case machine.On(shard=shard, effect=on):
                     self._run_on(shard, self.held[shard], on)
 
-    def _restore(self, effect: machine.Restore, since: ViewNumber | None) -> None:
+    def _restore(self, effect: machine.Restore, generation: ViewNumber | None) -> None:
         """Real servers restore at once: what belongs to a past that is void by now would never have been."""
         for index in effect.shards:
             view = self.machine.view
-            if view is None or view.since != since or not self.machine.is_primary(index):
+            if view is None or view.generation != generation or not self.machine.is_primary(index):
                 continue
             version, (content, clocks) = self.store.read(effect.origin, index)
             self.held[index].master = State(content) if self.job.averages(index) else content
@@ -317,8 +318,8 @@ class SimulatedServer:
             case shard_effects.Fill(version=version):
                 self._filled_under[index] = self._number
                 self._to_backup(index, "state", version, held.master, tuple(held.wire.items()), self._clocks(index))
-            case shard_effects.InStep():
-                self.membership.send(("in step", {index: self.machine.in_step[index]}))
+            case shard_effects.CaughtUp():
+                self.membership.send(("in step", {index: self.machine.caught_up[index]}))
             case shard_effects.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shard_effects.Capture(version=version):
@@ -360,13 +361,13 @@ class SimulatedServer:
         Not in a past that is void, where nobody sees it any more (I10): a worker that goes on elsewhere may have let a
         version land over what it still sends to a server that has slept through the roll-back.
         """
-        if self._void:
+        if self._is_stale:
             return
         content = self.held[index].wire[version]
         if not isinstance(content, Mean):
             self.job.check_version(index, version, content.content if isinstance(content, State) else content)
         view = self.machine.view
-        if view is None or index not in self.machine.in_step:
+        if view is None or index not in self.machine.caught_up:
             return
         backup = self.node.world.acceptors.get(view.backup[index])
         if isinstance(backup, SimulatedServer):
@@ -378,11 +379,11 @@ class SimulatedServer:
                 )
 
     @property
-    def _void(self) -> bool:
+    def _is_stale(self) -> bool:
         """Has there been a roll-back that this server has not heard of?"""
         view, deciding = self.machine.view, getattr(self.node.world.acceptors.get(COORDINATOR), "machine", None)
         current = None if deciding is None else deciding.view
-        return view is not None and current is not None and view.since < current.since
+        return view is not None and current is not None and view.generation < current.generation
 
     def check_tally(self, index: int) -> None:
         """Every contribution of the job was applied, folded into another's update, or dropped: once, and no other."""

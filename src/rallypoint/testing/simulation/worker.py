@@ -6,10 +6,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from rallypoint.core import slots as machine
-from rallypoint.core.stream import StreamMachine
 from rallypoint.core.view import Member, View
-from rallypoint.core.worker import WorkerMachine
+from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
@@ -59,7 +59,7 @@ class SimulatedWorker:
     def _on_admitted(self, new: bool) -> None:
         self.membership.send(("propose", self.job.record()))
         if self.done:
-            self.membership.send(("done", self._since))
+            self.membership.send(("done", self._generation))
         if self.leaving:
             self.membership.send(("leaving",))
 
@@ -84,13 +84,13 @@ class SimulatedWorker:
         before = self.machine.view
         if before is not None and view.number <= before.number:
             return
-        void = before is not None and before.since != view.since
-        births = {member.id: member.birth for member in view.servers}
+        stale = before is not None and before.generation != view.generation
+        incarnations = {member.id: member.incarnation for member in view.servers}
         homes = {} if before is None else before.primary
         losing = {home for shard, home in homes.items() if view.primary[shard] != home}
         ended = []
         for id, (member, wire) in list(self._links.items()):
-            if births.get(id) != member.birth or void or id in losing:
+            if incarnations.get(id) != member.incarnation or stale or id in losing:
                 wire.close(0)
                 del self._links[id]
                 ended.append(id)
@@ -111,14 +111,14 @@ class SimulatedWorker:
         view = self.machine.view
         assert view is not None
         for member in view.servers:
-            key = (member.id, member.birth)
+            key = (member.id, member.incarnation)
             if member.id not in self._links and key not in self._trying:
                 self._trying.add(key)
                 self._connect(member)
 
     def _connect(self, member: Member) -> None:
         def up(wire: Wire) -> None:
-            self._trying.discard((member.id, member.birth))
+            self._trying.discard((member.id, member.incarnation))
             if not self._in_view(member):
                 wire.close(0)
                 return
@@ -137,7 +137,7 @@ class SimulatedWorker:
         if self._in_view(member):
             self._connect(member)
         else:
-            self._trying.discard((member.id, member.birth))
+            self._trying.discard((member.id, member.incarnation))
 
     def _in_view(self, member: Member) -> bool:
         return self.machine.view is not None and member in self.machine.view.servers
@@ -154,8 +154,8 @@ class SimulatedWorker:
         return self.machine.view.number if self.machine.view is not None else None
 
     @property
-    def _since(self) -> Any:
-        return self.machine.view.since if self.machine.view is not None else None
+    def _generation(self) -> Any:
+        return self.machine.view.generation if self.machine.view is not None else None
 
     def _receive(self, wire: Wire, message: Any) -> None:
         if wire in self._landing:
@@ -206,7 +206,7 @@ class SimulatedWorker:
         self._store_share()
         if not self.done and self.machine.step == self.job.steps:
             self.done = True
-            self.membership.send(("done", self._since))
+            self.membership.send(("done", self._generation))
         self.done = self.done and self.machine.step == self.job.steps
         action = self.machine.next_action()
         if action is None or not self._hesitate_s:
@@ -328,7 +328,7 @@ class SimulatedWorker:
         step = self.machine.step
         self._run(self.machine.handle(event))
         if isinstance(event, machine.ReplicaComputed):
-            self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._since))
+            self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._generation))
         self._poke()
 
     # ---- effects ----

@@ -1,0 +1,116 @@
+"""What a codec remembers of one shard of one replica, as bytes: for another worker, and for snapshots.
+
+A *memory* is the state after a step's contribution was encoded, and that contribution as it was sent: whoever takes the
+replica over may have to send it again (I2), and then it must be the same. The state's tensors come first, in the order
+of their names, little-endian; the payload is the rest, empty if that contribution went raw.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rallypoint.codec.build import build
+from rallypoint.codec.payload import all_finite
+from rallypoint.codec.protocol import Codec, Stateful
+from rallypoint.codec.shards import ShardCodecs
+from rallypoint.codec.spec import has_state
+from rallypoint.config import JobConfig, codec_of
+from rallypoint.core.layout import Layout, Shard
+from rallypoint.errors import ProtocolError
+
+
+@dataclass(frozen=True, slots=True)
+class CodecState:
+    """A memory after `step` (in the shard's own count), by the codec of that number."""
+
+    step: int
+    code: int
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a memory of one shard can be: its codec's number, and from how many to how many bytes."""
+
+    code: int
+    least: int
+    most: int
+
+    def check(self, code: int, nbytes: int) -> None:
+        """ProtocolError when that cannot be a memory of the shard."""
+        if code != self.code or not self.least <= nbytes <= self.most:
+            raise ProtocolError(
+                f"a memory of {nbytes} bytes in codec {code}: {self.least} to {self.most} in codec {self.code} are "
+                "possible"
+            )
+
+
+def limits_of(codec: Codec, words: int) -> Limits:
+    """Of a codec that serves a shard of `words` words."""
+    state = state_bytes(codec)
+    return Limits(codec.code, state, state + codec.bytes_for(words))
+
+
+def state_bytes(codec: Codec) -> int:
+    """Bytes of what the codec remembers; 0 for one that does not."""
+    return sum(t.numel() * t.element_size() for t in codec.state().values()) if isinstance(codec, Stateful) else 0
+
+
+def dump(codec: Stateful) -> bytes:
+    """The codec's state as bytes."""
+    parts = (tensor.numpy() for _, tensor in sorted(codec.state().items()))
+    return b"".join(part.astype(part.dtype.newbyteorder("<"), copy=False).tobytes() for part in parts)
+
+
+def load(codec: Codec, code: int, data: memoryview) -> memoryview:
+    """Take over the state that `dump` wrote of such a codec of number `code`; what follows it in `data` is returned.
+
+    ProtocolError when these are not such bytes, or hold a NaN or an infinity; the codec is then as it was.
+    """
+    size = state_bytes(codec)
+    if not isinstance(codec, Stateful) or code != codec.code or len(data) < size:
+        raise ProtocolError(f"{len(data)} bytes of codec {code} are no state of codec {codec.code}, which has {size}")
+    state, position = {}, 0
+    for name, own in sorted(codec.state().items()):
+        dtype = own.numpy().dtype
+        nbytes = own.numel() * own.element_size()
+        values = np.frombuffer(data[position : position + nbytes], dtype.newbyteorder("<")).astype(dtype)
+        state[name] = torch.from_numpy(values).view(own.shape)
+        position += nbytes
+        if not _sensible(state[name]):
+            raise ProtocolError(f"the state of codec {code} has a {name} that no codec comes to")
+    codec.load_state(state)
+    return data[size:]
+
+
+def _sensible(tensor: torch.Tensor) -> bool:
+    """A state's tensors are finite, its counts not negative."""
+    return all_finite(tensor.view(-1)) if tensor.dtype.is_floating_point else bool((tensor >= 0).all())
+
+
+class ShardCodecStates:
+    """Which shards of a job have memories, and what these can be. Threads may share it."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config, self._codecs = config, ShardCodecs(config)
+        self._limits: dict[tuple[int, tuple[int, ...]], Limits] = {}
+
+    def has(self, shard: Shard) -> bool:
+        """Does a worker remember something of this shard?"""
+        return has_state(codec_of(self._config, shard.group)) and self._codecs.of(shard) is not None
+
+    def of(self, shard: Shard) -> Limits:
+        """What a memory of this shard can be. ProtocolError when it has none."""
+        if not self.has(shard):
+            raise ProtocolError(f"a memory of shard {shard.index}, of which this job's workers remember nothing")
+        key = (shard.group, shard.shape)
+        if key not in self._limits:
+            self._limits[key] = limits_of(build(codec_of(self._config, shard.group), shard.shape), shard.words)
+        return self._limits[key]
+
+    def among(self, layout: Layout) -> tuple[int, ...]:
+        """The shards that have memories, ascending."""
+        return tuple(shard.index for shard in layout.shards if self.has(shard))

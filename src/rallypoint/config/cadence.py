@@ -1,0 +1,68 @@
+"""Which shards each round is for, where groups have periods of their own or fragments take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rallypoint.config.tree import JobConfig
+from rallypoint.core.cadence import EVERY_ROUND, TOGETHER, Cadence, Period, cut_evenly, cycle, first_empty
+from rallypoint.core.layout import Shard
+from rallypoint.errors import ConfigError
+
+_LONGEST_CYCLE = 1 << 12  # ticks
+
+
+def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
+    """Which shards each round is for: those of groups with a period of their own by that; of the others runs of
+    consecutive ones, of about as many bytes each, take turns.
+
+    Buffers take none, they are due in every round: they are small, and each of a replica's rounds begins with them.
+    ConfigError when there are more fragments than shards, or nothing would be due at some tick.
+    """
+    if config.local is None or not config.staggered:
+        return TOGETHER
+    if config.local.delay and any(shard.role == "buffers" for shard in shards):
+        raise ConfigError(
+            "a delay is not supported for models with buffers in their state_dict (BatchNorm statistics): each tick "
+            "would have to begin with those of the one before; use delay=0, or GroupNorm and the like"
+        )
+    fragments, size = config.local.fragments, config.steps_per_round
+    own = {s.index: period for s in shards if (period := _own_period(config, s.group)) is not None}
+    taking = [shard for shard in shards if shard.role == "parameters" and shard.index not in own]
+    if len(taking) < fragments and (fragments > 1 or not own):
+        raise ConfigError(
+            f"fragments={fragments}, but the parameters are only {len(taking)} shards: use fewer, or smaller shards "
+            "(shard_bytes)"
+        )
+    every = config.local.steps // size
+    for shard, fragment in zip(taking, cut_evenly([s.nbytes for s in taking], fragments), strict=True):
+        own[shard.index] = Period(every, (fragment + 1) * every // fragments - 1)
+    periods = sorted(set(own.values()), key=lambda period: (period.every, period.first))
+    _check_periods(periods, config)
+    indices = {period: index for index, period in enumerate(periods)}
+    period_of = tuple(indices[own[s.index]] if s.index in own else EVERY_ROUND for s in shards)
+    return Cadence(tuple(periods), config.rounds, period_of)
+
+
+def _own_period(config: JobConfig, group: int) -> Period | None:
+    """When a group with a period of its own is due; None if it has none."""
+    if group < 2 or (every := config.groups[group - 2].sync_every) is None:
+        return None
+    size = config.steps_per_round
+    return Period(every // size, (config.groups[group - 2].sync_offset // size - 1) % (every // size))
+
+
+def _check_periods(periods: Sequence[Period], config: JobConfig) -> None:
+    size = config.steps_per_round
+    steps = ", ".join(str(every * size) for every in sorted({period.every for period in periods}))
+    if cycle(periods) > _LONGEST_CYCLE:
+        raise ConfigError(
+            f"periods of {steps} steps come together only every {cycle(periods) * size} steps: use multiples of each "
+            "other (sync_every, and the local steps)"
+        )
+    if (round := first_empty(periods)) is not None and round < config.rounds - 1:
+        raise ConfigError(
+            f"nothing would be synchronised after step {(round + 1) * size}, but with periods of {steps} steps and "
+            f"these offsets there is a tick every {size} steps (their greatest common divisor): let some group have "
+            f"sync_every={size}, or use periods that are multiples of the shortest, and offsets that are too"
+        )

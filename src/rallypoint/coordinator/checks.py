@@ -1,0 +1,57 @@
+"""What the coordinator lets itself be told, and by whom."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from rallypoint.config import JobConfig, parse, record_of
+from rallypoint.errors import ConfigError, ProtocolError
+from rallypoint.net.messages import (
+    Accounted,
+    Applied,
+    Beat,
+    CaughtUp,
+    Done,
+    GiveUp,
+    Hello,
+    Leaving,
+    Message,
+    Metrics,
+    NotStored,
+    Propose,
+    Report,
+    Resize,
+    Say,
+    Skipped,
+    SnapshotWanted,
+    Stored,
+)
+
+_MAY_SAY: dict[str, tuple[type, ...]] = {
+    "worker": (Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
+    "server": (Beat, Applied, Accounted, CaughtUp, Stored, NotStored, Skipped, Say, GiveUp),
+    "observer": (SnapshotWanted, Resize),
+}
+
+
+def checked(message: Message, sender: Hello) -> Message:
+    """The message; ProtocolError for one that its sender may not say, or that decodes but makes no sense."""
+    if not isinstance(message, _MAY_SAY[sender.role]):
+        raise ProtocolError(f"a {type(message).__name__} message from {sender.role} {sender.id}")
+    if isinstance(message, Report) and not (
+        message.weight > 0 and math.isfinite(message.weight) and math.isfinite(message.seconds)
+    ):
+        raise ProtocolError(f"a report of weight {message.weight} after {message.seconds} s")
+    if isinstance(message, Propose):
+        config = message.record.config
+        if missing := sorted(set(JobConfig.__struct_fields__) - config.keys()):
+            raise ProtocolError(f"a job record whose settings are not resolved: {missing[0]} is missing")
+        try:
+            resolved = record_of(parse(config), message.record.layout, message.record.frozen)
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from None
+        if msgspec.structs.replace(resolved, config=config) != message.record:
+            raise ProtocolError("a job record that says something else than its settings do")
+    return message

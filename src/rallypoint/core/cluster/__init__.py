@@ -1,0 +1,1 @@
+"""The coordinator's pure machine and its parts: members, views, assignments, snapshots."""

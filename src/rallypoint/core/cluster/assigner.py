@@ -1,0 +1,85 @@
+"""Who computes which replica while a job runs: evenly, or by the workers' speeds where that has been seen to pay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.core.cluster.events import Progress
+from rallypoint.core.cluster.speeds import Speeds
+from rallypoint.core.cluster.trial import Trial
+from rallypoint.core.cluster.view_change import AHEAD, following_assignments
+from rallypoint.core.view import Assignment
+
+Assigned = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Assigner:
+    """What is known of the workers' speeds, and the deal that is on trial."""
+
+    _speeds: Speeds = field(default_factory=Speeds)
+    _trial: Trial = field(default_factory=Trial)
+
+    # ---- what is seen ----
+
+    def computed(self, report: Progress, replicas: int, now: float) -> None:
+        """A worker has computed one of a step's `replicas`."""
+        if self._speeds.computed(report.worker, report.step, report.replica, report.seconds, now):
+            self._trial.computed(report.step, replicas, now)
+
+    def forget(self, worker: str) -> None:
+        """The worker is gone."""
+        self._speeds.forget(worker)
+
+    def others_compute(self) -> None:
+        """Somebody came or went: what rounds took says nothing about those that follow."""
+        self._trial.restart()
+
+    def restart(self) -> None:
+        """Steps will be computed again."""
+        self._speeds.restart()
+        self._trial.restart()
+
+    def lateness(self) -> Mapping[str, tuple[float, float]]:
+        """Every worker's seconds per replica: median and 99th percentile of the last ones."""
+        return self._speeds.percentiles()
+
+    # ---- what follows from it ----
+
+    def assignments(
+        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, *, sticky: bool
+    ) -> tuple[Assignment, ...]:
+        """The deals when others compute than do now, with these `assigned`.
+
+        Where replicas are `sticky`, what they leave on their workers shall not move because one of them was slow just
+        when another has gone.
+        """
+        speeds = self._speeds if self._trial.paid and not sticky else Speeds()
+        return following_assignments(assigned, workers, replicas, furthest, speeds)
+
+    def better(
+        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, now: float
+    ) -> tuple[str, tuple[Assignment, ...]] | None:
+        """Other deals among the same workers, and why: by speed if somebody has become slower or faster than what it
+        was dealt for; or back, if that has not paid. None when nothing is to change."""
+        start = furthest + AHEAD
+        if (former := self._trial.verdict(now, start)) is not None:
+            why = f"steps have not become shorter: from step {start} on replicas are dealt as before"
+            return why, (Assignment(0, dict(assigned)), Assignment(start, dict(former)))
+        self._speeds.fade(assigned, now)
+        seconds = self._trial.round(now)
+        if seconds is None or not self._speeds.known(assigned):
+            return None
+        assignments = following_assignments(assigned, workers, replicas, furthest, self._speeds, seconds)
+        if len(assignments) == 1:
+            return None
+        self._trial.begin(assigned, seconds, start)
+        shares = ", ".join(f"{worker} {len(own)}" for worker, own in sorted(assignments[-1].replicas.items()))
+        return f"workers are not equally fast: from step {start} on replicas are dealt by speed ({shares})", assignments
+
+    def straggler(
+        self, assigned: Assigned, furthest: int, workers: Sequence[str], now: float
+    ) -> tuple[str, int, int] | None:
+        """(idle worker, step, replica): a replica of the `furthest` step that is late, and who could compute it too."""
+        return self._speeds.straggler(assigned, furthest, workers, now)

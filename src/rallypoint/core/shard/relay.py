@@ -1,0 +1,115 @@
+"""A server's side of handing over what codecs remember of replicas: it keeps a memory between two workers.
+
+Workers have no links to each other,
+    so the shard's primary is where a memory (see `core/worker/handover.py`) changes hands. It
+holds at most one of each (shard, replica): the newest, until somebody contributes a later step, who then has what
+follows from it.
+
+Each (shard, replica) has at most one *owner*: the worker that was answered last, or that contributes where nobody was.
+It is so until it gives the memory back, or says that it has nothing new, or is not in the view any more. Who recalls
+waits while somebody else is the owner: every worker learns of the view in which it is not to compute that replica. If
+the owner dies, there is what it had been answered with, as long as it has contributed nothing since; else nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.worker.handover import Key
+
+M = TypeVar("M")
+
+
+class Answer(NamedTuple, Generic[M]):
+    """Tell `worker` what there is of (shard, replica); `codec_state` is None if there is nothing."""
+
+    worker: str
+    shard: int
+    replica: int
+    step: int = 0
+    codec_state: M | None = None
+
+
+@dataclass(slots=True)
+class Relay(Generic[M]):
+    """The memories at server `me`, for the shards of which it is the primary."""
+
+    me: str
+    _generation: ViewNumber | None = None
+    _incarnations: dict[str, int] = field(default_factory=dict)
+    _held: dict[Key, tuple[int, M]] = field(default_factory=dict)
+    _owners: dict[Key, tuple[str, int]] = field(default_factory=dict)
+    _asking: dict[Key, list[str]] = field(default_factory=dict)
+
+    def adopt(self, view: View) -> list[Answer[M]]:
+        """A new view: what is of a void past or of another primary's shard goes, who waits for somebody gone hears."""
+        if self._generation != view.generation:
+            for known in (self._held, self._owners, self._asking):
+                known.clear()
+        self._generation = view.generation
+        self._incarnations = {member.id: member.incarnation for member in view.workers}
+        for known in (self._held, self._owners, self._asking):
+            for key in [key for key in known if view.primary.get(key[0]) != self.me]:
+                del known[key]
+        self._owners = {key: who for key, who in self._owners.items() if self._incarnations.get(who[0]) == who[1]}
+        for key, workers in self._asking.items():
+            self._asking[key] = [worker for worker in workers if worker in self._incarnations]
+        return [answer for key in sorted(self._asking) for answer in self._answer(key)]
+
+    def contributed(self, shard: int, replica: int, step: int, worker: str, upcoming: int) -> None:
+        """A contribution has come to a shard that waits for the replica's to step `upcoming`."""
+        key = (shard, replica)
+        if not upcoming - 1 <= step <= upcoming:
+            return
+        if key in self._held and self._held[key][0] < step:
+            del self._held[key]
+        if key not in self._held and key not in self._owners and worker in self._incarnations:
+            self._owners[key] = (worker, self._incarnations[worker])
+
+    def given(
+        self, shard: int, replica: int, worker: str, upcoming: int, codec_state: tuple[int, M] | None
+    ) -> list[Answer[M]]:  # fmt: skip
+        """A worker gives a memory with its step, or (None) says that it has nothing new.
+
+        One from before the last contribution is of no use: what it says was unsent has been sent since. One from after
+        the next cannot be.
+        """
+        key = (shard, replica)
+        fits = codec_state is not None and upcoming - 1 <= codec_state[0] <= upcoming
+        if codec_state is not None and fits and (key not in self._held or self._held[key][0] < codec_state[0]):
+            self._held[key] = codec_state
+        if self._owners.get(key, ("", 0))[0] == worker:
+            del self._owners[key]
+        if worker in self._asking.get(key, ()):
+            self._asking[key].remove(worker)
+        return self._answer(key)
+
+    def restored(self, shard: int, replica: int, step: int, codec_state: M) -> None:
+        """A memory has come with the shard, from a snapshot."""
+        self._held[shard, replica] = (step, codec_state)
+
+    def recalled(self, shard: int, replica: int, worker: str, upcoming: int) -> list[Answer[M]]:
+        """A worker is to compute the replica, and asks what there is of it."""
+        key = (shard, replica)
+        if key in self._held and self._held[key][0] + 1 < upcoming:
+            del self._held[key]
+        asking = self._asking.setdefault(key, [])
+        if worker not in asking and worker in self._incarnations:
+            asking.append(worker)
+        return self._answer(key)
+
+    def _answer(self, key: Key) -> list[Answer[M]]:
+        """Somebody who waits for this is its owner from now on, if nobody else is."""
+        asking = self._asking.get(key, [])
+        owner = self._owners.get(key)
+        answers: list[Answer[M]] = []
+        if asking and (owner is None or owner[0] in asking):
+            worker = asking[0] if owner is None else owner[0]
+            asking.remove(worker)
+            self._owners[key] = (worker, self._incarnations[worker])
+            answers = [Answer(worker, *key, *self._held.get(key, (0, None)))]
+        if not asking:
+            self._asking.pop(key, None)
+        return answers

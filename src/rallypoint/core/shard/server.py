@@ -1,0 +1,290 @@
+"""A server's machine: its shards under the view in force, and the decisions that servers take together.
+
+Events for one shard go through `handle`, measures through `told`, views through `adopt`; what comes out is to be done
+in order, each with the shard it is meant for. `server/reducer.py` does it to tensors, `testing/simulation.py` to names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.policy import Policy
+from rallypoint.core.shard import effects as shard_effects
+from rallypoint.core.shard import events as shard_events
+from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
+from rallypoint.core.shard.machine import ShardMachine, Tally
+from rallypoint.core.view import View, ViewNumber
+
+FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share of the links and of the memory
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What of the job's record the machine needs.
+
+    `expected` replicas contribute to a shard, `rounds` times each, or as often as it is due in `cadence`; `measured`
+    shards count in the global norm (the parameters), `decides` are those that wait for a decision.
+    """
+
+    policy: Policy
+    expected: Sequence[int]
+    measured: frozenset[int]
+    decides: frozenset[int]
+    clip: float | None = None
+    skip_not_finite: bool = False
+    rounds: int = 0
+    buffer_policy: Policy | None = None  # if it is not that of the parameters
+    compensates: bool = False
+    cadence: Cadence = TOGETHER
+
+    def rounds_of(self, index: int) -> int:
+        """The shard's own version at the end of the job."""
+        return self.rounds if self.cadence.together else self.cadence.updates(index)
+
+    def machine(self, index: int, *, primary: bool) -> ShardMachine:
+        """A new machine for the shard."""
+        policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
+        return ShardMachine(
+            policy, self.expected[index], index in self.decides, primary=primary, rounds=self.rounds_of(index),
+            skips=self.skip_not_finite and policy.streaming, compensates=self.compensates and index in self.measured,
+        )  # fmt: skip
+
+
+# ---- effects beside those of a shard ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Make room for a shard."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Disown:
+    """Let go of a shard and all that is held of it."""
+
+    shard: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Read these shards from the snapshot `origin`; each is then Loaded."""
+
+    shards: tuple[int, ...]
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class On:
+    """An effect on one shard."""
+
+    shard: int
+    effect: shard_effects.Effect
+
+
+Effect = Own | Disown | Restore | On | Tell | Verdict
+
+
+@dataclass(slots=True)
+class ServerMachine:
+    """All shards that server `me` holds, as primary or backup."""
+
+    me: str
+    plan: Plan
+    view: View | None = None
+    incarnation: int = -1
+    _machines: dict[int, ShardMachine] = field(default_factory=dict)
+    _backups: dict[int, tuple[str, ViewNumber]] = field(default_factory=dict)  # whom, and since which view
+    _clip: ClipMachine | None = None
+    _filling: set[int] = field(default_factory=set)
+    _linked: set[str] = field(default_factory=set)
+
+    def machine(self, index: int) -> ShardMachine | None:
+        """The shard's machine, if it is held here."""
+        return self._machines.get(index)
+
+    @property
+    def held(self) -> list[int]:
+        """The shards held here, ascending."""
+        return sorted(self._machines)
+
+    @property
+    def caught_up(self) -> dict[int, ViewNumber]:
+        """The shards whose backup may be promoted, and the view in which we and that backup met."""
+        return {i: self._backups[i][1] for i, machine in sorted(self._machines.items()) if machine.caught_up}
+
+    def is_primary(self, index: int) -> bool:
+        """Is this server the shard's primary?"""
+        machine = self._machines.get(index)
+        return machine is not None and machine.primary
+
+    def takes_from(self, index: int, sender: str) -> bool:
+        """Is `sender` the primary whose updates of this shard count here? (I10)"""
+        return (
+            self.view is not None and self.view.primary.get(index) == sender
+            and self.view.backup.get(index) == self.me and index in self._machines
+        )  # fmt: skip
+
+    # ---- events ----
+
+    def handle(self, index: int, event: shard_events.Event) -> list[Effect]:
+        """An event for one shard that is held here."""
+        machine = self._machines[index]
+        effects: list[Effect] = [On(index, effect) for effect in machine.handle(event)]
+        if isinstance(event, (shard_events.Initialise, shard_events.Loaded)):
+            effects += self._fill_some([index])  # it has a state to give only now
+        elif isinstance(event, shard_events.Acked) and index in self._filling:  # not at every update's
+            self._filling.discard(index)
+            effects += self._fill_some(self.held)
+        return effects
+
+    def capture(self, version: int) -> list[Effect]:
+        """A snapshot is wanted of the job's version `version`; one that is missed is said in the job's versions too."""
+        effects: list[Effect] = []
+        for index in (i for i in self.held if self.is_primary(i)):
+            for effect in self.handle(index, shard_events.CaptureAt(self.plan.cadence.updates_before(index, version))):
+                match effect:
+                    case On(effect=shard_effects.Capture(missed=True)):
+                        passed = self.plan.cadence.begun(index, self._machines[index].version)
+                        effects.append(On(index, shard_effects.Capture(max(passed, version + 1), missed=True)))
+                    case _:
+                        effects.append(effect)
+        return effects
+
+    def want(self, event: shard_events.Want) -> list[Effect]:
+        """A follower wants a replica's next parameters of every shard that is primary here."""
+        return self._all_primaries(event)
+
+    def unfollowed(self, follower: str) -> list[Effect]:
+        """A follower is gone."""
+        return self._all_primaries(shard_events.Unfollowed(follower))
+
+    def _all_primaries(self, event: shard_events.Event) -> list[Effect]:
+        return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
+
+    @property
+    def tally(self) -> Tally | None:
+        """What has become of the contributions to the first shard, if it is primary here."""
+        return self._machines[0].tally if self.is_primary(0) else None
+
+    def measured(self, step: int, measure: Measure) -> list[Effect]:
+        """A shard of ours has finished its sum."""
+        return [] if self._clip is None else list(self._clip.measured(step, measure))
+
+    def told(self, step: int, measures: Iterable[Measure]) -> list[Effect]:
+        """Another server told what it knows."""
+        return [] if self._clip is None else list(self._clip.told(step, measures))
+
+    def decided(self, verdict: Verdict) -> list[Effect]:
+        """Every server takes this verdict. To be called when the effects that brought it are done."""
+        effects: list[Effect] = []
+        for index, machine in sorted(self._machines.items()):
+            if machine.decides:
+                effects += self.handle(index, shard_events.Decide(verdict.step, verdict.scale))
+        return effects
+
+    def peer_linked(self, server: str) -> list[Effect]:
+        """The link to another server of the view stands (again): it may have missed what was told."""
+        self._linked.add(server)
+        known = [] if self._clip is None else list(self._clip.retell())
+        return [*known, *self._fill_some(self.held)]
+
+    def peer_lost(self, server: str) -> list[Effect]:
+        """The link to another server was lost, with whatever was under way to it."""
+        self._linked.discard(server)
+        for index, (backup, _) in self._backups.items():
+            if backup == server:
+                self._machines[index].relinked()
+                self._filling.discard(index)
+        return self._fill_some(self.held)  # what was under way there makes room for others
+
+    def adopt(self, view: View) -> list[Effect]:
+        """Take a new view, or the first."""
+        if self.view is not None and view.number <= self.view.number:
+            return []
+        before, self.view = self.view, view
+        stayed = {(member.id, member.incarnation) for member in before.servers} if before is not None else set()
+        self._linked &= {member.id for member in view.servers if (member.id, member.incarnation) in stayed}
+        incarnation = next((member.incarnation for member in view.servers if member.id == self.me), -1)
+        reborn, self.incarnation = incarnation != self.incarnation, incarnation
+        rolled_back = before is None or before.generation != view.generation
+        if reborn or rolled_back:
+            return self._new_generation(view, restore=rolled_back)
+        held = {s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))}
+        effects: list[Effect] = [self._disown(index) for index in sorted(self._machines.keys() - held)]
+        for index in sorted(held):
+            effects += self._assign(index, view)
+        return [*effects, *self._share(view), *self._fill_some(self.held)]
+
+    # ---- views ----
+
+    def _new_generation(self, view: View, *, restore: bool) -> list[Effect]:
+        """Whatever was held is void: after a roll-back, or because we had been given up."""
+        effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
+        self._filling.clear()
+        self._clip = self._new_clip()
+        for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
+            effects += self._assign(index, view)
+        effects += self._share(view)
+        own = tuple(view.shards_of(self.me))
+        if restore and view.origin and own:  # a server that joins later has none, and the snapshot may be gone
+            effects.append(Restore(own, view.origin))
+        return effects
+
+    def _assign(self, index: int, view: View) -> list[Effect]:
+        primary = view.primary[index] == self.me
+        effects: list[Effect] = []
+        if index not in self._machines:
+            self._machines[index] = self.plan.machine(index, primary=primary)
+            effects.append(Own(index))
+        server = view.backup.get(index) if primary else None
+        backup = None if server is None else (server, view.paired[index])
+        fresh = backup is not None and self._backups.get(index) != backup
+        if backup is None or fresh:
+            self._backups.pop(index, None)
+            self._filling.discard(index)
+        if backup is not None:
+            self._backups[index] = backup
+        machine = self._machines[index]
+        done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
+        verdict = self._clip.verdict(machine.version) if self._clip is not None else None
+        if verdict is not None and machine.decides:
+            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # taken before the shard was ours
+        return effects + [On(index, effect) for effect in done]
+
+    def _disown(self, index: int) -> Disown:
+        del self._machines[index]
+        self._backups.pop(index, None)
+        self._filling.discard(index)
+        return Disown(index)
+
+    def _share(self, view: View) -> list[Effect]:
+        """The norms of shards that are primary here now are ours to measure; all servers hear again what we know."""
+        if self._clip is None:
+            return []
+        self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.measured
+        return list(self._clip.retell())
+
+    def _new_clip(self) -> ClipMachine | None:
+        if not self.plan.decides:
+            return None
+        return ClipMachine(
+            sorted(self.plan.measured), frozenset(), self.plan.clip, skip_not_finite=self.plan.skip_not_finite
+        )
+
+    def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
+        """Let some more of these shards' backups have their first state, in the background of what else goes on."""
+        effects: list[Effect] = []
+        for index in indices:
+            if len(self._filling) >= FILLS_AT_ONCE:
+                break
+            machine = self._machines[index]
+            if not machine.needs_sync or self._backups[index][0] not in self._linked:
+                continue
+            if filled := machine.handle(shard_events.FillBackup()):
+                self._filling.add(index)
+                effects += [On(index, effect) for effect in filled]
+        return effects

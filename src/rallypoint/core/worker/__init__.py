@@ -1,0 +1,1 @@
+"""The worker's pure machines: aligned and streaming jobs, slots, hand-over of codec states."""

@@ -1,0 +1,1 @@
+"""The worker's data plane: links to servers, slots, what arrives."""

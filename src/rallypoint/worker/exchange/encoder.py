@@ -1,0 +1,166 @@
+"""A worker's side of compression: gradients leave their slots as payloads, encoded versions become slots again."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from rallypoint.codec.build import build, build_stateless
+from rallypoint.codec.protocol import Codec, NonFinitePayload, Stateful
+from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.shards import ShardCodecs
+from rallypoint.codec.state import CodecState, dump, load
+from rallypoint.config import JobConfig, codec_of
+from rallypoint.core.layout import Layout
+from rallypoint.core.order import derive_seed
+from rallypoint.errors import ProtocolError
+from rallypoint.net.pool import Buffer, BufferPool
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """An encoded gradient: its codec's number, its bytes, and the buffer they are in."""
+
+    code: int
+    data: memoryview
+    buffer: Buffer
+
+
+class Encoder:
+    """Encodes contributions with the codecs of their groups, and decodes versions. Buffers' shards go raw both ways.
+
+    What a codec with a memory (error feedback, DGC, PowerSGD) has sent of a step is kept until the next one: a
+    contribution that has to be sent again is the same, and its residual is not moved twice.
+    """
+
+    def __init__(self, layout: Layout, config: JobConfig) -> None:
+        self._layout, self._config = layout, config
+        self._scratch = Scratch()
+        self._lock = threading.Lock()  # of the scratch, and of what codecs remember
+        self._codecs: dict[tuple[int, int], Codec] = {}
+        self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}  # None: it went raw
+        self._decoders = threading.local()
+        self._pools = _pools(layout, ShardCodecs(config, self._scratch))
+
+    def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
+        """The contribution `values` (the shard's words, fp32) as a payload of which the caller releases the buffer.
+
+        None: it is to go raw, because that is the codec, or because the codec cannot carry a NaN or an infinity that is
+        in it: the servers must see that.
+        """
+        pool = self._pools[shard]
+        if pool is None:
+            return None
+        with self._lock:
+            return self._encode((shard, replica), step, values, pool)
+
+    def reset(self) -> None:
+        """After a roll-back: what codecs remember belongs to a past that is void."""
+        with self._lock:
+            for codec in self._codecs.values():
+                if isinstance(codec, Stateful):
+                    codec.reset()
+            for key in list(self._kept):
+                self._let_go(key)
+
+    def give(self, shard: int, replica: int) -> CodecState | None:
+        """What is remembered of a replica's shard, which is forgotten here; None if that is nothing."""
+        key = (shard, replica)
+        with self._lock:
+            codec = self._codecs.pop(key, None)
+            if key not in self._kept or not isinstance(codec, Stateful):
+                return None
+            codec_state = self._dump(key, codec)
+            self._let_go(key)
+            return codec_state
+
+    def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
+        """What is remembered of a replica's shard after `step`; None if that is nothing, or it is of another step."""
+        key = (shard, replica)
+        with self._lock:
+            codec = self._codecs.get(key)
+            if self._kept.get(key, (-1, None))[0] != step or not isinstance(codec, Stateful):
+                return None
+            return self._dump(key, codec)
+
+    def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
+        """Remember of a replica's shard what another worker did, or nothing. ProtocolError when that cannot be."""
+        key, pool = (shard, replica), self._pools[shard]
+        with self._lock:
+            self._codecs.pop(key, None)
+            self._let_go(key)
+            if codec_state is None:
+                return
+            codec = self._codec(key)
+            sent = load(codec, codec_state.code, codec_state.data)
+            if pool is None or len(sent) > codec.bytes_for(self._layout.shards[shard].words):
+                raise ProtocolError(f"a memory of shard {shard} that brings a contribution of {len(sent)} bytes")
+            payload = None
+            if len(sent):
+                buffer = pool.take()
+                buffer.bytes[: len(sent)] = sent
+                payload = Payload(codec.code, buffer.bytes[: len(sent)], buffer)
+            self._keep(key, codec_state.step, payload)
+
+    def decode(self, payload: memoryview, into: torch.Tensor) -> None:
+        """A version as it came from a server. ProtocolError when it is none."""
+        codec = getattr(self._decoders, "codec", None)
+        if codec is None:
+            codec = self._decoders.codec = build_stateless(self._config.down)
+        codec.decode(payload, into)
+
+    def _dump(self, key: tuple[int, int], codec: Codec) -> CodecState:
+        assert isinstance(codec, Stateful)
+        step, payload = self._kept[key]
+        data = dump(codec) + (bytes(payload.data) if payload is not None else b"")
+        return CodecState(step, codec.code, memoryview(data))
+
+    def _encode(self, key: tuple[int, int], step: int, values: torch.Tensor, pool: BufferPool) -> Payload | None:
+        last, kept = self._kept.get(key, (-1, None))
+        if last >= step:  # (beyond it: of a replica that came from elsewhere, and the shard needs no more of this step)
+            if kept is None or last > step:
+                return None
+            kept.buffer.retain()
+            return kept
+        codec = self._codec(key)
+        buffer = pool.take()
+        seed = derive_seed(self._config.seed, "codec", step, key[1], key[0])
+        try:
+            used = codec.encode(values, buffer.bytes, seed=seed)
+        except NonFinitePayload:
+            buffer.release()
+            if isinstance(codec, Stateful):
+                self._keep(key, step, None)
+            return None
+        payload = Payload(codec.code, buffer.bytes[:used], buffer)
+        if isinstance(codec, Stateful):
+            buffer.retain()
+            self._keep(key, step, payload)
+        return payload
+
+    def _keep(self, key: tuple[int, int], step: int, payload: Payload | None) -> None:
+        self._let_go(key)
+        self._kept[key] = (step, payload)
+
+    def _let_go(self, key: tuple[int, int]) -> None:
+        _, payload = self._kept.pop(key, (-1, None))
+        if payload is not None:
+            payload.buffer.release()
+
+    def _codec(self, key: tuple[int, int]) -> Codec:
+        if key not in self._codecs:
+            shard = self._layout.shards[key[0]]
+            self._codecs[key] = build(codec_of(self._config, shard.group), shard.shape, self._scratch)
+        return self._codecs[key]
+
+
+def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
+    """Where each shard's payloads are written: one pool for each group, for its largest; None for what goes raw."""
+    bounds: dict[int, int] = {}
+    for shard in layout.shards:
+        if (codec := codecs.of(shard)) is not None:
+            bounds[shard.group] = max(bounds.get(shard.group, 0), codec.bytes_for(shard.words))
+    pools = {group: BufferPool(-(-nbytes // 4)) for group, nbytes in bounds.items()}
+    return [pools[shard.group] if codecs.of(shard) is not None else None for shard in layout.shards]

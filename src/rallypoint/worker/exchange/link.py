@@ -1,0 +1,225 @@
+"""The link from a worker to one server: pushes go out under a credit window, versions come in to where they belong."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from rallypoint.core.view import Member, ViewNumber
+from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.dialer import Dialer
+from rallypoint.net.frames import Header, Kind, wants
+from rallypoint.net.messages import Refused, expect
+from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
+
+_NOTHING = memoryview(b"")
+
+
+class Arrivals(Protocol):
+    """Where versions, and news of the link itself, go: the exchange."""
+
+    def arriving(self, header: Header) -> memoryview | None:
+        """The bytes where this version belongs; None to read and forget it. ProtocolError if it cannot be."""
+
+    def decode(self, shard: int, payload: memoryview) -> None:
+        """The version that `arriving` made room for has come as this payload. ProtocolError if it cannot be read."""
+
+    def rows(self, header: Header, data: bytearray) -> None:
+        """Rows have come that were pulled, or the word that they are not kept any more."""
+
+    def to_wait(self, replica: int, clock: int) -> None:
+        """A replica's next step has to wait for others that are behind."""
+
+    def state(self, header: Header, data: bytearray) -> None:
+        """A shard's whole state has come, where workers have one. ProtocolError if it cannot be read."""
+
+    def check_codec_state(self, header: Header) -> None:
+        """ProtocolError unless what comes can be a memory of that shard, or the word that there is none."""
+
+    def codec_state(self, header: Header, data: bytearray) -> None:
+        """What was recalled of a replica. ProtocolError if it cannot be read."""
+
+    def codec_state_taken(self, shard: int, replica: int) -> None:
+        """The server has the memory that was sent."""
+
+    def landed(self, shard: int) -> None:
+        """The version that `arriving` made room for is whole."""
+
+    def link_up(self, server: Member) -> None:
+        """The link stands (again)."""
+
+    def link_lost(self, server: Member, error: RallypointError) -> None:
+        """The link has ended, and touches no slot any more; it will be made again."""
+
+
+class ServerLink:
+    """Keeps a connection to one server, from threads of its own, from `start` until it is closed.
+
+    At most `window` contributions are on their way without the server's credit: that bounds the server's memory, and
+    keeps many workers from flooding one server's switch port at once (incast).
+    """
+
+    def __init__(
+        self, *, transport: Transport, server: Member, me: str, token: str, window: int, arrivals: Arrivals,
+        view: Callable[[], ViewNumber], tracer: Tracer,
+    ) -> None:  # fmt: skip
+        self.server = server
+        self._window = window
+        self._arrivals, self._tracer = arrivals, tracer
+        self._channel: Channel | None = None
+        self._credits, self._in_flight = 0, 0
+        self._waiting: deque[tuple[Header, memoryview, Callable[[], None]]] = deque()
+        self._lock = threading.Lock()
+        self._scratch = memoryview(b"")
+        self._dialer = Dialer(
+            transport=transport, peer=server, role="worker", id=me, token=token, tracer=tracer, view=view,
+            up=self._up, serve=self._receive_all, down=self._down,
+        )  # fmt: skip
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._dialer.start()
+
+    @property
+    def trouble(self) -> str:
+        """Why there is no connection now; "" while there is one."""
+        return self._dialer.trouble
+
+    def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None:
+        """Queue a contribution; `sent` is called when its bytes may be reused, also when the link is lost."""
+        with self._lock:
+            channel = self._channel
+            if channel is not None and self._credits == 0:
+                self._waiting.append((header, payload, sent))
+                return
+            self._credits -= 1
+        if channel is None:
+            sent()  # it is lost; whoever hears that the link is will send it again
+        else:
+            channel.send(header, payload, sent)
+
+    def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
+        """Ask for one version again."""
+        self._send(Header(Kind.FETCH, number, shard=shard, step=version))
+
+    def pull(self, header: Header, payload: memoryview) -> None:
+        """Ask for rows of a table's part. If the link is lost, so is this."""
+        if (channel := self._channel) is not None:
+            channel.send(header, payload, urgent=True)
+
+    def want(self, shard: int, replica: int, number: ViewNumber) -> None:
+        """Ask for the parameters for a replica's next step; after the contributions that are queued, which ask too."""
+        header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
+        with self._lock:
+            channel = self._channel
+            if channel is not None and self._waiting:
+                self._waiting.append((header, _NOTHING, _nothing))
+                return
+        if channel is not None:
+            channel.send(header)
+
+    def send_codec_state(self, header: Header, payload: memoryview | None = None) -> None:
+        """Send a Memory or a Recall, in the order of the calls. If the link is lost, so is this."""
+        if (channel := self._channel) is not None:
+            channel.send(header, payload)
+
+    def follow(self, number: ViewNumber, *, on: bool) -> None:
+        """Ask for every shard's newest version and each one that follows; or for no more."""
+        self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number))
+
+    def limit_in_flight(self, nbytes: int) -> None:
+        """Let about so many bytes of versions be on their way here at once (0: no limit of ours)."""
+        with self._lock:
+            self._in_flight, channel = nbytes, self._channel
+        if channel is not None and nbytes:
+            channel.connection.limit_in_flight(nbytes)
+
+    def close(self) -> None:
+        """End the link and its threads."""
+        self._dialer.close()
+
+    def _send(self, header: Header) -> None:
+        if (channel := self._channel) is not None:
+            channel.send(header, urgent=True)
+
+    # ---- the dialer's thread ----
+
+    def _up(self, channel: Channel) -> None:
+        with self._lock:
+            self._channel, self._credits = channel, self._window
+            in_flight = self._in_flight
+        if in_flight:
+            channel.connection.limit_in_flight(in_flight)
+        self._arrivals.link_up(self.server)
+
+    def _down(self, error: RallypointError) -> None:
+        with self._lock:
+            self._channel = None
+            waiting, self._waiting = self._waiting, deque()
+        for _, _, sent in waiting:
+            sent()
+        self._arrivals.link_lost(self.server, error)
+
+    def _receive_all(self, channel: Channel) -> None:
+        while True:
+            header = channel.receive_header()
+            match header.kind:
+                case Kind.VERSION:
+                    self._receive_version(channel, header)
+                case Kind.STATE:
+                    self._arrivals.state(header, channel.receive_bytes(header))
+                case Kind.ROWS:
+                    self._arrivals.rows(header, channel.receive_bytes(header))
+                case Kind.CREDIT:
+                    self._credit(channel, header.replica)
+                case Kind.MEMORY:
+                    self._arrivals.check_codec_state(header)
+                    self._arrivals.codec_state(header, channel.receive_bytes(header))
+                case Kind.TAKEN:
+                    self._arrivals.codec_state_taken(header.shard, header.replica)
+                case Kind.WAIT if header.wanted is not None:
+                    self._arrivals.to_wait(header.wanted, header.base)
+                case Kind.REFUSE:
+                    reason = expect(channel.receive_bytes(header), Refused).reason
+                    raise AccessDenied(f"server {self.server.id} ({self.server.address}) ended the link: {reason}")
+                case _:
+                    raise ProtocolError(f"a {header.kind.name} frame from server {self.server.id}")
+
+    def _receive_version(self, channel: Channel, header: Header) -> None:
+        place = self._arrivals.arriving(header)
+        if place is None or header.codec:
+            if len(self._scratch) < header.length:
+                self._scratch = memoryview(bytearray(header.length))
+            payload = self._scratch[: header.length]
+            channel.receive_into(payload)
+            if place is None:
+                return
+            self._arrivals.decode(header.shard, payload)
+        else:
+            with self._tracer.span("pull", shard=header.shard, version=header.step):
+                channel.receive_into(place)
+        self._arrivals.landed(header.shard)
+
+    def _credit(self, channel: Channel, count: int) -> None:
+        for _ in range(count):
+            with self._lock:
+                self._credits += 1
+                ready = self._ready_to_leave()
+            for header, payload, sent in ready:
+                channel.send(header, payload, sent)
+
+    def _ready_to_leave(self) -> list[tuple[Header, memoryview, Callable[[], None]]]:
+        """What the credit allows: wants need none, but keep their place among the contributions."""
+        ready = []
+        while self._waiting and (self._credits > 0 or self._waiting[0][0].kind is Kind.WANT):
+            self._credits -= self._waiting[0][0].kind is not Kind.WANT
+            ready.append(self._waiting.popleft())
+        return ready
+
+
+def _nothing() -> None:
+    """A want has no bytes that could be used again."""

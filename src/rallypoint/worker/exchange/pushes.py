@@ -1,0 +1,94 @@
+"""Contributions on their way out: slots of the exchange buffer, encoded or as they are, and rows of tables."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from rallypoint.core.layout import Layout
+from rallypoint.core.worker import slots as machine
+from rallypoint.net.frames import NOT_FINITE, Header, Kind, wants
+from rallypoint.net.pool import bytes_of
+from rallypoint.worker.exchange.encoder import Encoder
+from rallypoint.worker.exchange.links import Links
+
+Sent = Callable[[int, int], None]
+Queued = Callable[[int, int], bool]
+
+
+class Pushes:
+    """Sends what the machine says from the `buffer`; `sent(shard, serial)` is told when a slot is free again.
+
+    `queued(shard, serial)`, under `lock`, says whether that gradient is still what the slot holds.
+    """
+
+    def __init__(
+        self, layout: Layout, buffer: torch.Tensor, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
+        lock: threading.Condition,
+    ) -> None:  # fmt: skip
+        self._layout, self._buffer, self._bytes = layout, buffer, bytes_of(buffer)
+        self._encoder, self._links = encoder, links
+        self._sent, self._queued, self._lock = sent, queued, lock
+        self._rows: dict[int, memoryview] = {}  # contributions to parts of tables
+        self._weight, self._finite = 1.0, True
+
+    def begin(self, weight: float, finite: bool) -> None:
+        """What the contributions from now on weigh, and whether their loss was finite."""
+        self._weight, self._finite = weight, finite
+
+    def set_rows(self, shard: int, gradient: memoryview) -> None:
+        """What the next `push` of this part of a table sends."""
+        self._rows[shard] = gradient
+
+    def slot(self, shard: int) -> memoryview:
+        """The bytes of the shard's slot."""
+        place = self._layout.shards[shard]
+        return self._bytes[place.start * 4 : place.stop * 4]
+
+    def push(self, send: machine.Send) -> None:
+        """One shard's contribution; if its link is lost, so is this."""
+        place = self._layout.shards[send.shard]
+        if place.part is not None:
+            self._push_rows(send, self._rows.pop(send.shard))
+            return
+        payload = self._encoder.encode(
+            send.shard, send.step, send.replica, self._buffer[place.start : place.stop]
+        )
+        weight = 1.0 if place.role == "buffers" else self._weight
+        if payload is None:
+            self._push_slot(send, self._header(send, place.nbytes, weight))
+            return
+        if (link := self._links.get(send.server)) is not None:
+            header = self._header(send, len(payload.data), weight)._replace(codec=payload.code)
+            link.push(header, payload.data, sent=payload.buffer.release)
+        else:
+            payload.buffer.release()
+        self._sent(send.shard, send.serial)  # the slot is free as soon as its gradient is written elsewhere
+
+    def _push_slot(self, send: machine.Send, header: Header) -> None:
+        """Queue the slot's own bytes, unless they have become something else's.
+
+        Between the machine's word and this the link may have ended and stand again: the slot was let go then, and may
+        be written anew while this link sends from it. Who is told of the link's end waits for the lock.
+        """
+        with self._lock:
+            link = self._links.get(send.server)
+            if link is not None and self._queued(send.shard, send.serial):
+                link.push(header, self.slot(send.shard), sent=lambda: self._sent(send.shard, send.serial))
+
+    def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
+        if (link := self._links.get(send.server)) is not None:
+            link.push(self._header(send, len(gradient), self._weight), gradient, sent=_nothing)
+        self._sent(send.shard, send.serial)  # the slot is empty: it is free at once
+
+    def _header(self, send: machine.Send, nbytes: int, weight: float) -> Header:
+        return Header(
+            Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=nbytes, weight=weight,
+            flags=0 if self._finite else NOT_FINITE, base=send.base, wants=wants(send.wants),
+        )  # fmt: skip
+
+
+def _nothing() -> None:
+    """Rows that have been sent leave nothing that could be used again."""

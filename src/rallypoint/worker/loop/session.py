@@ -1,0 +1,318 @@
+"""Joining a job: `Job` is this process's membership, `Job.train` starts the one run it takes part in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Unpack
+
+import torch
+
+from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
+from rallypoint.core.job import JobRecord
+from rallypoint.core.view import View
+from rallypoint.core.worker.slots import Store
+from rallypoint.data.loader import MapDataset, MicroBatches
+from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import (
+    Aborted,
+    Assist,
+    Capture,
+    Done,
+    Finished,
+    GiveUp,
+    Leaving,
+    Message,
+    NewView,
+    NotStored,
+    Propose,
+    Refused,
+    Say,
+)
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
+from rallypoint.observe.waits import wait_until
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
+from rallypoint.worker.loop.own import OwnStepper
+from rallypoint.worker.loop.run import Run
+from rallypoint.worker.sources.delayed import DelayedSource
+from rallypoint.worker.sources.fragments import FragmentsSource
+from rallypoint.worker.sources.hooks import GradientHooks
+from rallypoint.worker.sources.local import LocalStepsSource
+from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.sources.staging import Staging, staging_for
+from rallypoint.worker.tensors import ModelTensors
+
+LEAVE_WITHIN_S = 10.0
+_TOO_LATE = "the job was over before this worker took part in it"
+
+
+OwnOptimizer = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_scheduler.LRScheduler]
+
+
+class Job:
+    """This process as a worker of a job; made by `rallypoint.join`. A context manager.
+
+    AccessDenied, LinkError when the coordinator cannot be joined.
+    """
+
+    def __init__(self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None) -> None:
+        self.id = id
+        self._token = token
+        self._transport: Transport = transport or TcpTransport()
+        self._tracer = Tracer(id)
+        self._changed = threading.Condition()
+        self._view: View | None = None
+        self._record: JobRecord | None = None
+        self._finished = self._done = self._leaving = False
+        self._lead = self._captured = ""
+        self._wanted: Capture | None = None  # the last snapshot that was asked for
+        self._failure: BaseException | None = None
+        self._exchange: Exchange | None = None
+        self._staging: Staging | None = None
+        self._run: Run | None = None
+        self._link = CoordinatorLink(
+            transport=self._transport, address=coordinator, token=token, role="worker", id=id,
+            on_message=self._on_message, on_lost=self._on_lost, on_admitted=self._on_admitted,
+        )  # fmt: skip
+        self._link.start()
+
+    def train(
+        self, model: torch.nn.Module, dataset: MapDataset, *, own_optimizer: OwnOptimizer = (),
+        own_schedule: OwnSchedule = (), **settings: Unpack[Settings],
+    ) -> Run:  # fmt: skip
+        """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
+
+        With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some) may take
+        the place of `optimizer`: the job steps it after every step, then `own_schedule`.
+
+        Returns once all workers and servers are here and agree. ConfigError, ModelError, DataError on bad input;
+        JobAborted when the job ends before it begins.
+        """
+        if self._exchange is not None:
+            raise UsageError("this job has its run already: one job.train for one rp.join")
+        own = [own_optimizer] if isinstance(own_optimizer, torch.optim.Optimizer) else list(own_optimizer)
+        kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
+        config = with_own_optimizer(resolve(settings, self._link.welcome.overrides), kinds)
+        tensors = ModelTensors(model, config)
+        batches = MicroBatches(dataset, config, tensors.device)
+        optimizer = _optimizer(tensors, config, own, own_schedule)
+        record = record_of(config, tensors.layout, tensors.frozen_hashes())
+        exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
+        self._staging = staging_for(tensors.device, exchange.fail)
+        self._run = Run(
+            model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
+            source=self._source(model, tensors, config), coordinator=self._link, tracer=self._tracer, done=self.done,
+            leads=self._leads, optimizer=optimizer,
+        )  # fmt: skip
+        return self._run
+
+    def _source(self, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig) -> DeltaSource:
+        assert self._exchange is not None
+        assert self._staging is not None
+        if config.local is None:
+            clip = None if config.clips_on_servers else config.clip
+            return GradientHooks(tensors, self._exchange, self._staging, clip=clip)
+        kind = LocalStepsSource if not config.staggered else DelayedSource if config.local.delay else FragmentsSource
+        return kind(model, tensors, config, self._exchange, self._staging, self._say)
+
+    def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
+        """Propose `record`, wait until the job begins (or goes on without us so far), and connect to every server.
+
+        This is the data plane under `train`, without a model: what `benchmarks/reduce.py` measures.
+        """
+        with self._changed:
+            self._record = record
+        self._link.send(Propose(record))
+        self._wait_for_view()
+        context = Context(self.id, self._token, self._transport, self._tracer, self._report_wait)
+        exchange = Exchange(record.layout, config, context, pinned=pinned)
+        with self._changed:
+            self._exchange = exchange
+            view, failure, finished = self._view, self._failure, self._finished
+        if finished:  # while the exchange was being made: nobody would say it again
+            raise JobAborted(_TOO_LATE)
+        assert view is not None
+        exchange.adopt(view)
+        self._capture()
+        if failure is not None:
+            exchange.fail(failure)
+        if self._leaving:
+            exchange.leave()
+        return exchange
+
+    def done(self) -> None:
+        """Say that this worker holds the last version."""
+        self._done = True
+        self._say_done()
+
+    def _say_done(self) -> None:
+        if self._view is not None:
+            self._link.send(Done(self._view.generation))
+
+    def leave(self) -> None:
+        """Hand this worker's replicas back and go (a spot machine's notice): its loop ends with SystemExit.
+
+        Safe to call from a signal handler. After a heartbeat the process goes anyway: nothing is lost by that.
+        """
+        self._leaving = True
+        threading.Thread(target=self._leave, name="leave", daemon=True).start()
+
+    def _leave(self) -> None:
+        self._link.send(Leaving())
+        if self._exchange is not None:
+            self._exchange.leave()
+        time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat))
+        os._exit(0)
+
+    def _leads(self) -> bool:
+        if self._finished:
+            return self._lead == self.id
+        exchange = self._exchange
+        return exchange is not None and exchange.view.lead(exchange.step) == self.id
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if isinstance(error, SystemExit) and not error.code:
+            pass  # it has left, and said so
+        elif error is not None and not isinstance(error, JobAborted):
+            self._link.send(GiveUp(_sentence(error)))
+        elif error is None and self._exchange is not None and not self._finished:
+            self._link.send(GiveUp("its loop ended before the last step"))
+        self.close()
+
+    def close(self) -> None:
+        """Leave the job: take the hooks off the model, end every link and thread."""
+        if self._run is not None:
+            self._run.release_model()
+        if self._exchange is not None:
+            self._exchange.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._link.close()
+        if self._link.welcome.folder:
+            self._tracer.save(Path(self._link.welcome.folder))
+
+    # ---- waiting ----
+
+    def _wait_for_view(self) -> None:
+        with self._changed:
+            wait_until(
+                self._changed, lambda: self._failure is not None or self._finished or self._view is not None,
+                lambda: "the other members of the job", self._report_wait,
+            )  # fmt: skip
+            if self._failure is not None:
+                raise self._failure
+            if self._view is None:
+                raise JobAborted(_TOO_LATE)
+
+    def _say(self, text: str) -> None:
+        self._link.send(Say(text))
+
+    def _report_wait(self, sentence: str) -> None:
+        self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
+
+    # ---- the coordinator's words, on the link's thread ----
+
+    def _on_admitted(self, new: bool) -> None:
+        """The coordinator has taken us (back); what it may not know is said again.
+
+        Also to one that seems to know us: if it died before anything was agreed, the next counts births from one again.
+        """
+        with self._changed:
+            record = self._record
+        if record is not None:
+            self._link.send(Propose(record))
+        if self._done:
+            self._say_done()
+        if self._leaving:
+            self._link.send(Leaving())
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case NewView(view=view):
+                self._adopt(view)
+            case Assist(step=step, replica=replica):
+                if self._exchange is not None:
+                    self._exchange.assist(step, replica)
+            case Capture():
+                with self._changed:
+                    self._wanted = message
+                self._capture()
+            case Finished(lead=lead):
+                with self._changed:
+                    self._finished, self._lead = True, lead
+                    self._changed.notify_all()
+                if self._exchange is not None:
+                    self._exchange.finish()
+            case Aborted(reason=reason) | Refused(reason=reason):
+                self._fail(JobAborted(reason))
+            case _:
+                raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
+
+    def _capture(self) -> None:
+        """Workers write snapshots where they have a state; and what codecs remember belongs to one too.
+
+        (It is said again with each view: some may have joined.)
+        """
+        with self._changed:
+            wanted, exchange, record = self._wanted, self._exchange, self._record
+            if exchange is None or record is None or wanted is None or wanted.snapshot == self._captured:
+                return
+            self._captured = wanted.snapshot
+        if record.stateful_workers:
+            exchange.store(Store(wanted.snapshot, wanted.version, wanted.writers))
+        elif (passed := exchange.capture(wanted.version)) >= 0:
+            self._link.send(NotStored(wanted.snapshot, "a step was quicker than the word", passed))
+
+    def _adopt(self, view: View) -> None:
+        with self._changed:
+            self._done = self._done and (self._view is None or self._view.generation == view.generation)
+            self._view = view
+            exchange = self._exchange
+            self._changed.notify_all()
+        if exchange is not None:
+            exchange.adopt(view)
+
+    def _on_lost(self, error: RallypointError) -> None:
+        if not self._finished:
+            self._fail(JobAborted(f"the coordinator is gone: {error}"))
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        if self._exchange is not None:
+            self._exchange.fail(error)
+
+
+def _optimizer(
+    tensors: ModelTensors, config: JobConfig, own: Sequence[torch.optim.Optimizer], schedules: OwnSchedule
+) -> WorkerOptimizer | None:
+    """What steps on this worker, if anything does."""
+    after = [schedules] if isinstance(schedules, torch.optim.lr_scheduler.LRScheduler) else list(schedules)
+    if after and not own:
+        raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
+    if not config.stateful_workers:
+        return None
+    return WorkerOptimizer(tensors, OwnStepper(tensors, own, after) if own else SpecifiedStepper(tensors, config))
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, RallypointError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return f"{type(error).__name__}: {error}"

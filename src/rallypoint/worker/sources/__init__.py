@@ -1,0 +1,1 @@
+"""What a mode does on the worker: how contributions are made."""

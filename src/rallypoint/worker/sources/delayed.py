@@ -1,0 +1,115 @@
+"""Streaming DiLoCo with its overlap: what comes back of a tick is mixed in some steps later (Douillard et al., 2025).
+
+A version is not installed over what a replica has moved, but kept aside; `delay` steps into the tick the replica's own
+values are mixed with it. So those first steps need nothing of the version, and may be made while it is on its way.
+Beside what `worker/sources/fragments.py` takes that is, on the host,
+    K more for each replica (where the tick before began) and
+with it the inner optimizer's state of then: that tick may have to be computed again after this one has begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rallypoint.core.layout import Shard
+from rallypoint.core.view import ViewNumber
+from rallypoint.worker.sources.fragments import FragmentsSource
+from rallypoint.worker.sources.local import Drift, _Inner
+
+
+@dataclass(slots=True)
+class Ahead:
+    """A replica that has made the first steps of a round whose version was not here, and what they have told."""
+
+    round: int
+    replica: int
+    generation: ViewNumber
+    steps: int
+    seconds: float
+    losses: list[float]
+    weights: list[float]
+
+
+class DelayedSource(FragmentsSource):
+    """Contributes as FragmentsSource does; what is installed waits for its step (LocalSteps with a delay)."""
+
+    _round = -1
+
+    def begin_replica(self, round: int, replica: int) -> None:
+        """As with fragments: the replica goes on from where it was, and knows nothing of the version yet."""
+        super().begin_replica(round, replica)
+        self._round = round
+
+    def may_go_ahead(self, round: int, replica: int) -> bool:
+        """Can the round's first steps be made before its version is here? Not by a replica that begins at it."""
+        inner = self._inner.get(replica)
+        here = inner is not None and inner.whole and inner.round == round - 1
+        return here and self._generation == self._exchange.view.generation
+
+    def resume_replica(self, round: int, replica: int) -> None:
+        """The version is here: a replica that has gone ahead goes on in its round."""
+        if self._in_model != replica:
+            self._put_away()
+        inner = self._inner[replica]
+        self._replica, self._round, self._optimizer, self._in_model = replica, round, inner.optimizer, replica
+        if (drift := inner.drift) is not None and drift.away and drift.left is not None:
+            drift.away = False
+            self._load(drift.left)
+
+    def begin_step(self, step: int) -> None:
+        """At one of the round's steps the replica hears of the version."""
+        if step == self._config.steps_at(self._round) + self._config.steps_ahead(self._round):
+            self._mix()
+        super().begin_step(step)
+
+    @torch.no_grad()
+    def _mix(self) -> None:
+        """What was due in the round before becomes mix * version + (1 - mix) * own."""
+        drift, local = self._inner[self._replica].drift, self._config.local
+        assert local is not None
+        if drift is None or self._round == drift.fresh:
+            return  # it has begun at the version
+        for shard, parts in self._parts:
+            if not self._cadence.due(shard.index, self._round - 1):
+                continue
+            for placed, start, stop in parts:
+                own = placed.words()[start - placed.entry.start : stop - placed.entry.start]
+                new = self._start[start:stop].to(own.device)
+                if local.mix != 1.0:  # each product is rounded before the sum, wherever shards are cut
+                    new = (own.float() * (1.0 - local.mix)).add_(new * local.mix)
+                placed.write(start, new)
+
+    def _replace(self, new: Sequence[Shard]) -> None:
+        """Nobody's own values give way before their step."""
+
+    def _go_on(self, drift: Drift) -> None:
+        spare = torch.empty_like(drift.began) if drift.earlier is None else drift.earlier
+        drift.earlier = drift.began
+        if drift.away and drift.left is not None:
+            drift.began, drift.left, drift.away = drift.left, spare, False
+            self._load(drift.began)
+        else:
+            drift.began = spare
+            self._save(drift.began)
+
+    def _inner_of(self, round: int, replica: int) -> _Inner:
+        inner = self._inner.get(replica)
+        if inner is not None and inner.round == round + 1:
+            _step_back(inner)  # what it has made of the next round was too early
+        goes_on, before = inner is not None and inner.round == round - 1, {} if inner is None else inner.before
+        found = super()._inner_of(round, replica)
+        if found is inner and goes_on:
+            found.earlier = before
+        return found
+
+
+def _step_back(inner: _Inner) -> None:
+    """As it was when the round before began, which is to be computed again."""
+    drift = inner.drift
+    if drift is None or drift.earlier is None:
+        return
+    inner.round, inner.before = inner.round - 1, inner.earlier
+    drift.round, drift.began, drift.earlier, drift.away = inner.round, drift.earlier, drift.began, False

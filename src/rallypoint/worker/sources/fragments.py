@@ -1,0 +1,96 @@
+"""Local steps with fragments (streaming DiLoCo): only the shards that are due leave, the others stay where they are.
+
+What a replica has moved and not sent yet is state of this worker, as its optimizer's is. Beside what
+`worker/sources/local.py` takes that is, on the host,
+    K for each replica that this worker computes (where its tick began), and K more for each
+where there are two or more (what it has come to while the model is another's; with one only if this worker evaluates).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from rallypoint.core.layout import Shard
+from rallypoint.worker.sources.local import Drift, LocalStepsSource
+
+
+class FragmentsSource(LocalStepsSource):
+    """Contributes start - local of the shards that are due (LocalSteps with more than one fragment).
+
+    `_start` is the version, whole. A replica that has made the tick before on this worker goes on from where it was,
+    but for what has been installed since; any other begins at the version.
+    """
+
+    _in_model: int | None = None  # the replica whose parameters the model holds, and nobody else
+
+    @torch.no_grad()
+    def installed(self, shards: Sequence[Shard] | None) -> None:
+        """What is new counts for every replica."""
+        new = [shard for shard, _ in self._parts] if shards is None else shards
+        for shard in new:
+            for placed, start, stop in self._tensors.parts_in(shard):
+                first = placed.entry.start
+                self._start[start:stop].copy_(placed.words()[start - first : stop - first])
+        self._replace(new)
+
+    def _replace(self, new: Sequence[Shard]) -> None:
+        for inner in self._inner.values():
+            if inner.drift is not None and inner.drift.left is not None:
+                for shard in new:
+                    inner.drift.left[shard.start : shard.stop] = self._start[shard.start : shard.stop]
+
+    def show_version(self) -> None:
+        """Whatever the replica in the model has moved is put away."""
+        self._put_away()
+        self._load(self._start)
+
+    def begin_replica(self, round: int, replica: int) -> None:
+        """Every replica goes on from its own parameters, and its own optimizer's state."""
+        if self._in_model != replica:
+            self._put_away()
+        self._replica = replica
+        inner = self._inner_of(round, replica)
+        self._optimizer = inner.optimizer
+        if (drift := inner.drift) is None:
+            inner.drift = Drift(round, self._start.clone(), fresh=round)
+            self._load(self._start)
+        elif drift.round == round:
+            drift.away = False
+            self._load(drift.began)
+        else:
+            drift.round = round
+            self._go_on(drift)
+        self._in_model = replica
+
+    def _go_on(self, drift: Drift) -> None:
+        if drift.away and drift.left is not None:
+            drift.began, drift.left, drift.away = drift.left, drift.began, False
+            self._load(drift.began)
+        else:
+            self._save(drift.began)
+
+    def _go_back(self) -> None:
+        self._in_model = None  # nobody goes on from what is there
+
+    def _put_away(self) -> None:
+        """The model makes way for something else."""
+        inner = None if self._in_model is None else self._inner.get(self._in_model)
+        self._in_model = None
+        if inner is None or inner.drift is None:
+            return
+        if inner.drift.left is None:
+            inner.drift.left = torch.empty_like(inner.drift.began)
+        self._save(inner.drift.left)
+        inner.drift.away = True
+
+    @torch.no_grad()
+    def _load(self, vector: torch.Tensor) -> None:
+        for placed in self._tensors.parameters:
+            placed.tensor.copy_(placed.of(vector))
+
+    @torch.no_grad()
+    def _save(self, vector: torch.Tensor) -> None:
+        for placed in self._tensors.parameters:
+            placed.of(vector).copy_(placed.tensor)

@@ -1,0 +1,178 @@
+"""Gradients leave during backward: a hook per parameter fills slots, and a shard goes as soon as it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from rallypoint.core.layout import Shard
+from rallypoint.core.shard.clip import clip_scale, total_norm
+from rallypoint.errors import ModelError
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.sources.source import send_buffers
+from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.sources.tables import Tables
+from rallypoint.worker.tensors import ModelTensors, Placed
+
+
+class GradientHooks:
+    """The gradient as contribution: post-accumulate-grad hooks on every trained parameter of a model.
+
+    A parameter that got no gradient by the end of the replica contributes zeros, so nothing ever waits for it. With
+    `clip` every replica's gradient is clipped by its own norm before any of it leaves (what servers do in aligned modes
+    to the mean): nothing is pushed during backward then.
+    """
+
+    def __init__(
+        self, tensors: ModelTensors, exchange: Exchange, staging: Staging, *, clip: float | None = None
+    ) -> None:
+        self._tensors, self._exchange, self._staging, self._clip = tensors, exchange, staging, clip
+        layout = exchange.layout
+        self._shards_of = [
+            layout.shards_touching(p.entry.start, p.entry.stop) if p.tensor.numel() else [] for p in tensors.parameters
+        ]
+        counts = [0] * len(layout.shards)
+        for shards in self._shards_of:
+            for shard in shards:
+                counts[shard] += 1
+        self._parameters_in = counts
+        self._last = False
+        self._tables = Tables(tensors.tables, exchange)
+        self._reset()
+        self._handles = [
+            placed.tensor.register_post_accumulate_grad_hook(self._hook(index, placed))  # type: ignore[no-untyped-call]
+            for index, placed in enumerate(tensors.parameters)
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._tables.remove()
+
+    def installed(self, shards: Sequence[Shard] | None) -> None:
+        """The servers have the optimizer: nothing of a version need be remembered."""
+
+    def show_version(self) -> None:
+        """The model is never anything else."""
+
+    def begin_replica(self, round: int, replica: int) -> None:
+        """The model holds the version that every replica starts from."""
+
+    def begin_step(self, step: int) -> None:
+        """A round is one step."""
+
+    def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
+        """A backward begins; with `last`, shards leave as they become whole."""
+        self._last = last
+        self._tables.begin_backward()
+        if last:
+            self._exchange.begin_push(weight, finite)
+
+    def end_step(self, *, finite: bool) -> None:
+        """The gradient is on its way."""
+
+    def end_replica(self, replica: int) -> None:
+        """The last backward is over: send what is still here, and the buffers if this replica brings them."""
+        for index, placed in enumerate(self._tensors.parameters):
+            if index not in self._done:
+                self._finish_unused(index, placed)
+        if self._clip is not None:
+            self._clip_and_send(self._clip)
+        if self._exchange.contributes_buffers(replica):
+            send_buffers(self._tensors, self._exchange)
+        self._tables.push()
+        self._reset()
+        self._staging.drain()
+        self._exchange.replica_computed()
+
+    def abandon(self) -> None:
+        """The replica in progress is void: forget its gradients."""
+        self._staging.drain()
+        for placed in self._tensors.parameters:
+            placed.tensor.grad = None
+        self._reset()
+        self._exchange.replica_abandoned()
+
+    def _reset(self) -> None:
+        self._tables.reset()
+        self._left = list(self._parameters_in)
+        self._claimed: dict[int, bool] = {}  # False: nobody needs this shard's contribution from us
+        self._touched: set[int] = set()
+        self._whole: list[int] = []
+        self._done: set[int] = set()
+
+    def _hook(self, index: int, placed: Placed) -> object:
+        def hook(parameter: torch.Tensor) -> None:
+            if self._last or self._staging.eager:
+                self._write(index, placed, parameter)
+            if self._last:
+                self._release(index)
+
+        return hook
+
+    def _write(self, index: int, placed: Placed, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise ModelError(f"parameter {placed.entry.spec.name} has a sparse gradient: use sparse=False")
+        if index in self._done:
+            raise ModelError(
+                f"parameter {placed.entry.spec.name} got a gradient twice in one backward (reentrant checkpointing?): "
+                "use torch.utils.checkpoint with use_reentrant=False"
+            )
+        for shard, slot, part in self._pieces(index, placed, gradient):
+            if self._claim(shard):
+                self._staging.write(slot, part, add=index in self._touched)
+        self._touched.add(index)
+        parameter.grad = None  # in its slot now: the memory is free for the rest of the backward
+
+    def _pieces(
+        self, index: int, placed: Placed, gradient: torch.Tensor
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """The parameter's gradient shard by shard: the shard, its place in the exchange buffer, the values."""
+        shards = self._shards_of[index]
+        if len(shards) == 1:
+            yield shards[0], placed.of(self._exchange.buffer), gradient
+            return
+        flat, entry = gradient.reshape(-1), placed.entry
+        for shard in shards:
+            place = self._exchange.layout.shards[shard]
+            start, stop = max(entry.start, place.start), min(entry.stop, place.stop)
+            yield shard, self._exchange.buffer[start:stop], flat[start - entry.start : stop - entry.start]
+
+    def _claim(self, shard: int) -> bool:
+        if shard not in self._claimed:
+            self._claimed[shard] = self._exchange.claim(shard)
+        return self._claimed[shard]
+
+    def _release(self, index: int) -> None:
+        self._done.add(index)
+        for shard in self._shards_of[index]:
+            self._left[shard] -= 1
+            if self._left[shard] == 0 and self._claim(shard):
+                if self._clip is None:
+                    self._staging.then(lambda shard=shard: self._exchange.filled(shard))  # type: ignore[misc]
+                else:
+                    self._whole.append(shard)
+
+    def _clip_and_send(self, limit: float) -> None:
+        """Scale what is in the slots; a contribution that goes again to some shards is clipped by their norm alone."""
+        self._staging.drain()
+        places = [self._exchange.layout.shards[shard] for shard in self._whole]
+        slots = [self._exchange.buffer[place.start : place.stop] for place in places]
+        scale = clip_scale(total_norm(float(torch.linalg.vector_norm(slot)) for slot in slots), limit)
+        for place, slot in zip(places, slots, strict=True):
+            if scale != 1.0:
+                slot.mul_(scale)
+            self._exchange.filled(place.index)
+
+    def _finish_unused(self, index: int, placed: Placed) -> None:
+        if placed.tensor.grad is not None:
+            self._write(index, placed, placed.tensor)
+        elif index not in self._touched:
+            for shard, slot, _ in self._pieces(index, placed, placed.tensor.detach()):
+                if self._claim(shard):
+                    slot.zero_()
+        self._release(index)

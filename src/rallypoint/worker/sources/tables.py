@@ -1,0 +1,118 @@
+"""Tables: a model's embeddings whose rows stay on the servers. A forward pulls the rows of its batch; what backward
+finds for them is pushed with the replica's other gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from rallypoint.codec.rows import RowSum, encode_gradient, encode_ids
+from rallypoint.core.layout import Layout, Shard
+from rallypoint.errors import ModelError, UsageError
+from rallypoint.worker.exchange.exchange import Exchange
+
+
+class Tables:
+    """The tables of one model: its modules' forwards for as long as the run lasts, and their gradients."""
+
+    def __init__(self, modules: Sequence[Sequence[torch.nn.Embedding]], exchange: Exchange) -> None:
+        """`modules` are those that use each of the layout's tables, in its order."""
+        self._tables = [_Table(index, exchange) for index in range(len(modules))]
+        self._modules = [module for sharing in modules for module in sharing]
+        for table, sharing in zip(self._tables, modules, strict=True):
+            for module in sharing:
+                module.forward = table.lookup  # type: ignore[method-assign]
+
+    def begin_backward(self) -> None:
+        """A backward pass begins: what several uses of a row give in it is summed first, as autograd would."""
+        for table in self._tables:
+            table.settle()
+
+    def push(self) -> None:
+        """The replica is computed: every part of every table gets its contribution, empty where nothing was used."""
+        for table in self._tables:
+            table.push()
+
+    def reset(self) -> None:
+        """Forget the gradients of the replica in progress."""
+        for table in self._tables:
+            table.reset()
+
+    def remove(self) -> None:
+        """Give the modules their own forwards back."""
+        for module in self._modules:
+            module.__dict__.pop("forward", None)
+
+
+class _Table:
+    def __init__(self, index: int, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._parts = parts_of(exchange.layout, index)
+        spec = exchange.layout.tables[index]
+        self._name, (self._rows, self._columns) = spec.name, spec.shape
+        self.reset()
+
+    def reset(self) -> None:
+        self._sum = RowSum(self._columns)
+        self._fresh = RowSum(self._columns)  # of the backward pass in progress
+
+    def settle(self) -> None:
+        if len(self._fresh.ids):
+            self._sum.add(self._fresh.ids, self._fresh.values)
+            self._fresh = RowSum(self._columns)
+
+    def lookup(self, input: torch.Tensor) -> torch.Tensor:
+        """What ``torch.nn.Embedding.forward`` gives: the rows of `input` (int, any shape), in one more dimension."""
+        unique, inverse = torch.unique(input.detach(), return_inverse=True)
+        ids = unique.to("cpu", torch.int64)
+        if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._rows:
+            raise ModelError(f"row {int(ids[0])} or {int(ids[-1])} of {self._name}, which has {self._rows} rows")
+        rows = self._pull(ids).to(input.device)
+        if torch.is_grad_enabled():
+            rows.requires_grad_().register_post_accumulate_grad_hook(self._keeper(ids))  # type: ignore[no-untyped-call]
+        return F.embedding(inverse, rows)
+
+    def _keeper(self, ids: torch.Tensor) -> Callable[[torch.Tensor], None]:
+        def keep(rows: torch.Tensor) -> None:
+            assert rows.grad is not None
+            self._fresh.add(ids, rows.grad.to("cpu", torch.float32))
+            rows.grad = None
+
+        return keep
+
+    def _pull(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._exchange.step < 0:
+            raise UsageError(f"{self._name} has no values before the first version: use it inside the run's loop")
+        places = {part.index: place for part, place in self._split(ids)}
+        wanted = {
+            shard: (encode_ids(ids[place] // len(self._parts)), 4 * len(place) * self._columns)
+            for shard, place in places.items()
+        }
+        values = torch.empty(len(ids), self._columns)
+        for shard, data in self._exchange.pull(wanted).items():
+            values[places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
+        return values
+
+    def _split(self, ids: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
+        """For each part that has any of the rows `ids`, where in `ids` they stand."""
+        owner = ids % len(self._parts)
+        split = [(part, torch.nonzero(owner == number).view(-1)) for number, part in enumerate(self._parts)]
+        return [(part, place) for part, place in split if len(place)]
+
+    def push(self) -> None:
+        self.settle()
+        used = {part.index: place for part, place in self._split(self._sum.ids)}
+        none = torch.empty(0, dtype=torch.int64)
+        for part in self._parts:
+            if self._exchange.claim(part.index):
+                place = used.get(part.index, none)
+                ids = self._sum.ids[place] // len(self._parts)
+                self._exchange.filled_rows(part.index, encode_gradient(ids, self._sum.values[place]))
+
+
+def parts_of(layout: Layout, table: int) -> list[Shard]:
+    """The shards that are the parts of a table, in the order of the parts."""
+    return [shard for shard in layout.shards if shard.part is not None and shard.part.table == table]
