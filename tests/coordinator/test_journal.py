@@ -37,7 +37,7 @@ from rallypoint.core.cluster.state import ClusterState
 journal = Journal(sys.argv[1])
 state = journal.load()
 while True:
-    state = msgspec.structs.replace(state, incarnations=state.incarnations + 1, furthest=state.births + 1)
+    state = msgspec.structs.replace(state, incarnations=state.incarnations + 1, furthest=state.incarnations + 1)
     journal.save(state)
     print(state.incarnations, flush=True)
 """
