@@ -25,7 +25,8 @@ from rich.table import Table
 from rallypoint.launch.chaos import Chaos, Fault
 from rallypoint.launch.chaos_report import Measured, ledger_of, measure, typical_gap
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import Launch, launch
+from rallypoint.launch.launcher import launch
+from rallypoint.launch.plan import Launch
 from recovery_peers import PeerTrial, measure_torchft, measure_torchrun, why_not_torchft
 
 BATCH = 8

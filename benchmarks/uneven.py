@@ -21,7 +21,8 @@ from rich.table import Table
 
 from rallypoint.launch.chaos_report import ledger_of
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import Launch, launch
+from rallypoint.launch.launcher import launch
+from rallypoint.launch.plan import Launch
 
 _WORKERS = 4
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.launch.launcher import CLUSTER_FILE
+from rallypoint.launch.folder import CLUSTER_FILE
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport

@@ -31,7 +31,7 @@ from rallypoint.net.messages import (
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
-    "server": (Beat, Applied, Accounted, CaughtUp, Stored, NotStored, Skipped, Say, GiveUp),
+    "server": (Beat, Applied, Accounted, CaughtUp, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
     "observer": (SnapshotWanted, Resize),
 }
 

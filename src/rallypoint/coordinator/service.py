@@ -238,8 +238,9 @@ class CoordinatorService:
             return
         if hello.role == "observer":
             self._observers.append(channel)
-            if self._planned is not None:
-                channel.send_message(self._planned)
+            for known in (self._planned, self._announced):
+                if known is not None:
+                    channel.send_message(known)
             return
         if (old := self._members.get(hello.id)) is not None:
             if not hello.incarnation:
@@ -259,7 +260,9 @@ class CoordinatorService:
     def _received(self, channel: Channel, hello: Hello, message: Message) -> None:
         if hello.role == "observer":
             if isinstance(message, Resize):
-                self._handle(cluster_events.Resized(message.workers))
+                if message.workers > 0:
+                    self._handle(cluster_events.Resized(message.workers))
+                self._announce(message)
             else:
                 self._handle(cluster_events.SnapshotWanted())
             return
@@ -327,9 +330,11 @@ class CoordinatorService:
     def _run_effects(self, effects: Sequence[cluster_effects.Effect]) -> None:
         for effect in effects:
             match effect:
-                case cluster_effects.Refuse(member=member, reason=reason):
+                case cluster_effects.Refuse(member=member, reason=reason, final=final):
                     if (channel := self._members.pop(member, None)) is not None:
-                        channel.refuse(reason)
+                        channel.refuse(reason, final=final)
+                case cluster_effects.Dismiss(server=server):
+                    self._send(server, Finished())
                 case cluster_effects.Admit(member=member, incarnation=incarnation):
                     self._send(member, Admitted(incarnation))
                 case cluster_effects.Prepare(server=server, record=record):

@@ -1,57 +1,112 @@
-"""Questions to a run that is under way, from another terminal."""
+"""Questions and orders to a run that is under way, from another terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
-from rallypoint.errors import DataError, JobAborted, LinkError, RallypointError
-from rallypoint.launch.launcher import CLUSTER_FILE
+from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError
+from rallypoint.launch.folder import read_where
+from rallypoint.launch.plan import read_plan
 from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Aborted, Finished, Message, Snapshotted, SnapshotWanted
+from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
 
 _PATIENCE_S = 600.0
 
-
-class _Where(msgspec.Struct):
-    coordinator: str
-    token: str
+Answers = queue.SimpleQueue[Message | RallypointError]
 
 
 def take_snapshot(run: Path) -> str:
     """Ask the run in this folder for a snapshot; a sentence once it is durable. DataError when it does not run."""
-    try:
-        where = msgspec.json.decode((run / CLUSTER_FILE).read_bytes(), type=_Where)
-    except (FileNotFoundError, msgspec.DecodeError):
-        raise DataError(f"no run is under way in {run}") from None
-    answers: queue.SimpleQueue[Message | RallypointError] = queue.SimpleQueue()
+    with _asking(run, "snapshot") as (link, answers):
+        link.send(SnapshotWanted())
+        while True:
+            match _next(answers, "no snapshot"):
+                case Snapshotted(snapshot=snapshot, version=version, nbytes=nbytes, seconds=seconds):
+                    return f"{snapshot}: version {version}, {nbytes / 1e6:.1f} MB in {seconds:.2f} s"
+                case _:
+                    pass
+
+
+def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) -> str:
+    """Let the run in this folder go on with so many workers and servers (0: as many as now).
+
+    Waits until that is so, and returns a sentence; `say` gets what is still missing meanwhile. DataError when it does
+    not run, ConfigError for a number that it cannot have.
+    """
+    plan = read_plan(run)
+    if 0 < workers < plan.workers[0]:
+        raise ConfigError(
+            f"{run} was started with --workers {plan.workers[0]}:{plan.workers[1]}: with {workers} it would wait"
+        )
+    if 0 < servers < plan.replication:
+        raise ConfigError(f"{run} keeps every shard on {plan.replication} servers: it needs at least so many")
+    began, said = time.monotonic(), ""
+    with _asking(run, "resize") as (link, answers):
+        link.send(Resize(workers, servers))
+        while True:
+            answer = _next(answers, "not resized")
+            if not isinstance(answer, Members):
+                continue
+            missing = _missing(answer, workers, servers)
+            if not missing:
+                here = _counted(len(answer.workers), len(answer.servers))
+                return f"done in {time.monotonic() - began:.1f} s: {here}"
+            if missing != said:
+                say(f"waiting for {missing}")
+                said = missing
+
+
+def _missing(now: Members, workers: int, servers: int) -> str:
+    """What is not yet as it was ordered, as a phrase; "" when all of it is."""
+    able, computing, here = len(now.workers) + len(now.standby), len(now.workers), len(now.servers)
+    missing = []
+    if workers and able < workers:
+        missing.append(f"{_count(workers - able, 'worker')} to join")
+    if workers and computing > workers:
+        missing.append(f"{_count(computing - workers, 'worker')} to leave")
+    if servers and here < servers:
+        missing.append(f"{_count(servers - here, 'server')} to join")
+    if servers and here > servers:
+        missing.append(f"{_count(here - servers, 'server')} to hand over")
+    return " and ".join(missing)
+
+
+def _counted(workers: int, servers: int) -> str:
+    return f"{_count(workers, 'worker')} and {_count(servers, 'server')}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+@contextlib.contextmanager
+def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
+    where = read_where(run)
+    answers: Answers = queue.SimpleQueue()
     link = CoordinatorLink(
-        transport=TcpTransport(), address=where.coordinator, token=where.token, role="observer", id="snapshot",
+        transport=TcpTransport(), address=where.coordinator, token=where.token, role="observer", id=id,
         on_message=answers.put, on_lost=answers.put,
     )  # fmt: skip
     link.start()
     try:
-        link.send(SnapshotWanted())
-        return _wait(answers)
+        yield link, answers
     finally:
         link.close()
 
 
-def _wait(answers: queue.SimpleQueue[Message | RallypointError]) -> str:
-    while True:
-        try:
-            answer = answers.get(timeout=_PATIENCE_S)
-        except queue.Empty:
-            raise LinkError(f"no snapshot within {_PATIENCE_S:.0f} s; the run's own console says why") from None
-        match answer:
-            case Snapshotted(snapshot=snapshot, version=version, nbytes=nbytes, seconds=seconds):
-                return f"{snapshot}: version {version}, {nbytes / 1e6:.1f} MB in {seconds:.2f} s"
-            case Finished() | Aborted():
-                raise JobAborted("the job is over")
-            case RallypointError():
-                raise answer
-            case _:
-                pass
+def _next(answers: Answers, otherwise: str) -> Message:
+    """The next thing the coordinator says. JobAborted when the job is over, LinkError when nothing comes."""
+    try:
+        answer = answers.get(timeout=_PATIENCE_S)
+    except queue.Empty:
+        raise LinkError(f"{otherwise} within {_PATIENCE_S:.0f} s; the run's own console says why") from None
+    if isinstance(answer, RallypointError):
+        raise answer
+    if isinstance(answer, Finished | Aborted):
+        raise JobAborted("the job is over")
+    return answer

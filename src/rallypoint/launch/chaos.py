@@ -1,4 +1,4 @@
-"""``rallypoint chaos``: the same run twice, once in peace and once with its processes being killed; the same bytes?"""
+"""``rallypoint chaos``: the same run twice, undisturbed and while its processes are killed: the same bytes?"""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from rallypoint.config import JobConfig, parse
 from rallypoint.core.policy import Sync
 from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.launch.chaos_report import Event, Report, ledger_of, measure, show
+from rallypoint.launch.cluster import Handle
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import INTERRUPTED, Launch, LocalRun, launch
-from rallypoint.launch.local import Child
+from rallypoint.launch.launcher import INTERRUPTED, ClusterRun, launch
+from rallypoint.launch.plan import Launch
 from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
 
-_SETTLE_S = 15.0  # after so long the next blow falls although the last one has not been made good
-_SPREAD_S = 0.6  # blows fall at any time within so long of when they could
+_SETTLE_S = 15.0  # after so long the next fault comes although the cluster has not recovered from the last one
+_SPREAD_S = 0.6  # faults come at any time within so long of when they could
 _ROLES = ("worker", "server", "coordinator")
 
 
@@ -83,7 +84,7 @@ def random_faults(
 
 
 class Chaos:
-    """Does the blows to a run, one after the other, each once the last has been made good."""
+    """Makes the faults in a run, one after the other, each once the cluster has recovered from the last."""
 
     def __init__(self, faults: Sequence[Fault], steps: int, seed: int) -> None:
         self._faults, self._steps = list(faults), steps
@@ -91,15 +92,15 @@ class Chaos:
         self._random = random.Random(seed)
         self._last = time.monotonic()
         self._strike_at: float | None = None
-        self._stopped: list[tuple[float, Child]] = []
+        self._stopped: list[tuple[float, Handle]] = []
         self.events: list[Event] = []
 
     @property
     def left(self) -> int:
-        """Blows that there was no time for."""
+        """Faults that there was no time for."""
         return len(self._faults)
 
-    def intervene(self, run: LocalRun) -> None:
+    def intervene(self, run: ClusterRun) -> None:
         """Called again and again while the run goes on."""
         self._wake(run)
         if not self._faults or not self._due(run):
@@ -118,13 +119,13 @@ class Chaos:
         if fault.kind == "everything":
             raise _EverythingDied
 
-    def _due(self, run: LocalRun) -> bool:
+    def _due(self, run: ClusterRun) -> bool:
         done = self._total - len(self._faults)
         if run.console.steps_done < (done + 1) * self._steps // (self._total + 2):
             return False
-        return self._made_good(run) or time.monotonic() - self._last > _SETTLE_S
+        return self._recovered(run) or time.monotonic() - self._last > _SETTLE_S
 
-    def _made_good(self, run: LocalRun) -> bool:
+    def _recovered(self, run: ClusterRun) -> bool:
         """Is everybody here again, and every shard on two servers if it is to be?"""
         members = run.console.members
         if members is None or self._stopped:
@@ -132,23 +133,23 @@ class Chaos:
         workers = len(members.workers) + len(members.standby)
         safe = run.plan.replication < 2 or members.exposed == 0
         here = workers >= run.workers_wanted and len(members.servers) >= run.servers_wanted
-        return here and safe and bool(run.cluster.of_role("coordinator"))
+        return here and safe and bool(run.of_role("coordinator"))
 
-    def _strike(self, fault: Fault, run: LocalRun) -> str:
+    def _strike(self, fault: Fault, run: ClusterRun) -> str:
         match fault.kind:
             case "kill" | "stop":
                 return self._hit(fault, run)
             case "resize":
                 return self._resize(int(fault.object), run)
             case _:
-                for child in run.cluster.running():
-                    child.signal(signal.SIGKILL)
+                for handle in run.handles.values():
+                    handle.signal(signal.SIGKILL)
                 return "processes at once"
 
-    def _hit(self, fault: Fault, run: LocalRun) -> str:
-        alive = run.cluster.of_role(fault.object)
+    def _hit(self, fault: Fault, run: ClusterRun) -> str:
+        alive = run.of_role(fault.object)
         busy = set(run.console.members.workers) if run.console.members is not None else set()
-        computing = [child for child in alive if child.name in busy]
+        computing = [handle for handle in alive if handle.command.name in busy]
         if not alive:
             return "(nobody there)"
         victim = self._random.choice(computing or alive)
@@ -157,38 +158,41 @@ class Chaos:
         else:
             victim.signal(signal.SIGSTOP)
             self._stopped.append((time.monotonic() + 2 * run.plan.heartbeat, victim))
-        return victim.name
+        return victim.command.name
 
-    def _wake(self, run: LocalRun) -> None:
-        for when, child in list(self._stopped):
+    def _wake(self, run: ClusterRun) -> None:
+        for when, handle in list(self._stopped):
             if time.monotonic() >= when:
-                child.signal(signal.SIGCONT)
-                self._stopped.remove((when, child))
-                run.console.console.print(f"[bold red]chaos[/bold red]: {child.name} may go on")
+                handle.signal(signal.SIGCONT)
+                self._stopped.remove((when, handle))
+                run.console.console.print(f"[bold red]chaos[/bold red]: {handle.command.name} may go on")
 
-    def _resize(self, size: int, run: LocalRun) -> str:
+    def _resize(self, size: int, run: ClusterRun) -> str:
         before = run.workers_wanted - run.plan.standby
         run.resize(size)
         return f"from {before}"
 
 
-def chaos(plan: Launch, faults: Sequence[Fault], seed: int, console: Console, *, json: Path | None = None) -> int:
-    """Run `plan` in peace and then under `faults`; print the table and the verdict.
+def chaos(
+    plan: Launch, faults: Sequence[Fault], seed: int, console: Console, *, json: Path | None = None,
+    overwrite: bool = False,
+) -> int:  # fmt: skip
+    """Run `plan` undisturbed and then under `faults`; print the table and the verdict.
 
     0 if the bytes are the same, or the job's mode promises no such thing.
     """
-    peace = _peaceful(plan, console)
-    config = _config_of(peace)
-    console.rule(f"and now with {len(faults)} blows")
+    undisturbed = _undisturbed(plan, console, overwrite=overwrite)
+    config = _config_of(undisturbed)
+    console.rule(f"and now with {len(faults)} faults")
     driver = Chaos(faults, config.steps, seed)
-    status = _under(plan, driver, console)
+    status = _under(plan, driver, console, overwrite=overwrite)
     if status != 0:
         return status
     samples = config.steps * config.replicas * config.batch
     ledger = ledger_of(Path(plan.folder), config.rounds, samples)
     report = Report(
-        events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(peace), _hash(plan)), ledger=ledger,
-        comparable=config.policy == Sync() and not config.sticky,
+        events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(undisturbed), _hash(plan)),
+        ledger=ledger, comparable=config.policy == Sync() and not config.sticky,
     )
     show(report, console)
     if json is not None:
@@ -198,26 +202,26 @@ def chaos(plan: Launch, faults: Sequence[Fault], seed: int, console: Console, *,
     return 0 if report.same and report.ledger.exact else 1
 
 
-def _peaceful(plan: Launch, console: Console) -> Launch:
+def _undisturbed(plan: Launch, console: Console, *, overwrite: bool) -> Launch:
     """The undisturbed run, with as many workers and servers and nothing of what makes it survive."""
     folder = str(Path(plan.folder) / "undisturbed")
-    peace = msgspec.structs.replace(
+    calm = msgspec.structs.replace(
         plan, folder=folder, snapshots=str(Path(folder).resolve() / "snapshots"), standby=0, replication=1,
         snapshot_seconds=0.0, snapshot_steps=0, workers=(1, plan.workers_start),
     )  # fmt: skip
     console.rule("the undisturbed run")
-    status = launch(peace, RunConsole(console))
+    status = launch(calm, RunConsole(console), overwrite=overwrite)
     if status == INTERRUPTED:
         raise SystemExit(INTERRUPTED)
     if status != 0:
         raise JobAborted("the undisturbed run has failed: chaos has nothing to compare with")
-    return peace
+    return calm
 
 
-def _under(plan: Launch, driver: Chaos, console: Console) -> int:
+def _under(plan: Launch, driver: Chaos, console: Console, *, overwrite: bool) -> int:
     while True:
         try:
-            return launch(plan, RunConsole(console), driver.intervene)
+            return launch(plan, RunConsole(console), driver.intervene, overwrite=overwrite and not plan.resume)
         except _EverythingDied:
             manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: console.print(text))
             if manifest is None:

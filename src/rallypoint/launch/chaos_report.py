@@ -15,7 +15,7 @@ _WINDOW_S = 20.0  # a stall is looked for within so long of its cause
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A blow: when (unix time), what, to whom, and what had been done by then."""
+    """A fault: when (unix time), what, to whom, and what had been done by then."""
 
     at: float
     what: str
@@ -103,7 +103,7 @@ def measure(events: Sequence[Event], ledger: Ledger) -> list[Measured]:
 def longest_gap(times: Sequence[float], start: float, end: float) -> float:
     """The longest time without a finished step that is over after `start` and before `end`.
 
-    One that lasts beyond `end`, when the next blow falls, is that blow's.
+    One that lasts beyond `end`, when the next fault comes, is that fault's.
     """
     first = max(0, bisect.bisect_left(times, start) - 1)
     reaching = itertools.takewhile(lambda gap: gap[1] <= end, itertools.pairwise(times[first:]))
@@ -118,7 +118,7 @@ def typical_gap(times: Sequence[float]) -> float:
 
 def show(report: Report, console: Console) -> None:
     """The table, the ledger and the verdict."""
-    table = Table("", "step", "blow", "to", "stall", "computed again")
+    table = Table("", "step", "fault", "to", "stall", "computed again")
     for number, measured in enumerate(report.events, 1):
         event = measured.event
         table.add_row(
@@ -137,7 +137,7 @@ def show(report: Report, console: Console) -> None:
     if not report.comparable:
         verdict = f"same bytes: {'yes' if report.same else 'no'} (this mode does not promise them when workers die)"
     if report.undone:
-        verdict += f"; [yellow]but {report.undone} blows did not fall: the run was over, give it more steps[/yellow]"
+        verdict += f"; [yellow]but {report.undone} faults were not made: the run was over, give it more steps[/yellow]"
     console.print(f"undisturbed sha256 {mine}\nthis run    sha256 {theirs}\n{verdict}")
 
 

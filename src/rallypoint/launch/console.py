@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import sys
 import time
 from collections import deque
 
@@ -18,6 +21,7 @@ from rallypoint.net.messages import (
     Message,
     Metrics,
     Planned,
+    Resize,
     Say,
     Skipped,
     Snapshotted,
@@ -27,6 +31,7 @@ from rallypoint.net.messages import (
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
+_REFUSED = "refused: "  # how the coordinator begins the sentence about a worker that it does not take
 
 
 class _Rate(ProgressColumn):
@@ -36,11 +41,23 @@ class _Rate(ProgressColumn):
         return Text(task.fields["rate"], style="green")
 
 
+class Screen(Console):
+    """A rich console that goes quiet when nobody reads it any more (``rallypoint run ... | head``)."""
+
+    closed = False
+
+    def on_broken_pipe(self) -> None:
+        """From then on print nothing; the default would end whichever thread has just printed."""
+        self.quiet = self.closed = True
+        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
 class RunConsole:
     """Turns the coordinator's announcements, and lines that workers print, into what is shown."""
 
     def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Screen(highlight=False)
         self.failure: str | None = None
         self._accounted: Accounted | None = None
         self.finished = False
@@ -55,14 +72,16 @@ class RunConsole:
         self.steps_done = 0
         self.again = 0
         self.members: Members | None = None
+        self.sizes: queue.SimpleQueue[Resize] = queue.SimpleQueue()  # orders to change the cluster's size
+        self._said: set[str] = set()
         self.snapshots = 0
         self._said_done = False
         self.heard = time.monotonic()  # when the coordinator last said something, or we that it does not
 
-    def relay(self, child: str, line: str) -> None:
-        """A line that a child printed; a worker's own words stand without a prefix once the job is over."""
-        own_words = child == "worker0" or (self.finished and child.startswith("worker"))
-        prefix = "" if own_words else f"[dim]{escape(child)} |[/dim] "
+    def relay(self, process: str, line: str) -> None:
+        """A line that a process printed; a worker's own words stand without a prefix once the job is over."""
+        own_words = process == "worker0" or (self.finished and process.startswith("worker"))
+        prefix = "" if own_words else f"[dim]{escape(process)} |[/dim] "
         self.console.print(prefix + escape(line), soft_wrap=True)
 
     def show(self, message: Message) -> None:
@@ -76,6 +95,10 @@ class RunConsole:
             case Metrics(step=step, values=values):
                 self._metrics = values
                 self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
+            case Say(text=text) if text.startswith(_REFUSED):
+                if text not in self._said:
+                    self._said.add(text)
+                    self.console.print(escape(text), soft_wrap=True)
             case Say(text=text) | Waiting(text=text):
                 self.console.print(escape(text), soft_wrap=True)
             case Skipped(step=step, replicas=replicas):
@@ -83,6 +106,10 @@ class RunConsole:
                 self.console.print(f"[yellow]{self._named(step)} skipped: {who} is not finite[/yellow]")
             case Members():
                 self._members_shown(message)
+            case Resize(workers=workers, servers=servers):
+                to = [f"{workers} workers"] * (workers > 0) + [f"{servers} servers"] * (servers > 0)
+                self.console.print(f"resizing to {' and '.join(to)}")
+                self.sizes.put(message)
             case Snapshotted():
                 self.snapshots += 1
                 if message.version > 0:
@@ -145,13 +172,10 @@ class RunConsole:
 
     def _members_shown(self, members: Members) -> None:
         before, self.members = self.members, members
-        if before is None or (before.workers, before.servers) == (members.workers, members.servers):
+        if before is None:
             return
-        standing = f" (+{len(members.standby)} standing by)" if members.standby else ""
-        self.console.print(
-            f"[dim]view {members.view}: workers {', '.join(members.workers) or 'none'}{standing}; "
-            f"servers {', '.join(members.servers)}[/dim]"
-        )
+        for sentence in changes(before, members):
+            self.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
 
     def _step(self, done: StepDone) -> None:
         now = time.monotonic()
@@ -183,6 +207,27 @@ class RunConsole:
         seconds = self._recent[-1][0] - self._recent[0][0]
         items = sum(count for _, count in list(self._recent)[1:])
         return f"{items / max(seconds, 1e-9):,.0f} {self._plan.item}/s"
+
+
+def changes(before: Members, now: Members) -> list[str]:
+    """Who has joined and left between two views, and who does the work now, as sentences."""
+    said = []
+    if sentence := _news(before.workers, now.workers):
+        who = f"{', '.join(now.workers) or 'nobody'} compute{'s' * (len(now.workers) < 2)}"
+        said.append(f"{sentence}: {who} now")
+    new = [worker for worker in now.standby if worker not in (*before.standby, *before.workers)]
+    if new:
+        said.append(f"{', '.join(new)} stand{'s' * (len(new) == 1)} by")
+    if sentence := _news(before.servers, now.servers):
+        said.append(f"{sentence}: the parameters are on {', '.join(sorted(now.servers)) or 'no server'}")
+    return said
+
+
+def _news(before: tuple[str, ...], now: tuple[str, ...]) -> str:
+    gone = [name for name in before if name not in now]
+    new = [name for name in now if name not in before]
+    parts = [f"without {', '.join(gone)}"] if gone else []
+    return " and ".join([*parts, *([f"with {', '.join(new)}"] if new else [])])
 
 
 def _figures(values: dict[str, float]) -> str:

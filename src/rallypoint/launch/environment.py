@@ -7,3 +7,4 @@ TOKEN = "RALLYPOINT_TOKEN"
 ID = "RALLYPOINT_ID"
 LIFELINE = "RALLYPOINT_LIFELINE"
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
+LISTENS_AT = "the coordinator listens at "  # how the line begins that a coordinator prints once it is ready

@@ -61,9 +61,9 @@ class Channel:
         data = encode(message)
         self.send(Header(kind, length=len(data)), memoryview(data), urgent=True)
 
-    def refuse(self, reason: str) -> None:
-        """Tell the other side why this connection ends, and end it once that is sent."""
-        data = encode(Refused(reason))
+    def refuse(self, reason: str, *, final: bool = False) -> None:
+        """Tell the other side why this connection ends, and end it once that is sent; see `Refused`."""
+        data = encode(Refused(reason, final))
         self.send(Header(Kind.REFUSE, length=len(data)), memoryview(data), self.connection.close, urgent=True)
 
     def flush(self, timeout: float) -> bool:

@@ -25,7 +25,8 @@ _BEATS = 4  # in the time after which a silent member is given up
 
 
 class CoordinatorLink:
-    """Joins as `id` in the constructor (AccessDenied, LinkError); `start` begins to hand over messages.
+    """Joins as `id` in the constructor: AccessDenied, LinkError when no coordinator is there within `patience` seconds.
+    `start` begins to hand over messages.
 
     A coordinator that goes away is expected back: what is said meanwhile waits. `on_admitted(new)` is called after each
     joining, `new` if this process is a newcomer to the coordinator (the first time, or after it had been given up).
@@ -36,7 +37,7 @@ class CoordinatorLink:
     def __init__(
         self, *, transport: Transport, address: str, token: str, role: str, id: str,
         on_message: Callable[[Message], None], on_lost: Callable[[RallypointError], None],
-        on_admitted: Callable[[bool], None] | None = None, listening_at: str = "",
+        on_admitted: Callable[[bool], None] | None = None, listening_at: str = "", patience: float | None = None,
     ) -> None:  # fmt: skip
         self._transport, self._address, self._token = transport, address, token
         self._role, self._id, self._listening_at = role, id, listening_at
@@ -46,7 +47,7 @@ class CoordinatorLink:
         self._unsent: deque[Message] = deque()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._channel = self._join_patiently(JOIN_TIMEOUT_S)
+        self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
         self._thread = threading.Thread(target=self._receive_all, name="from the coordinator", daemon=True)
         self._beat_thread = threading.Thread(target=self._beat, name="signs of life", daemon=True)
 
@@ -171,7 +172,7 @@ class CoordinatorLink:
             match message:
                 case Admitted(incarnation=incarnation):
                     self._hand_over(message, lambda incarnation=incarnation: self._take_admission(incarnation))  # type: ignore[misc]
-                case Refused(reason=reason) if self.incarnation:
+                case Refused(reason=reason, final=False) if self.incarnation:
                     raise LinkError(reason)  # given up by mistake: come back as somebody new
                 case _:
                     self._hand_over(message, lambda message=message: self._on_message(message))  # type: ignore[misc]

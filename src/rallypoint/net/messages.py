@@ -50,9 +50,10 @@ class Welcome(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """You are not in, or no longer; the reason is a sentence."""
+    """You are not in, or no longer; the reason is a sentence. `final`: coming back would change nothing."""
 
     reason: str
+    final: bool = False
 
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class CaughtUp(_Message, frozen=True):
 
 
 class Leaving(_Message, frozen=True):
-    """This worker was told to go and hands its replicas back."""
+    """This member was told to go: a worker hands its replicas back, a server its shards."""
 
 
 class Stored(_Message, frozen=True):
@@ -133,9 +134,11 @@ class SnapshotWanted(_Message, frozen=True):
 
 
 class Resize(_Message, frozen=True):
-    """An observer asks for so many workers that compute; more stand by."""
+    """An observer asks for so many workers that compute (more stand by) and so many servers; 0: as many as now. The
+    coordinator tells all observers: the launcher among them starts processes, or tells some to go."""
 
     workers: int
+    servers: int = 0
 
 
 class Metrics(_Message, frozen=True):

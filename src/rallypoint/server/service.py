@@ -30,6 +30,7 @@ from rallypoint.net.messages import (
     Finished,
     GiveUp,
     Hello,
+    Leaving,
     Message,
     NewView,
     Prepare,
@@ -50,6 +51,7 @@ from rallypoint.store.record import decode_record
 from rallypoint.store.state import read_state
 from rallypoint.store.writer import SnapshotWriter
 
+LEAVING_EVERY_S = 1.0
 VIEW_TIMEOUT_S = 60.0  # a coordinator may be away for a while
 _measures = msgspec.msgpack.Decoder(list[clip.Measure])
 
@@ -100,6 +102,15 @@ class ServerService:
         """Until the job is over: None, or why it failed."""
         self._over.wait()
         return self._failure
+
+    def leave(self) -> None:
+        """Hand this server's shards over to others, then end (a spot machine's notice). Safe in a signal handler."""
+        threading.Thread(target=self._leave, name="leave", daemon=True).start()
+
+    def _leave(self) -> None:
+        while not self._over.is_set():
+            self._link.send(Leaving())  # a coordinator that takes over has not heard it
+            self._over.wait(LEAVING_EVERY_S)
 
     def close(self) -> None:
         """End every connection and thread. May be called at any time after `start`."""

@@ -16,6 +16,14 @@ class Refuse:
 
     member: str
     reason: str
+    final: bool = False  # it need not come back
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """A server that was told to go holds nothing any more: let it go."""
+
+    server: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,5 +101,5 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | Finish | Abort
+    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | Finish | Abort
 )  # fmt: skip

@@ -48,9 +48,9 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A worker was told to go: it hands its replicas back."""
+    """A member was told to go: a worker hands its replicas back, a server its shards."""
 
-    worker: str
+    member: str
 
 
 @dataclass(frozen=True, slots=True)

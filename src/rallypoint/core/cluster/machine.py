@@ -21,6 +21,7 @@ from rallypoint.core.cluster.effects import (
     Assist,
     Capture,
     Commit,
+    Dismiss,
     Effect,
     FindSnapshot,
     Finish,
@@ -155,9 +156,9 @@ class ClusterMachine:
                 return self._proposal(worker, record)
             case events.CaughtUp():
                 return self._now_caught_up(event.server, event.backups)
-            case events.Leaving(worker=worker):
-                self._members.leaving |= {worker} & self._members.workers.keys()
-                return self._next_view()
+            case events.Leaving(member=member):
+                self._members.leaving |= {member} & (self._members.workers.keys() | self._members.servers.keys())
+                return [*self._next_view(), *self._dismiss()]
             case events.Done(worker=worker, generation=generation):
                 return self._worker_done(worker) if self._is_current(generation) else []
             case events.Resized(workers=workers):
@@ -219,7 +220,7 @@ class ClusterMachine:
         if self.phase is Phase.GATHERING:
             return self._abort(sentence)
         self._members.remove(worker)  # a late one cannot end a job that runs well without it
-        return [Refuse(worker, sentence), Say(f"refused: {sentence}")]
+        return [Refuse(worker, sentence, final=True), Say(f"refused: {sentence}")]
 
     def _begin_when_gathered(self) -> list[Effect]:
         members = self._members
@@ -476,7 +477,15 @@ class ClusterMachine:
         self.revision += 1
         if abandon:
             self._snapshots.abandon()
-        return [Publish(view, (*(m.id for m in view.servers), *(m.id for m in view.workers)))]
+        told = (*(m.id for m in view.servers), *(m.id for m in view.workers))
+        return [Publish(view, told), *self._dismiss()]
+
+    def _dismiss(self) -> list[Effect]:
+        """Servers that were told to go may do so when no shard is on them; where workers have the state, at once."""
+        if self.view is None:
+            return []
+        needed = set() if self._stateful_workers else {*self.view.primary.values(), *self.view.backup.values()}
+        return [Dismiss(server) for server in self._members.servers if server in self._members.leaving - needed]
 
     def _now_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> list[Effect]:
         if self.view is None or self.phase is not Phase.RUNNING or not self._views.backups_caught_up(server, backups):

@@ -17,7 +17,7 @@ class Membership:
         incarnations: how many numbers have been given to processes that joined.
         workers, servers: who is here.
         proposed: workers that have brought the job's model, those who did so first first.
-        leaving: workers that were told to go, and hand their replicas back.
+        leaving: members that were told to go: workers hand their replicas back, servers their shards.
         done: workers that hold the last version.
         awaited: members known to an earlier coordinator that have not come back yet.
         given_up: workers given up for their silence, and until when the job's end is put off for them: most were only
@@ -69,6 +69,12 @@ class Membership:
         for members in (self.leaving, self.done, self.awaited):
             members.discard(id)
         self._heard.pop(id, None)
+
+    @property
+    def staying(self) -> dict[str, Member]:
+        """The servers that were not told to go; all of them, if all were."""
+        staying = {id: server for id, server in self.servers.items() if id not in self.leaving}
+        return staying or self.servers
 
     def _of(self, role: str) -> dict[str, Member]:
         return self.servers if role == "server" else self.workers

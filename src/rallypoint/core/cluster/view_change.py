@@ -51,16 +51,19 @@ def surviving_primaries(
 
 def rebalanced(
     view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
-    caught_up: AbstractSet[int], replication: int,
+    caught_up: AbstractSet[int], replication: int, staying: Mapping[str, Member] | None = None,
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard, moved towards an even load from `primary`, the homes that survive.
+
+    All of them move to the servers that are `staying`; by default all `servers` are.
 
     A shard's new home is filled as its backup first. When all that are to move are in step they are promoted together.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
-    kept = {s: b for s, b in view.backup.items() if b in alive and b != homes[s]}
-    wanted = place(shards, list(servers), homes)
+    staying = servers if staying is None else staying
+    kept = {s: b for s, b in view.backup.items() if b in alive and b in staying and b != homes[s]}
+    wanted = place(shards, list(staying), homes)
     moving = {s for s, home in wanted.items() if home != homes[s]}
     if moving and all(kept.get(s) == wanted[s] and s in caught_up for s in moving):
         homes = {s: wanted[s] if s in moving else home for s, home in homes.items()}
@@ -69,7 +72,7 @@ def rebalanced(
     kept |= {s: wanted[s] for s in moving}
     if replication < 2:
         return homes, {s: b for s, b in kept.items() if s in moving}
-    return homes, place_backups(shards, list(servers), homes, kept, _hosts(servers))
+    return homes, place_backups(shards, list(staying), homes, kept, _hosts(servers))
 
 
 def still_caught_up(view: View, before: View, caught_up: AbstractSet[int]) -> set[int]:

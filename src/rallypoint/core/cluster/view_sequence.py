@@ -49,7 +49,7 @@ class ViewSequence:
         ValueError when there is no server.
         """
         number = self._next_number()
-        primary, backup = first_homes(shards, members.servers, self.replication)
+        primary, backup = first_homes(shards, members.staying, self.replication)
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
@@ -65,7 +65,9 @@ class ViewSequence:
         surviving = surviving_primaries(before, servers, self.caught_up)
         if surviving is None:
             return None
-        primary, backup = rebalanced(before, surviving, shards, servers, self.caught_up, self.replication)
+        primary, backup = rebalanced(
+            before, surviving, shards, servers, self.caught_up, self.replication, members.staying
+        )
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending,

@@ -1,0 +1,96 @@
+"""The interface between the supervisor and the place where processes run: local processes, ssh, Slurm, Ray, ..."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """A process to start: ``Command(name="server0", role="server", argv=("python", "-m", ...), env={"A": "1"})``.
+
+    Attributes:
+        name: unique among all processes of the run.
+        role: "coordinator", "server" or "worker". A cluster may place the roles on different machines.
+        argv: the program and its arguments.
+        env: environment variables that the process gets in addition to those that the cluster gives every process.
+    """
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a process ended: with a status, or by a signal (``Exit(137, "SIGKILL")``).
+
+    Attributes:
+        status: 0 to 255; 128 plus its number after a signal.
+        signal: the signal's name; "" when the process ended by itself.
+        reason: what the cluster knows besides, as a phrase ("out of memory", "preempted"); often "".
+    """
+
+    status: int
+    signal: str = ""
+    reason: str = ""
+
+    @property
+    def died(self) -> bool:
+        """Did something outside end it? Then starting another makes sense."""
+        return bool(self.signal)
+
+    def __str__(self) -> str:
+        """The end of a sentence that begins with the process's name."""
+        what = f"was killed ({self.signal})" if self.signal else f"ended with status {self.status}"
+        return f"{what}: {self.reason}" if self.reason else what
+
+
+class Handle(Protocol):
+    """One started process. Its methods may be called from any thread."""
+
+    @property
+    def command(self) -> Command:
+        """What was started."""
+
+    def exit(self) -> Exit | None:
+        """None while the process runs. Afterwards how it ended: by then `output` has got all of its lines, and the
+        processes that it had started itself have been ended."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to those that it started; does nothing when it has ended."""
+
+
+class Cluster(Protocol):
+    """Starts processes and ends them. Implementations pass `rallypoint.testing.contracts.check_cluster`.
+
+    An implementation over ssh in ten lines (`_Remote`, its handle, wraps `subprocess.Popen`)::
+
+        class SshCluster:
+            def __init__(self, hosts):
+                self._hosts, self._started = itertools.cycle(hosts), []
+
+            def start(self, command, output):
+                env = [f"{name}={value}" for name, value in command.env.items()]
+                argv = ["ssh", "-tt", next(self._hosts), shlex.join(["env", *env, *command.argv])]
+                self._started.append(_Remote(command, argv, output))
+                return self._started[-1]
+
+            def end(self):
+                for process in self._started:
+                    process.signal(signal.SIGKILL)
+                    process.wait()
+    """
+
+    def start(self, command: Command, output: Callable[[str], None]) -> Handle:
+        """Start a process and return at once.
+
+        `output` is called with each line that it prints (standard output and standard error, without the newline), from
+        a thread of the cluster. RallypointError when it cannot be started.
+        """
+
+    def end(self) -> None:
+        """End every process that still runs, at once, and wait for that. May be called twice."""

@@ -1,0 +1,107 @@
+"""Copies of a user's code, kept with the run: workers run what the run began with, whatever is edited meanwhile.
+
+The script and the ``.py`` files below its folder are copied to ``code/`` in the run's folder. `worker_argv` starts the
+script from there; see `rallypoint.launch.script` for what that changes (nothing but where the source text is read).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rallypoint.errors import DataError, UsageError
+from rallypoint.launch import script as runner
+
+CODE = "code"
+_FILES, _BYTES, _FOLDERS = 1_000, 20_000_000, 2_000  # bounds of what is copied, and of where is looked
+_NOT_CODE = {"__pycache__", "node_modules", "site-packages"}
+_RUN_FILE, _VENV_FILE = "run.json", "pyvenv.cfg"  # of folders that hold other runs, and virtual environments
+
+
+def keep(script: str, folder: Path) -> str:
+    """Copy `script` and the modules below its folder to ``folder/code``; a sentence when there are too many, else "".
+
+    UsageError when the script cannot be read.
+    """
+    path, kept = Path(script).resolve(), folder / CODE
+    if kept.is_dir():
+        shutil.rmtree(kept)
+    kept.mkdir(parents=True)
+    try:
+        _copy(path, kept / path.name)
+    except OSError as error:
+        raise UsageError(f"{script} cannot be read: {error.strerror}") from None
+    count = size = 0
+    for source in _modules(path.parent):
+        count, size = count + 1, size + source.stat().st_size
+        if count > _FILES or size > _BYTES:
+            return (
+                f"{path.parent} has more than {_FILES} Python files, or {_BYTES // 10**6} MB of them: the first are "
+                "kept with the run; do not edit the others while it runs"
+            )
+        _copy(source, kept / source.relative_to(path.parent))
+    return ""
+
+
+def changed(script: str, folder: Path) -> list[str]:
+    """The kept files that are not in their place as they were, as paths from the script's folder.
+
+    DataError when the run has kept none.
+    """
+    home, kept = Path(script).resolve().parent, folder / CODE
+    if not kept.is_dir():
+        raise DataError(f"{folder} has kept no code of {script}")
+    files = [path.relative_to(kept) for path in sorted(kept.rglob("*")) if path.is_file()]
+    return [str(file) for file in files if _digest(home / file) != _digest(kept / file)]
+
+
+def named(files: Sequence[str], most: int = 5) -> str:
+    """``a.py, b.py and 3 more``."""
+    more = len(files) - most
+    return ", ".join(files[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def worker_argv(worker: Sequence[str], script: str, folder: Path) -> tuple[str, ...]:
+    """`worker` (``python script.py --its options``), with the script run from the kept copy."""
+    arguments = worker[list(worker).index(script) + 1 :]
+    return (sys.executable, runner.__file__, str((folder / CODE).resolve()), script, *arguments)
+
+
+def _modules(home: Path) -> Iterator[Path]:
+    """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders and the
+    folders of runs are left out."""
+    waiting, seen = [home], 0
+    while waiting and seen < _FOLDERS:
+        folder, seen = waiting.pop(0), seen + 1
+        try:
+            entries = sorted(folder.iterdir())
+        except OSError:
+            continue  # what cannot be read here cannot be imported either
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if entry.is_file() and entry.suffix == ".py":
+                yield entry
+            elif entry.is_dir() and not entry.is_symlink() and _may_hold_code(entry):
+                waiting.append(entry)
+
+
+def _may_hold_code(folder: Path) -> bool:
+    own = (_RUN_FILE, _VENV_FILE)
+    return folder.name not in _NOT_CODE and not any((folder / name).exists() for name in own)
+
+
+def _copy(source: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+
+
+def _digest(path: Path) -> bytes:
+    """The SHA-256 of a file; b"" when there is none."""
+    try:
+        return hashlib.sha256(path.read_bytes()).digest()
+    except OSError:
+        return b""

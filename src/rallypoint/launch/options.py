@@ -1,0 +1,163 @@
+"""The command-line options of a run: each stands here once, with its help."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from rallypoint.config import overrides_from
+from rallypoint.errors import ConfigError
+from rallypoint.launch.folder import new_folder
+from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
+from rallypoint.store.retention import Retention
+
+_CLUSTER, _SNAPSHOTS, _FILES = "Cluster", "Snapshots", "Settings and files"
+_COMPRESSIONS = ("zstd", "zstd-planes", "none")
+Bind = Annotated[str, typer.Option(
+    metavar="HOST:PORT", rich_help_panel=_CLUSTER, help="Where the coordinator listens; port 0 is any free one.",
+)]  # fmt: skip
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
+
+
+def _option(*names: str, help: str, metavar: str | None, panel: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, **limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The options that ``run``, ``train`` and ``chaos`` have in common."""
+
+    workers: Annotated[str, _option(
+        "--workers", "-w", metavar="N[:M]", panel=_CLUSTER,
+        help="Worker processes, which compute gradients: 4, or 2:8 for from 2 to 8.",
+    )] = "2"  # fmt: skip
+    servers: Annotated[int, _option(
+        "--servers", "-s", min=1, metavar="N", panel=_CLUSTER, help="Server processes; they own the parameters.",
+    )] = 2  # fmt: skip
+    standby: Annotated[int, _option(
+        min=0, metavar="N", panel=_CLUSTER, help="More workers, imported and connected, to take over at once.",
+    )] = 0  # fmt: skip
+    replication: Annotated[int, _option(
+        min=1, max=2, metavar="1|2", panel=_CLUSTER,
+        help="2: every shard is on two servers, and either may die without a step lost.",
+    )] = 1  # fmt: skip
+    heartbeat: Annotated[float, _option(
+        min=0.5, metavar="S", panel=_CLUSTER, help="Seconds without a sign of life until a process is given up.",
+    )] = 3.0  # fmt: skip
+    backup_tasks: Annotated[bool, _option(
+        "--backup-tasks", metavar=None, panel=_CLUSTER,
+        help="Give a slow worker's replica to an idle worker too; the first result counts.",
+    )] = False  # fmt: skip
+    threads: Annotated[int, _option(
+        min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
+    )] = 1  # fmt: skip
+    bind: Bind = "127.0.0.1:0"
+    snapshot_seconds: Annotated[float, _option(
+        min=0, metavar="S", panel=_SNAPSHOTS, help="Take a snapshot every so many seconds; 0: not by time.",
+    )] = 60.0  # fmt: skip
+    snapshot_steps: Annotated[int, _option(
+        min=0, metavar="N", panel=_SNAPSHOTS, help="Take a snapshot every so many steps; 0: not by steps.",
+    )] = 0  # fmt: skip
+    snapshots: Annotated[str, _option(
+        metavar="URL", panel=_SNAPSHOTS,
+        help="Where: a folder or any fsspec URL; by default in the run's folder; none for no snapshots.",
+    )] = ""  # fmt: skip
+    compression: Annotated[str, _option(
+        metavar="KIND", panel=_SNAPSHOTS, help="none, zstd or zstd-planes (smaller, slower).",
+    )] = "none"  # fmt: skip
+    keep_last: Annotated[int, _option(
+        min=1, metavar="N", panel=_SNAPSHOTS, help="Snapshots to keep: the last so many,",
+    )] = 3  # fmt: skip
+    keep_every: Annotated[int, _option(
+        min=0, metavar="N", panel=_SNAPSHOTS, help="... those of a version that is a multiple of this (0: none),",
+    )] = 0  # fmt: skip
+    keep_best: Annotated[str, _option(
+        metavar="NAME", panel=_SNAPSHOTS, help="... and the one with the lowest value of this metric.",
+    )] = ""  # fmt: skip
+    config: Annotated[Path | None, _option(
+        "--config", metavar="FILE", panel=_FILES, help="A TOML file of settings, over the script's own.",
+    )] = None  # fmt: skip
+    sets: Annotated[list[str] | None, _option(
+        "--set", metavar="KEY=VALUE", panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
+    )] = None  # fmt: skip
+    folder: Annotated[Path | None, _option(
+        metavar="FOLDER", panel=_FILES, help="The run's folder; by default a new one under runs/.",
+    )] = None  # fmt: skip
+    overwrite: Annotated[bool, _option(
+        "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
+    )] = False  # fmt: skip
+    trace: Annotated[Path | None, _option(
+        metavar="FILE", panel=_FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
+    )] = None  # fmt: skip
+    trace_steps: Annotated[str, _option(
+        metavar="A:B", panel=_FILES, help="Which steps to trace, from A to before B.",
+    )] = "5:7"  # fmt: skip
+
+    def plan(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
+        """The plan that these options make for workers of this argv. ConfigError for what cannot be."""
+        limits, start = parse_workers(self.workers)
+        folder = self.folder or new_folder(Path("runs"))
+        where = self.snapshots or str((folder / SNAPSHOTS).resolve())
+        if self.compression not in _COMPRESSIONS:
+            raise ConfigError(f"'{self.compression}' is no compression: choose zstd, zstd-planes or none")
+        if self.replication > self.servers:
+            raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
+        same = {name: getattr(self, name) for name in Launch.__struct_fields__ if name in _SAME}
+        return Launch(
+            worker=tuple(worker), script=script, workers=limits, workers_start=start, folder=str(folder),
+            snapshots="" if where == "none" else where,
+            overrides=overrides_from(self.config, [*(self.sets or []), *(more_settings or [])]),
+            retention=Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best),
+            trace=str(self.trace or ""), trace_steps=_steps(self.trace_steps), **same,
+        )  # fmt: skip
+
+
+# Options that a plan has under the same name, with the same meaning.
+_SAME = {
+    "standby", "servers", "replication", "heartbeat", "backup_tasks", "threads", "bind", "snapshot_steps",
+    "snapshot_seconds", "compression",
+}  # fmt: skip
+
+
+def with_run_options(defaults: RunOptions | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command all options of `RunOptions`; it gets them as one argument, `options`."""
+    start = defaults or RunOptions()
+    hints = get_type_hints(RunOptions, include_extras=True)
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own_hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(annotation=own_hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for name, parameter in inspect.signature(command).parameters.items() if name != "options"
+        ]  # fmt: skip
+        shared = [
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(start, f.name), annotation=hints[f.name]
+            )
+            for f in fields(RunOptions)
+        ]
+
+        @wraps(command)
+        def called(**given: Any) -> None:
+            options = RunOptions(**{f.name: given.pop(f.name) for f in fields(RunOptions)})
+            command(options=options, **given)
+
+        called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}
+        called.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        del called.__wrapped__
+        return called
+
+    return decorate
+
+
+def _steps(text: str) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    if not (colon and first.isdigit() and last.isdigit()):
+        raise ConfigError(f"'{text}' is not a range of steps: write it as 5:7")
+    return int(first), int(last)

@@ -1,0 +1,100 @@
+"""What to start: the plan of a run, kept in its folder as ``run.json`` so that the run can go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rallypoint.errors import ConfigError, DataError
+from rallypoint.store.retention import Retention
+
+RUN_FILE = "run.json"
+SNAPSHOTS = "snapshots"
+
+
+class Launch(msgspec.Struct, frozen=True, kw_only=True):
+    """The plan of a run.
+
+    Attributes:
+        worker: the argv of every worker process.
+        script: the part of `worker` that is the user's script; "" when it is none. See `kept`.
+        workers: (least, most): below the least the job waits, above the most workers stand by.
+        workers_start: how many begin.
+        standby: so many more are started, imported and connected.
+        folder: the run's folder.
+        resume: the snapshot to go on from; "" for a new run.
+    """
+
+    worker: tuple[str, ...]
+    script: str = ""
+    workers: tuple[int, int] = (1, 2)
+    workers_start: int = 2
+    standby: int = 0
+    servers: int = 2
+    replication: int = 1
+    heartbeat: float = 3.0
+    backup_tasks: bool = False
+    threads: int = 1
+    bind: str = "127.0.0.1:0"
+    folder: str = ""
+    overrides: dict[str, Any] = {}
+    snapshots: str = ""
+    snapshot_steps: int = 0
+    snapshot_seconds: float = 60.0
+    compression: str = "none"
+    retention: Retention = Retention()
+    restart: bool = True
+    trace: str = ""
+    trace_steps: tuple[int, int] = (5, 7)
+    resume: str = ""
+
+
+def parse_workers(text: str) -> tuple[tuple[int, int], int]:
+    """``4`` or ``2:8`` as ((least, most), how many to begin with). ConfigError when it is neither.
+
+    A plain number is what the job begins with; it goes on with fewer while some are gone. Of a range the least begin.
+    """
+    least, colon, most = text.partition(":")
+    if not (least.isdigit() and (most.isdigit() or not colon)) or int(least) < 1 or (colon and int(most) < int(least)):
+        raise ConfigError(f"'{text}' is not a number of workers: write 4, or 2:8 for from two to eight")
+    if not colon:
+        return (1, int(least)), int(least)
+    return (int(least), int(most)), int(least)
+
+
+def write_plan(plan: Launch) -> None:
+    """Keep the plan in the run's folder."""
+    path = Path(plan.folder) / RUN_FILE
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
+
+
+def read_plan(folder: Path) -> Launch:
+    """The plan of an earlier run. DataError when there is none."""
+    try:
+        return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Launch)
+    except FileNotFoundError:
+        raise DataError(f"{folder} is not the folder of a run: there is no {RUN_FILE} in it") from None
+    except msgspec.DecodeError as error:
+        raise DataError(f"{folder / RUN_FILE} cannot be read: {error}") from None
+
+
+def coordinator_arguments(plan: Launch, bind: str, *, again: bool = False) -> tuple[str, ...]:
+    """What ``rallypoint coordinator`` is given. `again`: after one that has listened before, whose journal goes on."""
+    first, last = plan.trace_steps if plan.trace else (0, 0)
+    terms = {
+        "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
+        "servers": plan.servers, "replication": plan.replication, "heartbeat": plan.heartbeat,
+        "backup_tasks": plan.backup_tasks, "snapshot_steps": plan.snapshot_steps,
+        "snapshot_seconds": plan.snapshot_seconds, "snapshots": bool(plan.snapshots),
+    }  # fmt: skip
+    join_info = {
+        "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],
+        "snapshots": plan.snapshots, "compression": plan.compression, "retention": plan.retention,
+    }  # fmt: skip
+    return (
+        "--bind", bind, "--terms", msgspec.json.encode(terms).decode(),
+        "--join-info", msgspec.json.encode(join_info).decode(),
+        *(["--resume", plan.resume] if plan.resume and not again else []),
+    )  # fmt: skip
