@@ -1,85 +1,65 @@
-"""Processes of a local cluster, and what they leave: their own children, their output, a coordinator that hangs."""
+"""Processes on this machine pass the contract of a cluster, and leave nothing behind."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from rallypoint.launch import local
-from rallypoint.launch.local import ChildFailed, LocalCluster
+from rallypoint.errors import UsageError
+from rallypoint.launch.cluster import Command
+from rallypoint.launch.local import LocalCluster
+from rallypoint.testing import cluster_contract
+from rallypoint.testing.cluster_contract import PATIENCE_S, ClusterContract, Started
 
-PATIENCE_S = 20.0
-# A worker that has started a process of its own, which holds its output open, as a data loader or a dashboard does.
-PARENT = """
-import subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-print(child.pid, flush=True)
-time.sleep(1000)
+
+class TestLocalCluster(ClusterContract):
+    @pytest.fixture
+    def cluster(self) -> LocalCluster:
+        return LocalCluster()
+
+    def test_what_a_killed_worker_had_started_does_not_outlive_it(self, running: LocalCluster) -> None:
+        worker = Started(running, cluster_contract._PARENT)
+        left = psutil.Process(int(worker.line()))
+        psutil.Process(worker.handle.process.pid).kill()  # type: ignore[attr-defined]
+        assert worker.exit().died
+        assert psutil.wait_procs([left], timeout=PATIENCE_S)[1] == []
+
+    def test_the_end_of_a_cluster_is_the_end_of_what_its_workers_started(self, running: LocalCluster) -> None:
+        worker = Started(running, cluster_contract._PARENT)
+        left = psutil.Process(int(worker.line()))
+        running.end()
+        assert psutil.wait_procs([left], timeout=PATIENCE_S)[1] == []
+
+    def test_a_program_that_is_not_there_is_a_sentence(self, running: LocalCluster) -> None:
+        with pytest.raises(UsageError, match="worker0 cannot be started: /no/such/program: No such file or directory"):
+            running.start(Command(name="worker0", role="worker", argv=("/no/such/program",)), lambda line: None)
+
+    def test_after_its_end_nothing_can_be_started(self, running: LocalCluster) -> None:
+        running.end()
+        with pytest.raises(UsageError, match="ended"):
+            Started(running, "pass")
+
+
+CHILD_OF_A_LAUNCHER = """
+import os, signal, sys
+from rallypoint.launch.cluster import Command
+from rallypoint.launch.local import LocalCluster
+cluster = LocalCluster()
+code = "from rallypoint.launch.lifeline import hold_lifeline; import os, time; hold_lifeline(); print(os.getpid(), "
+code += "flush=True); time.sleep(1000)"
+cluster.start(Command(name="a", role="worker", argv=(sys.executable, "-c", code)), lambda line: print(line, flush=True))
+signal.pause()
 """
 
 
-@pytest.fixture
-def lines() -> list[tuple[str, str]]:
-    return []
-
-
-@pytest.fixture
-def cluster(lines: list[tuple[str, str]]) -> Iterator[LocalCluster]:
-    with LocalCluster(token="0" * 32, threads=1, relay=lambda name, line: lines.append((name, line))) as cluster:
-        yield cluster
-
-
-def grandchild(lines: list[tuple[str, str]]) -> psutil.Process:
-    deadline = time.monotonic() + PATIENCE_S
-    while not lines:
-        assert time.monotonic() < deadline, "it has not begun"
-        time.sleep(0.01)
-    return psutil.Process(int(lines[0][1]))
-
-
-def test_what_a_killed_worker_had_started_holds_nobody_up_and_does_not_outlive_it(
-    cluster: LocalCluster, lines: list[tuple[str, str]]
-) -> None:
-    """As by the out-of-memory killer, which takes one process and not its group."""
-    worker = cluster.start_worker("worker0", [sys.executable, "-c", PARENT])
-    left = grandchild(lines)
-    worker.process.send_signal(signal.SIGKILL)
-    worker.process.wait(PATIENCE_S)
-    cluster.forget(worker)
-    assert psutil.wait_procs([left], timeout=PATIENCE_S)[1] == []
-    assert cluster.children == []
-    assert not worker.reader.is_alive()
-
-
-def test_the_end_of_a_cluster_is_the_end_of_what_its_workers_started(
-    cluster: LocalCluster, lines: list[tuple[str, str]]
-) -> None:
-    worker = cluster.start_worker("worker0", [sys.executable, "-c", PARENT])
-    left = grandchild(lines)
-    worker.process.send_signal(signal.SIGKILL)
-    worker.process.wait(PATIENCE_S)
-    cluster.end()
-    assert psutil.wait_procs([left], timeout=PATIENCE_S)[1] == []
-
-
-def test_a_coordinator_that_never_listens_is_a_sentence(
-    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(local, "_ANNOUNCE_TIMEOUT_S", 0.05)
-    slow = tmp_path / "slow"
-    slow.write_text(f"#!{sys.executable}\nimport time\ntime.sleep(1000)\n")
-    slow.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(slow))
-    with pytest.raises(ChildFailed, match=r"the coordinator has not begun to listen within 0 s"):
-        cluster.start_coordinator([])
-
-
-def test_a_coordinator_that_ends_before_it_listens_is_a_sentence(cluster: LocalCluster) -> None:
-    with pytest.raises(ChildFailed, match="the coordinator did not start; its own message is above"):
-        cluster.start_coordinator(["--terms", "no json"])
+def test_no_process_outlives_a_launcher_that_was_killed() -> None:
+    launcher = subprocess.Popen([sys.executable, "-c", CHILD_OF_A_LAUNCHER], stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None
+    child = psutil.Process(int(launcher.stdout.readline()))
+    launcher.send_signal(signal.SIGKILL)
+    launcher.communicate()
+    assert psutil.wait_procs([child], timeout=PATIENCE_S)[1] == []

@@ -17,6 +17,7 @@ from rallypoint.core.cluster.effects import (
     Assist,
     Capture,
     Commit,
+    Dismiss,
     Effect,
     FindSnapshot,
     Finish,
@@ -460,10 +461,53 @@ def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_
     assert [member.incarnation for member in job.view.workers if member.id == "w0"] == [job.incarnations["w0"]]
 
 
+def test_a_server_that_was_told_to_go_is_let_go_once_all_of_its_shards_are_elsewhere() -> None:
+    job = _begun()
+    job.step(0)
+    held = job.view.shards_of("s1")
+    assert held
+    effects = job.play(Leaving("s1"))
+    assert _of(Dismiss, effects) == []
+    assert {job.view.backup[shard] for shard in held} == {"s0"}  # being filled
+    assert job.view.shards_of("s1") == held
+    effects = job.all_caught_up()
+    assert _of(Dismiss, effects) == [Dismiss("s1")]
+    assert set(job.view.primary.values()) == {"s0"}
+    generation = job.view.generation
+    effects = job.play(Left("s1", "it closed its connection"))
+    assert Say("s1 has left: it closed its connection") in effects
+    assert job.view.generation == generation  # nothing was rolled back
+
+
+def test_a_server_that_was_told_to_go_gets_no_backups_either() -> None:
+    job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
+    job.step(0)
+    job.all_caught_up()
+    effects = job.play(Leaving("s1"))
+    while not _of(Dismiss, effects):
+        assert "s1" not in {job.view.backup[s] for s in SHARDS if job.view.primary[s] != "s1"}
+        effects = job.all_caught_up()
+    assert "s1" not in {*job.view.primary.values(), *job.view.backup.values()}
+
+
+def test_the_last_server_is_not_let_go() -> None:
+    job = _begun()
+    job.step(0)
+    job.play(Leaving("s0"), Leaving("s1"))
+    assert _of(Dismiss, job.all_caught_up()) == []
+
+
+def test_a_worker_that_brings_another_model_is_refused_for_good() -> None:
+    job = _begun()
+    job.join("w2")
+    (refusal,) = _of(Refuse, job.play(Proposed("w2", _record(width=8))))
+    assert refusal.final
+
+
 def test_nothing_is_published_when_nothing_has_changed() -> None:
     job = _begun()
     revision = job.machine.revision
-    assert job.play(Leaving("s0"), Left("w9", "x"), Failed("w9", "x"), CaughtUp("s0", {0: ViewNumber(1, 99)})) == []
+    assert job.play(Leaving("w9"), Left("w9", "x"), Failed("w9", "x"), CaughtUp("s0", {0: ViewNumber(1, 99)})) == []
     assert job.tick(0.5) == []
     assert job.machine.revision == revision
 

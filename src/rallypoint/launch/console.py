@@ -212,7 +212,8 @@ class RunConsole:
 def changes(before: Members, now: Members) -> list[str]:
     """Who has joined and left between two views, and who does the work now, as sentences."""
     said = []
-    if sentence := _news(before.workers, now.workers):
+    begins = not before.workers and set(now.workers) <= set(before.standby)  # the first weights are safe
+    if (sentence := _news(before.workers, now.workers)) and not begins:
         who = f"{', '.join(now.workers) or 'nobody'} compute{'s' * (len(now.workers) < 2)}"
         said.append(f"{sentence}: {who} now")
     new = [worker for worker in now.standby if worker not in (*before.standby, *before.workers)]

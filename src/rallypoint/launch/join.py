@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from types import TracebackType
 
 from rallypoint.errors import JobAborted, RallypointError
@@ -37,10 +38,11 @@ def join() -> Job:
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Our own errors are sentences, the launcher says why a job was aborted, the rest keeps its traceback."""
-    if isinstance(error, JobAborted):
+    """Our own errors are sentences, the launcher says why a job was aborted or interrupted; the rest keeps its
+    traceback."""
+    if isinstance(error, JobAborted | KeyboardInterrupt):
         return
     if isinstance(error, RallypointError):
         print(f"error: {error}", file=sys.stderr)
         return
-    sys.__excepthook__(kind, error, trace)
+    traceback.print_exception(kind, error, trace)

@@ -14,6 +14,7 @@ import importlib.util
 import linecache
 import os
 import sys
+import traceback
 import types
 from collections.abc import Sequence
 
@@ -105,7 +106,10 @@ def run(kept: str, script: str, arguments: Sequence[str]) -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next  # the frames above the script's are ours
         error.__traceback__ = trace
-        sys.excepthook(type(error), error, trace)
+        if sys.excepthook is sys.__excepthook__:  # which would show the lines of the file as it is now
+            traceback.print_exception(error)
+        else:
+            sys.excepthook(type(error), error, trace)
         sys.exit(1)
 
 

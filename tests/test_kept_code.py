@@ -1,0 +1,115 @@
+"""A run keeps the code it began with: edits meanwhile reach no worker, and the script cannot tell the difference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rallypoint.errors import DataError, UsageError
+from rallypoint.launch import kept
+
+SCRIPT = """
+import inspect, os, sys
+from pathlib import Path
+import net, pack.inner
+print(net.NAME, pack.inner.NAME, __name__, sys.argv[1:])
+print(Path(__file__).name, (Path(__file__).parent / "data.txt").read_text(), Path(sys.path[0]) == Path(__file__).parent)
+print(Path(net.__file__).parent == Path(__file__).parent, "NAME" in inspect.getsource(net))
+print((Path(pack.__file__).parent / "table.txt").read_text(), sys.modules["__main__"].__dict__["os"] is os)
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    home = tmp_path / "home"
+    (home / "pack").mkdir(parents=True)
+    (home / "train.py").write_text(SCRIPT)
+    (home / "net.py").write_text("NAME = 'net'\n")
+    (home / "pack" / "__init__.py").write_text("")
+    (home / "pack" / "inner.py").write_text("from net import NAME as _; NAME = 'inner'\n")
+    (home / "pack" / "table.txt").write_text("table")
+    (home / "data.txt").write_text("data")
+    return home
+
+
+def run(home: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = str(home / "train.py")
+    argv = kept.worker_argv([sys.executable, script, *arguments], script, folder)
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=home.parent)
+
+
+EXPECTED = ["net inner __main__ ['--a', '1']", "train.py data True", "True True", "table True"]
+
+
+def test_a_script_cannot_tell_that_its_text_comes_from_a_copy(home: Path, tmp_path: Path) -> None:
+    assert kept.keep(str(home / "train.py"), tmp_path) == ""
+    done = run(home, tmp_path, "--a", "1")
+    assert done.stdout.splitlines() == EXPECTED, done.stderr
+
+
+def test_edits_and_deletions_do_not_reach_it(home: Path, tmp_path: Path) -> None:
+    kept.keep(str(home / "train.py"), tmp_path)
+    assert kept.changed(str(home / "train.py"), tmp_path) == []
+    (home / "train.py").write_text("this is no Python")
+    (home / "net.py").write_text("NAME = 'edited'\n")
+    (home / "pack" / "inner.py").unlink()
+    assert run(home, tmp_path, "--a", "1").stdout.splitlines() == EXPECTED
+    assert kept.changed(str(home / "train.py"), tmp_path) == ["net.py", "pack/inner.py", "train.py"]
+
+
+def test_a_traceback_names_the_users_files_and_shows_the_text_that_ran(home: Path, tmp_path: Path) -> None:
+    (home / "net.py").write_text("def fail():\n    raise ValueError('old')\n")
+    (home / "train.py").write_text("import net\nnet.fail()\n")
+    kept.keep(str(home / "train.py"), tmp_path)
+    (home / "net.py").write_text("\n\n")
+    done = run(home, tmp_path)
+    assert done.returncode == 1
+    assert "code/" not in done.stderr
+    assert "launch/script.py" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1] == f'  File "{home / "train.py"}", line 2, in <module>'
+    assert "    raise ValueError('old')" in lines
+
+
+def test_an_interrupted_script_says_nothing(home: Path, tmp_path: Path) -> None:
+    (home / "train.py").write_text("raise KeyboardInterrupt\n")
+    kept.keep(str(home / "train.py"), tmp_path)
+    done = run(home, tmp_path)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_other_runs_environments_and_caches_are_no_code(home: Path, tmp_path: Path) -> None:
+    for folder, mark in (("runs/1", "run.json"), ("env", "pyvenv.cfg"), ("__pycache__", "x"), (".git", "x")):
+        (home / folder).mkdir(parents=True)
+        (home / folder / mark).write_text("")
+        (home / folder / "module.py").write_text("")
+    kept.keep(str(home / "train.py"), tmp_path)
+    found = sorted(str(path.relative_to(tmp_path / "code")) for path in (tmp_path / "code").rglob("*.py"))
+    assert found == ["net.py", "pack/__init__.py", "pack/inner.py", "train.py"]
+
+
+def test_too_much_code_is_said_and_the_script_is_kept_all_the_same(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, "_FILES", 2)
+    assert "more than 2 Python files" in kept.keep(str(home / "train.py"), tmp_path)
+    assert run(home, tmp_path, "--a", "1").stdout.splitlines() == EXPECTED
+
+
+def test_a_script_that_cannot_be_read_is_a_sentence(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"gone\.py cannot be read: No such file"):
+        kept.keep(str(home / "gone.py"), tmp_path)
+
+
+def test_a_run_that_has_kept_nothing_is_a_sentence(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="kept no code"):
+        kept.changed(str(home / "train.py"), tmp_path / "other")
+
+
+def test_many_files_are_named_by_the_first() -> None:
+    assert kept.named(["a", "b", "c"], most=2) == "a, b and 1 more"
+    assert kept.named(["a", "b"], most=2) == "a, b"

@@ -1,0 +1,70 @@
+"""An error that several workers end with is shown once; everything else is shown as it comes."""
+
+from __future__ import annotations
+
+from rallypoint.launch.output import Output
+
+BOOM = ["Traceback (most recent call last):", '  File "train.py", line 3, in <module>', "    boom()", "ValueError: {}"]
+
+
+def say(output: Output, process: str, lines: list[str], now: float = 0.0) -> list[str]:
+    return [line.text for text in lines for line in output.line(process, text, now)]
+
+
+def boom(what: str) -> list[str]:
+    return [line.format(what) for line in BOOM]
+
+
+def test_ordinary_lines_are_shown_at_once() -> None:
+    assert say(Output(), "worker0", ["one", "two"]) == ["one", "two"]
+
+
+def test_a_traceback_that_all_workers_end_with_is_shown_once_and_the_others_are_named() -> None:
+    output = Output()
+    for n in range(3):
+        assert say(output, f"worker{n}", boom(f"replica {n}")) == []
+    assert [line.text for line in output.ended("worker1")] == boom("replica 1")
+    assert output.ended("worker0") == output.ended("worker2") == []
+    assert output.summary() == ["worker0, worker2 ended with the same error as worker1"]
+
+
+def test_errors_from_other_places_are_others() -> None:
+    output = Output()
+    say(output, "worker0", boom("a"))
+    say(output, "worker1", [line.replace("line 3", "line 9") for line in boom("a")])
+    assert len(output.ended("worker0")) == len(output.ended("worker1")) == 4
+    assert output.summary() == []
+
+
+def test_a_message_of_several_lines_is_part_of_the_error() -> None:
+    output, lines = Output(), [*boom("first"), "second line", "", "third"]
+    assert say(output, "worker0", lines) == []
+    assert [line.text for line in output.ended("worker0")] == lines
+
+
+def test_a_sentence_of_ours_is_shown_once_too() -> None:
+    output = Output()
+    for name in ("worker0", "worker1"):
+        say(output, name, ["error: replicas must be positive"])
+    assert len(output.ended("worker0")) == 1
+    assert output.ended("worker1") == []
+
+
+def test_a_keyboard_interrupt_is_shown_by_nobody() -> None:
+    output = Output()
+    say(output, "worker0", [*BOOM[:3], "KeyboardInterrupt"])
+    assert output.ended("worker0") == []
+
+
+def test_a_traceback_that_was_only_logged_is_shown_when_the_process_goes_on() -> None:
+    output = Output()
+    say(output, "worker0", [*boom("x"), "going on"], now=1.0)
+    assert output.due(3.9) == []
+    assert [line.text for line in output.due(4.1)] == [*boom("x"), "going on"]
+    assert say(output, "worker0", ["more"], now=4.2) == ["more"]
+
+
+def test_what_processes_print_while_we_end_them_is_dropped() -> None:
+    output = Output(ending=True)
+    assert say(output, "worker0", ["bye", *boom("x")]) == []
+    assert output.ended("worker0") == []

@@ -1,0 +1,149 @@
+"""What should run, what has died, what to start: decisions without a process, with time as a number."""
+
+from __future__ import annotations
+
+from rallypoint.launch.cluster import Exit
+from rallypoint.launch.supervisor import Drain, Fail, Limits, Over, Start, Supervisor, Warn
+
+KILLED, WELL, ERROR = Exit(137, "SIGKILL"), Exit(0), Exit(1)
+
+
+def running(workers: int = 2, servers: int = 1, *, limits: Limits | None = None) -> Supervisor:
+    """A run whose processes have all been started at time 0."""
+    supervisor = Supervisor({"worker": workers, "server": servers}, limits or Limits())
+    supervisor.begin(0.0)
+    supervisor.listening(0.0)
+    supervisor.members(supervisor.running)
+    return supervisor
+
+
+def test_the_coordinator_is_started_first_and_the_others_once_it_listens() -> None:
+    supervisor = Supervisor({"worker": 2, "server": 1})
+    assert supervisor.begin(0.0) == [Start("coordinator", "coordinator")]
+    assert supervisor.due(1.0) == []
+    assert supervisor.listening(2.0) == [Start("server0", "server"), Start("worker0", "worker"),
+                                         Start("worker1", "worker")]  # fmt: skip
+    assert supervisor.listening(3.0) == []
+
+
+def test_a_dead_worker_is_replaced_under_a_new_name() -> None:
+    supervisor = running()
+    assert supervisor.ended("worker1", KILLED, 20.0) == [Warn("worker1 was killed (SIGKILL): starting another")]
+    assert supervisor.due(20.0) == [Start("worker2", "worker")]
+    assert supervisor.due(20.0) == []
+
+
+def test_a_coordinator_that_dies_before_it_listens_is_started_again_like_any_other() -> None:
+    supervisor = Supervisor({"worker": 1, "server": 1})
+    supervisor.begin(0.0)
+    assert supervisor.ended("coordinator", KILLED, 0.1) == [Warn("coordinator was killed (SIGKILL): starting another")]
+    assert supervisor.due(0.1) == [Start("coordinator", "coordinator")]
+    assert len(supervisor.listening(1.0)) == 2
+
+
+def test_a_coordinator_that_dies_quickly_again_and_again_is_given_up_with_the_cause() -> None:
+    supervisor = running(limits=Limits(quick_deaths=2))
+    now = 0.0
+    for _ in range(2):
+        supervisor.ended("coordinator", KILLED, now)
+        now += 5.0
+        assert supervisor.due(now) == [Start("coordinator", "coordinator")]
+    assert supervisor.ended("coordinator", KILLED, now) == [
+        Fail("coordinator was killed (SIGKILL); it is not started again: 3 times in a row the coordinator died soon")
+    ]
+
+
+def test_quick_deaths_are_answered_more_and_more_slowly() -> None:
+    supervisor = running(workers=1)
+    starts = []
+    now = 0.0
+    for n in range(4):
+        supervisor.ended(f"worker{n}", KILLED, now)
+        while not any(isinstance(d, Start) for d in supervisor.due(now)):
+            now += 0.1
+        starts.append(round(now, 1))
+    assert starts == [0.0, 0.2, 1.2, 4.2]
+
+
+def test_a_death_after_a_long_life_is_no_quick_one() -> None:
+    supervisor = running(workers=1, limits=Limits(quick_deaths=1))
+    for n in range(5):
+        assert supervisor.ended(f"worker{n}", KILLED, 100.0 * (n + 1)) == [
+            Warn(f"worker{n} was killed (SIGKILL): starting another")
+        ]
+        assert supervisor.due(100.0 * (n + 1)) == [Start(f"worker{n + 1}", "worker")]
+
+
+def test_a_coordinator_that_never_listens_fails_the_run() -> None:
+    supervisor = Supervisor({"worker": 1, "server": 1}, Limits(listen_s=10.0))
+    supervisor.begin(0.0)
+    assert supervisor.due(10.0) == []
+    assert supervisor.due(10.1) == [Fail("the coordinator has not begun to listen within 10 s")]
+
+
+def test_a_member_that_ends_in_an_error_fails_the_run_once_its_own_words_had_time_to_come() -> None:
+    supervisor = running()
+    assert supervisor.ended("worker0", ERROR, 5.0) == []
+    assert supervisor.due(5.1) == []
+    assert supervisor.due(5.5) == [Fail("worker0 ended with status 1")]
+
+
+def test_a_script_that_fails_before_it_joins_fails_the_run_at_once() -> None:
+    supervisor = Supervisor({"worker": 2, "server": 1})
+    supervisor.begin(0.0)
+    supervisor.listening(0.0)
+    supervisor.ended("worker1", ERROR, 1.0)
+    assert supervisor.due(1.5) == [Fail("worker1 ended with status 1")]
+
+
+def test_a_late_worker_that_fails_before_it_takes_part_does_not_end_a_job_that_runs_well() -> None:
+    supervisor = running()
+    supervisor.ended("worker1", KILLED, 20.0)
+    supervisor.due(20.0)
+    assert supervisor.ended("worker2", ERROR, 21.0) == [
+        Warn("worker2 ended with status 1 before it took part; the job goes on without it")
+    ]
+    assert supervisor.due(30.0) == []
+
+
+def test_a_run_without_workers_fails_unless_one_is_to_come() -> None:
+    supervisor = running(workers=1)
+    supervisor.ended("worker0", WELL, 1.0)
+    assert supervisor.due(1.0) == []
+    (failure,) = supervisor.due(1.6)
+    assert isinstance(failure, Fail)
+    assert failure.reason.startswith("every worker ended before the job was over")
+
+
+def test_a_coordinator_that_ends_well_means_that_the_job_is_over() -> None:
+    assert running().ended("coordinator", WELL, 9.0) == [Over()]
+
+
+def test_growing_starts_what_is_missing_and_shrinking_drains_the_newest() -> None:
+    supervisor = running(workers=2, servers=2)
+    assert supervisor.resized({"worker": 3, "server": 3}, 5.0) == [Start("server2", "server"),
+                                                                   Start("worker2", "worker")]  # fmt: skip
+    assert supervisor.resized({"worker": 1, "server": 2}, 6.0) == [Drain("server2"), Drain("worker1"),
+                                                                   Drain("worker2")]  # fmt: skip
+    for name in ("worker1", "worker2", "server2"):
+        assert supervisor.ended(name, WELL, 7.0) == []
+    assert supervisor.due(8.0) == []
+
+
+def test_a_worker_that_is_killed_while_it_drains_is_not_replaced() -> None:
+    supervisor = running(workers=2)
+    supervisor.resized({"worker": 1}, 5.0)
+    assert supervisor.ended("worker1", KILLED, 6.0) == []
+    assert supervisor.due(7.0) == []
+
+
+def test_the_same_size_twice_changes_nothing() -> None:
+    supervisor = running(workers=2)
+    supervisor.resized({"worker": 4}, 5.0)
+    assert supervisor.resized({"worker": 4}, 5.1) == []
+
+
+def test_without_restart_the_first_death_fails_the_run() -> None:
+    supervisor = running(limits=Limits(restart=False))
+    supervisor.ended("server0", KILLED, 1.0)
+    assert supervisor.due(2.0) == [Fail("server0 was killed (SIGKILL)")]
