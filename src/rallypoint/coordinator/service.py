@@ -260,9 +260,9 @@ class CoordinatorService:
     def _received(self, channel: Channel, hello: Hello, message: Message) -> None:
         if hello.role == "observer":
             if isinstance(message, Resize):
+                self._announce(message)
                 if message.workers > 0:
                     self._handle(cluster_events.Resized(message.workers))
-                self._announce(message)
             else:
                 self._handle(cluster_events.SnapshotWanted())
             return

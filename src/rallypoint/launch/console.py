@@ -7,6 +7,7 @@ import queue
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -107,8 +108,8 @@ class RunConsole:
             case Members():
                 self._members_shown(message)
             case Resize(workers=workers, servers=servers):
-                to = [f"{workers} workers"] * (workers > 0) + [f"{servers} servers"] * (servers > 0)
-                self.console.print(f"resizing to {' and '.join(to)}")
+                to = [f"workers {workers}"] * (workers > 0) + [f"servers {servers}"] * (servers > 0)
+                self.console.print(f"changing the number of processes: {', '.join(to)}")
                 self.sizes.put(message)
             case Snapshotted():
                 self.snapshots += 1
@@ -212,23 +213,27 @@ class RunConsole:
 def changes(before: Members, now: Members) -> list[str]:
     """Who has joined and left between two views, and who does the work now, as sentences."""
     said = []
-    begins = not before.workers and set(now.workers) <= set(before.standby)  # the first weights are safe
-    if (sentence := _news(before.workers, now.workers)) and not begins:
-        who = f"{', '.join(now.workers) or 'nobody'} compute{'s' * (len(now.workers) < 2)}"
-        said.append(f"{sentence}: {who} now")
-    new = [worker for worker in now.standby if worker not in (*before.standby, *before.workers)]
-    if new:
-        said.append(f"{', '.join(new)} stand{'s' * (len(new) == 1)} by")
-    if sentence := _news(before.servers, now.servers):
-        said.append(f"{sentence}: the parameters are on {', '.join(sorted(now.servers)) or 'no server'}")
+    news = _news((*before.workers, *before.standby), (*now.workers, *now.standby))
+    begins = not before.workers and (not news or not now.workers)  # or the first weights are not safe yet
+    if (news and not begins) or (set(before.workers) != set(now.workers) and not begins):
+        idle = f", {_listed(now.standby)} stand{'s' * (len(now.standby) == 1)} by" if now.standby else ""
+        who = f"{_listed(now.workers)} compute{'s' * (len(now.workers) < 2)}{idle}"
+        said.append(f"{news}: {who}" if news else who)
+    if news := _news(before.servers, now.servers):
+        said.append(f"{news}: the parameters are on {_listed(now.servers)}")
     return said
 
 
-def _news(before: tuple[str, ...], now: tuple[str, ...]) -> str:
+def _news(before: Sequence[str], now: Sequence[str]) -> str:
     gone = [name for name in before if name not in now]
     new = [name for name in now if name not in before]
-    parts = [f"without {', '.join(gone)}"] if gone else []
-    return " and ".join([*parts, *([f"with {', '.join(new)}"] if new else [])])
+    parts = [f"without {_listed(gone)}"] if gone else []
+    return " and ".join([*parts, *([f"with {_listed(new)}"] if new else [])])
+
+
+def _listed(names: Sequence[str]) -> str:
+    """``worker2, worker10``: in the order of their numbers."""
+    return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
 
 
 def _figures(values: dict[str, float]) -> str:

@@ -189,7 +189,7 @@ class ClusterRun:
         for name, how in ended:
             del self.handles[name]
             self._show(self._output.ended(name))
-            if how.status != 0 and name in self.supervisor.took_part:
+            if how.status != 0 and self._is_over and name in self.supervisor.took_part:
                 self._endings.append(f"{name} {how}")
         return ended
 
