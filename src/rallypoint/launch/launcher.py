@@ -271,7 +271,8 @@ class ClusterRun:
                 self._listening(line.removeprefix(environment.LISTENS_AT))
             else:
                 self._show(self._output.line(name, line, time.monotonic()))
-        self._show(self._output.due(time.monotonic()))
+        if not (self._is_over or self.console.failure or self.failure):  # else they are about to end
+            self._show(self._output.due(time.monotonic()))
 
     def _show(self, lines: Sequence[Line]) -> None:
         for line in lines:
@@ -356,7 +357,8 @@ def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> None:
 
 def _say_how_to_go_on(plan: Launch, console: RunConsole) -> None:
     if plan.snapshots and (console.snapshots or plan.resume):
-        console.console.print(f"to go on from the last snapshot: rallypoint resume {escape(plan.folder)}")
+        way = f"rallypoint resume {escape(plan.folder)}"
+        console.console.print(f"to go on from the last snapshot: {way}", soft_wrap=True)
 
 
 def _environment(name: str, address: str, token: str, threads: int) -> dict[str, str]:
