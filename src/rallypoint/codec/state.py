@@ -43,8 +43,8 @@ class Limits:
         """ProtocolError when that cannot be a codec state of the shard."""
         if code != self.code or not self.least <= nbytes <= self.most:
             raise ProtocolError(
-                f"a codec state of {nbytes} bytes in codec {code}: {self.least} to {self.most} in codec {self.code} are "
-                "possible"
+                f"a codec state of {nbytes} bytes in codec {code}: {self.least} to {self.most} in codec "
+                f"{self.code} are possible"
             )
 
 

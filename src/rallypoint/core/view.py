@@ -130,8 +130,8 @@ def reassign_orphans(
 ) -> dict[str, tuple[int, ...]]:
     """What `workers` compute when some of those in `assigned` are gone, with as few changes as possible.
 
-    A worker without replicas takes all replicas of one that is gone; without one, each orphan goes to whoever would finish it
-    first. Survivors keep theirs: they may have computed them already. Raises ValueError when there is no worker.
+    An idle worker takes all replicas of one that is gone. Where none is idle, each orphan goes to the worker that
+    would finish it first. Survivors keep theirs: they may have computed them already. Raises ValueError when there is no worker.
     """
     if not workers:
         raise ValueError("there is no worker to assign replicas to")
