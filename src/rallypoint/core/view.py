@@ -131,7 +131,7 @@ def reassign_orphans(
     """What `workers` compute when some of those in `assigned` are gone, with as few changes as possible.
 
     An idle worker takes all replicas of one that is gone. Where none is idle, each orphan goes to the worker that
-    would finish it first. Survivors keep theirs: they may have computed them already. Raises ValueError when there is no worker.
+    would finish it first. Survivors keep theirs: they may have computed them already. ValueError without a worker.
     """
     if not workers:
         raise ValueError("there is no worker to assign replicas to")
