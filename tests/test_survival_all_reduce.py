@@ -12,7 +12,7 @@ import torch
 
 from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 LOOKS_S = 1.5  # several times as long as the coordinator leaves between two looks at the clock
 ALL_REDUCE = ("--set", "sync.type=all-reduce")

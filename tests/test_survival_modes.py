@@ -13,7 +13,7 @@ import pytest
 
 from test_survival import AT, STEPS, Cluster, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 SCRIPT = f"""
 import sys, time

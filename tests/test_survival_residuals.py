@@ -17,7 +17,7 @@ from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
 from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 CODECS = {
     "int8": "codec={'type': 'int8', 'block': 32}, clip=0.5,",
@@ -43,7 +43,7 @@ class CodecStateCluster(Cluster):
         """Ask for a snapshot in this step, and let the workers come as far as it takes; what is said of it."""
         self.until_caught_up(step)
         before = len(self.events("Snapshotted"))
-        asked = subprocess.Popen(command("snapshot", str(self.folder)), stdout=subprocess.DEVNULL)
+        asked = self.ask_for_a_snapshot()
         for later in range(step, STEPS - 1):
             self.until_caught_up(later)
             with contextlib.suppress(subprocess.TimeoutExpired):

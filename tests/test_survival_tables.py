@@ -14,7 +14,7 @@ import torch
 
 from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 WAIT = "while micro.replica > 0 and micro.step >= int(gate.read_text()): time.sleep(0.005)"
 SCRIPT = f"""
