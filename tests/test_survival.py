@@ -86,6 +86,11 @@ class Cluster:
         """``rallypoint snapshot``, which ends once there is one; it says to `answer` which."""
         return self._start(self.answer, "snapshot", str(self.folder))
 
+    def ask(self, *arguments: str) -> int:
+        """Run another command to its end, which says to `answer` what it has to say; its exit status."""
+        self.answer.unlink(missing_ok=True)
+        return self._start(self.answer, *arguments).wait(PATIENCE_S)
+
     def _start(self, output: Path, *arguments: str) -> Program | subprocess.Popen[bytes]:
         env = {**os.environ, "COLUMNS": "200"}
         if not self._cold:
@@ -332,18 +337,12 @@ def test_an_exported_snapshot_is_the_model(undisturbed: Cluster) -> None:
     expected = torch.load(undisturbed.folder / "model.pt", weights_only=True)
     for name in ("exported.safetensors", "exported.pt"):
         to = undisturbed.home / name
-        done = subprocess.run(
-            command("export", str(undisturbed.folder), "--to", str(to)), capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert undisturbed.ask("export", str(undisturbed.folder), "--to", str(to)) == 0, undisturbed.answer.read_text()
         exported = safetensors.torch.load_file(to) if to.suffix != ".pt" else torch.load(to, weights_only=True)["model"]
         assert exported.keys() == expected.keys()
         assert all(torch.equal(exported[key], expected[key]) for key in expected)
 
 
 def test_a_run_that_is_over_cannot_be_asked_for_a_snapshot(undisturbed: Cluster) -> None:
-    done = subprocess.run(
-        command("snapshot", str(undisturbed.folder)), capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 1
-    assert done.stderr == f"error: no run is under way in {undisturbed.folder}\n"
+    assert undisturbed.ask("snapshot", str(undisturbed.folder)) == 1
+    assert undisturbed.answer.read_text() == f"error: no run is under way in {undisturbed.folder}\n"

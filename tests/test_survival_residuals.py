@@ -15,7 +15,7 @@ from rallypoint.launch.launcher import CLUSTER_FILE
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
-from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command, undisturbed_run
+from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, undisturbed_run
 
 pytestmark = pytest.mark.programs
 

@@ -138,8 +138,8 @@ def _run(arguments: list[str], env: dict[str, str]) -> None:
     os.environ.update(env)
     if (name := env.get(environment.ID)) and _COMM.exists():
         _COMM.write_text(name[:_COMM_BYTES])
-    sys.stdin = open(0, closefd=False)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.root.handlers.clear()
     atexit._clear()
