@@ -40,7 +40,7 @@ class Program:
 
     arguments: what follows ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``.
     output: the file to which stdout and stderr are appended.
-    A child that the launcher names (RALLYPOINT_ID) carries that name for the system too: ``psutil.Process(pid).name()``.
+    A child that the launcher names (RALLYPOINT_ID) has that name for the system too: ``psutil.Process(pid).name()``.
     """
 
     def __init__(self, arguments: Sequence[str], output: Path, env: Mapping[str, str]) -> None:
@@ -182,6 +182,6 @@ def _status(arguments: list[str]) -> int:
         traceback.print_exc()
         return -signal.SIGINT
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         return 1
     return 0
