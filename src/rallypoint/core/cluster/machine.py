@@ -207,6 +207,8 @@ class ClusterMachine:
             self.revision += 1
         elif (why := disagreement(self.record, record)) is not None:
             return self._disagrees(worker, why)
+        if self.phase is Phase.GATHERING and (refused := record.refusal_of(self.terms.features)):
+            return self._abort(refused)
         if worker in self._members.proposed:
             return []
         self._members.propose(worker)
