@@ -165,7 +165,7 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
         message = msgspec.structs.replace(message, generation=job.view.generation)
     job.stranger_says(message)
     assert job.runs()
-    assert "stranger" not in job.coordinator._machine._members.workers
+    assert "stranger" not in job.coordinator._machine.course.members.workers
     assert job.coordinator._tally is not None
     assert job.coordinator._tally.missing() == (0, [0, 1])
 
@@ -252,11 +252,11 @@ def test_following_twice_is_following(job: Job) -> None:
 def test_a_server_is_in_step_only_for_its_own_shards(job: Job) -> None:
     theirs = job.view.shards_of("server1")
     assert theirs
-    before = set(job.coordinator._machine._views.caught_up)
+    before = set(job.coordinator._machine.course.views.caught_up)
     job.servers[0].say(CaughtUp({shard: job.view.paired[shard] for shard in theirs}))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     job.settle()
-    assert job.coordinator._machine._views.caught_up == before
+    assert job.coordinator._machine.course.views.caught_up == before
     assert job.runs()
 
 

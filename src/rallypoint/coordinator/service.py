@@ -356,7 +356,7 @@ class CoordinatorService:
             if self._machine.handed_over:
                 self._tally.hand_over(view.generation)
             else:
-                self._tally.rewind(self._machine.furthest, view.generation)
+                self._tally.rewind(self._machine.course.furthest, view.generation)
         for member in members:
             self._send(member, NewView(view))
         self._announce_members(view)
@@ -425,7 +425,7 @@ class CoordinatorService:
         self._config = config
         quorum = config.policy.quorum if isinstance(config.policy, Sync) else None
         self._tally = StepTally(config.replicas, quorum)
-        self._tally.rewind(self._machine.furthest, view.generation)
+        self._tally.rewind(self._machine.course.furthest, view.generation)
         self._planned = Planned(
             steps=config.steps, replicas=config.replicas, item=config.item,
             words=layout.words + sum(table.numel for table in layout.tables),
