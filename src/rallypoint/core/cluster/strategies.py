@@ -19,12 +19,14 @@ class Strategies:
         recovery: who holds the model's state, and how it is found again.
         by_speed: replicas may move to a faster worker; not where they leave something of value on their worker.
         backup_tasks: an idle worker is asked for a straggler's replica.
+        workers_have_codec_states: workers are asked for those when a snapshot is taken.
         snapshot_version: which version the next snapshot is of.
     """
 
     recovery: Recovery = field(default_factory=ServersHoldState)
     by_speed: bool = True
     backup_tasks: bool = False
+    workers_have_codec_states: bool = False
     snapshot_version: VersionRule = a_little_ahead
 
 
@@ -36,5 +38,6 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         by_speed=not record.sticky,
         # A helper lacks what a sticky replica leaves on its worker; a stateful worker that is overtaken cannot follow.
         backup_tasks=terms.backup_tasks and not record.sticky and not record.stateful_workers,
+        workers_have_codec_states=record.sticky and not record.stateful_workers,
         snapshot_version=slowest_clock if record.streaming else a_little_ahead,
     )
