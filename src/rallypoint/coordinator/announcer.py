@@ -48,14 +48,18 @@ class Announcer:
         self.observers.append(connection)
         return [] if self.planned is None else [Send(connection, self.planned)]
 
-    def plan(self, record: JobRecord, view: View, now: float) -> list[Act]:
-        """The job is known: say what it is. Does nothing the second time."""
+    def plan(self, record: JobRecord, view: View, now: float, *, taking_over: bool = False) -> list[Act]:
+        """The job is known: say what it is. Does nothing the second time.
+
+        `taking_over`: an earlier coordinator began it, and reports of the step in progress may be lost with it.
+        """
         if self.planned is not None:
             return []
         self.config, layout = parse(record.config), record.layout
         config, furthest = self.config, self._machine.course.furthest
         self.tally = tally_for(config)
-        self.tally.take_over(furthest, view.generation)
+        begin = self.tally.take_over if taking_over else self.tally.rewind
+        begin(furthest, view.generation)
         self.planned = Planned(
             steps=config.steps, replicas=config.replicas, item=config.item,
             words=layout.words + sum(table.numel for table in layout.tables),

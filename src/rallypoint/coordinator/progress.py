@@ -55,7 +55,7 @@ class StepTally:
 
         That step may not be complete: reports of it may still come.
         """
-        self.rewind(done - 1, generation)
+        self.rewind(max(-1, done - 1), generation)
 
     def rewind(self, done: int, generation: ViewNumber) -> None:
         """The job goes on after step `done`: reports of later steps, and of earlier generations, are stale."""

@@ -92,7 +92,7 @@ class CoordinatorShell:
             self.last_word = _message(self.machine.last_word)
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
-            acts += self.announcer.plan(self.machine.record, self.machine.view, self._now)
+            acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
         return acts
 
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
