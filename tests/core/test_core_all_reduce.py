@@ -57,13 +57,13 @@ def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings
     job = _begun(steps=5, workers=2)
     job.step(5, only="w1")
     before = job.view
-    job.machine._workers_max = 3
+    job.machine.course.workers_max = 3
     job.come("w2")
     assert job.view.generation == job.view.number > before.number
     assert (job.view.uploader, job.view.origin) == ("w1", "")
     assert [assignment.start for assignment in job.view.assignments] == [0]  # whoever is dealt anything begins at once
     assert sorted(job.view.assigned(0)) == ["w0", "w1", "w2"]
-    assert job.machine.furthest == 4  # it is at version 5, or 6
+    assert job.machine.course.furthest == 4  # it is at version 5, or 6
 
 
 def test_before_anybody_has_reported_it_is_whoever_brought_the_first_weights_that_has_the_state() -> None:
@@ -81,7 +81,7 @@ def test_who_dies_right_after_bringing_the_first_weights_may_have_left_them_in_p
     job = _Job(_terms(2, 1, snapshots=True), record=RECORD)
     capture = _of(Capture, job.come("s0", "w0", "w1"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
-    assert (job.view.uploader, job.machine._state_holders.reached) == ("w0", {"w0": 0})
+    assert (job.view.uploader, job.machine.course.recovery.reached) == ("w0", {"w0": 0})
     effects = _gone(job, "w0")
     assert _of(FindSnapshot, effects) == [FindSnapshot()]  # w1 would wait for shards that nobody brings
 
@@ -107,7 +107,7 @@ def test_one_that_was_without_replicas_for_a_while_has_to_be_given_the_state_aga
     job = _begun(steps=3)
     job.play(Leaving("w1"))
     view = job.view
-    job.machine._members.leaving.clear()
+    job.machine.course.members.leaving.clear()
     job.come("w2")
     assert job.view.generation > view.generation
     assert job.view.uploader == "w0"
@@ -176,7 +176,7 @@ def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
     assert "the model's state is lost with the workers" in _of(Say, said)[0].text
     job.play(Found("step-00000002-1", 2))
     assert (job.view.origin, sorted(job.view.assigned(2))) == ("step-00000002-1", ["w2"])
-    assert job.machine.furthest == 1
+    assert job.machine.course.furthest == 1
 
 
 def test_when_nobody_has_the_state_and_there_is_no_snapshot_the_job_ends_with_a_sentence() -> None:
@@ -257,7 +257,7 @@ def test_stateful_workers_store_a_share_each() -> None:
     (capture,) = _of(Capture, job.play(SnapshotWanted()))
     assert capture.writers == ("w0", "w1")
     _gone(job, "w1")
-    assert job.machine._snapshots.under_way(capture.snapshot) is None  # its share will not come
+    assert job.machine._snapshots.duty.under_way(capture.snapshot) is None  # its share will not come
 
 
 # ---- the shard's machine ----

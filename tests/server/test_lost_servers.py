@@ -54,7 +54,7 @@ def test_a_server_lost_in_the_middle_of_a_step_changes_no_byte_and_rolls_nothing
 
 def safely_lose(cluster: Gathering, victim: int) -> None:
     """Once every shard is on two servers: what is lost before has not been promised."""
-    until(lambda: cluster.coordinator._machine.exposed == 0, "some shards never had a backup in step")
+    until(lambda: cluster.coordinator._shell.machine.exposed == 0, "some shards never had a backup in step")
     cluster.servers[victim].close()
 
 
@@ -75,8 +75,8 @@ def test_a_server_that_joins_is_given_shards_and_outlives_the_one_it_took_them_f
 
 
 def view(cluster: Gathering) -> Any:
-    assert cluster.coordinator._machine.view is not None
-    return cluster.coordinator._machine.view
+    assert cluster.coordinator._shell.machine.view is not None
+    return cluster.coordinator._shell.machine.view
 
 
 @pytest.mark.parametrize("damage", ["a shard file", "the manifest"])

@@ -33,6 +33,7 @@ from rallypoint.store.manifest import (
 )
 from rallypoint.store.retention import Retention as Retention
 from rallypoint.store.retention import newest_first, order, wanted
+from rallypoint.store.retry import StoreSilent
 
 if TYPE_CHECKING:
     from rallypoint.store.record import ShardRecord
@@ -104,6 +105,16 @@ class SnapshotStore:
             raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
         self._put(manifest.id, _LATEST, _latest_text(manifest.id))
+
+    def amend(self, manifest: Manifest) -> bool:
+        """Write a committed snapshot's manifest once more, with other metrics; False if the snapshot is gone.
+
+        Raises SnapshotFailed when the filesystem refuses.
+        """
+        if not self._is_committed(manifest.id):
+            return False
+        self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", encode_manifest(manifest))
+        return True
 
     def discard(self, snapshot_id: str) -> None:
         """Delete a snapshot or an attempt at one, the manifest first: half deleted is not committed."""
@@ -309,7 +320,7 @@ class SnapshotStore:
                 found = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
                 raise DamagedSnapshot(_damage(snapshot_id, file, found)) from None
             where = self._files.where(f"{snapshot_id}/{file}".strip("/"))
-            raise SnapshotError(f"{where} cannot be read: {_reason(error)}") from None
+            raise StoreSilent(f"{where} cannot be read: {_reason(error)}") from None
 
 
 def _write_file(
