@@ -106,9 +106,9 @@ def test_when_the_newest_snapshot_is_damaged_the_one_before_it_gives_the_same_by
 
 def ask_for_a_snapshot(cluster: Gathering) -> None:
     """It is of a version a little ahead: returns once the server knows."""
-    before = cluster.servers[0]._reducer._capture.snapshot
+    before = cluster.servers[0]._reducer.capture.snapshot
     cluster._observer.send(SnapshotWanted())
-    until(lambda: cluster.servers[0]._reducer._capture.snapshot != before, "the server was never asked")
+    until(lambda: cluster.servers[0]._reducer.capture.snapshot != before, "the server was never asked")
 
 
 def a_second_snapshot(cluster: Gathering, folder: Path) -> Path:
