@@ -31,7 +31,7 @@ from rallypoint.launch.plan import Launch
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.messages import Finished, Message
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 ROOT = Path(__file__).parent.parent
 LONG_RUN = """
