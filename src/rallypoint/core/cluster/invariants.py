@@ -27,7 +27,9 @@ def _check_members(course: Course) -> None:
     members = course.members
     both = members.workers.keys() & members.servers.keys()
     assert not both, f"{sorted(both)} are workers and servers"
-    for name, ids in (("proposed", members.proposed.keys()), ("leaving", members.leaving), ("done", members.done)):
+    gone = members.leaving - members.workers.keys() - members.servers.keys()
+    assert not gone, f"{sorted(gone)} are leaving, and no members"
+    for name, ids in (("proposed", members.proposed.keys()), ("done", members.done)):
         gone = set(ids) - members.workers.keys()
         assert not gone, f"{sorted(gone)} are {name}, and no workers"
     missing = members.awaited - members.workers.keys() - members.servers.keys()
