@@ -28,7 +28,7 @@ from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import COPY, NOT_FINITE, SKIP, Header, Kind, wants
-from rallypoint.net.messages import CaughtUp, Message, NotStored
+from rallypoint.net.messages import CaughtUp, Message, NotStored, Say
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.averaged import AveragedShard
@@ -41,6 +41,7 @@ from rallypoint.server.pulls import Pulls
 from rallypoint.server.rows import Ids, OwnedRows
 from rallypoint.server.tickets import Tickets
 from rallypoint.store.record import ShardRecord, encode_record
+from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.writer import SnapshotWriter
 
@@ -473,11 +474,17 @@ class Reducer:
 
     def _restore(self, indices: Sequence[int], origin: str) -> None:
         store = SnapshotStore(self._snapshots_url)
-        for record in store.read(store.load(origin), indices):
+        doing = f"{self._me} restores {len(indices)} shards from snapshot {origin}"
+        manifest = patiently(lambda: store.load(origin), self._say, doing)
+        for index in indices:
+            record = patiently(lambda index=index: next(store.read(manifest, (index,))), self._say, doing)  # type: ignore[misc]
             self._owned[record.shard].load(record)
             if self._codec_states is not None:
                 self._codec_states.restored(record, self._shards[record.shard])
             self._handle(record.shard, shard_events.Loaded(record.version, record.clocks))
+
+    def _say(self, text: str) -> None:
+        self._context.say(Say(text))
 
     def _stored_state(self, index: int, version: int) -> ShardRecord:
         return self._owned[index].state(version, self._clocks(index), wires=False)

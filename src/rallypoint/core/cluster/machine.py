@@ -265,7 +265,7 @@ class ClusterMachine:
         self._assigner.computed(event, course.replicas, max(course.now, event.now))
         course.furthest = max(course.furthest, event.step)
         self._snapshots.duty.computed(event.step, event.replica)
-        return []
+        return self._snapshots.take_if_due()
 
     def _has_state(self, worker: str, version: int) -> None:
         """A worker says that it has come to this version, or further."""
