@@ -30,6 +30,7 @@ class SimulatedWorker:
     """One worker process."""
 
     install_s = 0.01  # at most, to copy a version into the model
+    evaluate_s = 0.3  # at most, to evaluate the last version before it says that it is done
 
     def __init__(
         self, world: World, name: str, job: SimulatedJob, store: SimulatedStore, speed: float = 1.0,
@@ -43,6 +44,7 @@ class SimulatedWorker:
         self.slots: list[Content] = [GARBAGE] * job.shards
         self.model: list[Content] = []
         self.done = self.finished = self.leaving = False
+        self._evaluating: Any = None  # the generation whose last version is being, or has been, evaluated
         self.fetched = 0
         self._links: dict[str, tuple[Member, Wire]] = {}
         self._trying: set[tuple[str, int]] = set()
@@ -59,7 +61,7 @@ class SimulatedWorker:
     def _on_admitted(self, new: bool) -> None:
         self.membership.send(("propose", self.job.record()))
         if self.done:
-            self.membership.send(("done", self._generation))
+            self.membership.send(("done", self._evaluating))
         if self.leaving:
             self.membership.send(("leaving",))
 
@@ -204,16 +206,27 @@ class SimulatedWorker:
         if self._replica >= 0 or self._blocked or self._installing:
             return
         self._store_share()
-        if not self.done and self.machine.step == self.job.steps:
-            self.done = True
-            self.membership.send(("done", self._generation))
-        self.done = self.done and self.machine.step == self.job.steps
+        self._evaluate_when_done()
         action = self.machine.next_action()
         if action is None or not self._hesitate_s:
             self._begin(action)
         else:
             self._acting = True
             self.node.later(self._hesitate_s * self.node.world.random.random(), lambda: self._begin(action))
+
+    def _evaluate_when_done(self) -> None:
+        generation = self._generation if self.machine.step == self.job.steps else None
+        if generation == self._evaluating:
+            return
+        self._evaluating, self.done = generation, False
+        if generation is not None:
+            seconds = self.evaluate_s * self.node.world.random.random()
+            self.node.later(seconds, lambda: self._evaluated(generation))
+
+    def _evaluated(self, generation: Any) -> None:
+        """The claim carries the generation in which it became true: it may be stale by now (I10)."""
+        self.done = generation == self._generation and self.machine.step == self.job.steps
+        self.membership.send(("done", generation))
 
     def _begin(self, action: machine.Action | None) -> None:
         self._acting = False
