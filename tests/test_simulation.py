@@ -253,8 +253,7 @@ def test_a_stale_claim_of_being_done_is_found(monkeypatch: pytest.MonkeyPatch) -
     plans = _rolled_back_during_the_last_evaluation()
     monkeypatch.setattr(SimulatedWorker, "_evaluated", _done_in_the_generation_of_now)
     with pytest.raises(SimulationFailed, match="nobody holds the last version"):
-        for plan in plans:
-            play(plan)
+        _play_all(plans)
 
 
 def _found(policy: Played) -> str:

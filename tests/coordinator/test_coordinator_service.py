@@ -278,7 +278,7 @@ def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: 
     server, worker, view = house.begin()
     worker.link.send(Metrics(1, {"val_loss": 0.5}, view.generation))
     assert eyes.next(Metrics).values == {"val_loss": 0.5}
-    assert house.coordinator._shell.evaluations.of(1) == {"val_loss": 0.5}, "kept for the manifest of that version's snapshot"
+    assert house.coordinator._shell.evaluations.of(1) == {"val_loss": 0.5}, "for that version's snapshot"
     server.link.send(Skipped(1, (0,)))
     assert eyes.next(Skipped) == Skipped(1, (0,))
     server.link.send(Applied(1, 2, 12.5, {"worker0": 0.25}))

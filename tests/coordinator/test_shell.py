@@ -90,7 +90,7 @@ class Play:
     def store(self) -> list[acts.Act]:
         """The snapshot that was asked for last is stored and committed."""
         asked = [act.message for act in self.done if isinstance(act, acts.Send) and isinstance(act.message, Capture)]
-        parts = self.say("s0", Stored(asked[-1].snapshot, {}, {shard: ("", 0, 0, "") for shard in SHARDS}))
+        parts = self.say("s0", Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
         (commit,) = (act for act in parts if isinstance(act, acts.CommitSnapshot))
         return [commit, *self.take(inbox.SnapshotCommitted(commit.snapshot, commit.version, 1, 0.1))]
 
@@ -241,7 +241,8 @@ def test_with_no_room_for_version_0_it_says_so_computes_and_tries_again() -> Non
     assert not play.view.assignments, "nothing is computed before it is known whether version 0 is stored"
     snapshot = play.sent(Capture)[-1].snapshot
     play.say("s0", NotStored(snapshot, "no space left"))
-    assert any("version 0 is not stored, so the job computes without a snapshot" in say.text for say in play.logged(Say))
+    said = " ".join(say.text for say in play.logged(Say))
+    assert "version 0 is not stored, so the job computes without a snapshot" in said
     assert play.view.assignments
     play.steps(0, 1)
     play.take(inbox.Ticked())

@@ -91,7 +91,8 @@ class ServerService:
         try:
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, token=self._token, role="server", id=self.id,
-                listening_at=advertised(self._gate.address, self._advertise, self._coordinator), on_message=self._on_message, on_lost=self._on_coordinator_lost,
+                listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
+                on_message=self._on_message, on_lost=self._on_coordinator_lost,
                 on_admitted=lambda new: self._reducer.inbox.put(lambda: self._reducer.admitted(new)),
             )  # fmt: skip
         except BaseException:
