@@ -10,7 +10,7 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _term
 from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
-from rallypoint.core.cluster.effects import Abort, Assist, Capture, Effect, FindSnapshot, Say
+from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Say
 from rallypoint.core.cluster.events import Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import Phase
@@ -113,9 +113,8 @@ def test_one_that_was_without_replicas_for_a_while_has_to_be_given_the_state_aga
     assert job.view.uploader == "w0"
 
 
-@pytest.mark.parametrize("replication", [1, 2])
-def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_that_joins(replication: int) -> None:
-    job = _begun(steps=4, replication=replication)
+def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_that_joins() -> None:
+    job = _begun(steps=4)
     assert job.view.backup == {}
     assert job.machine.exposed == 0
     before = job.view
@@ -232,10 +231,15 @@ def test_the_next_coordinator_knows_who_has_the_state() -> None:
     assert again.view.origin == ""
 
 
-def test_a_straggler_is_not_overtaken() -> None:
-    job = _begun(steps=6, backup_tasks=True)
-    job.step(6, only="w0")
-    assert _of(Assist, job.tick(2.0)) == []
+@pytest.mark.parametrize(("terms", "sentence"), [
+    ({"backup_tasks": True}, "--backup-tasks is not supported under rp.AllReduce"),
+    ({"replication": 2}, "--replication 2 is not supported under rp.AllReduce"),
+])  # fmt: skip
+def test_terms_that_the_mode_does_not_support_end_the_job_before_it_begins(terms: dict[str, Any], sentence: str) -> None:
+    job = _Job(_terms(**terms), record=RECORD)
+    effects = job.come(*EVERYBODY)
+    (aborted,) = _of(Abort, effects)
+    assert aborted.reason.startswith(sentence)
 
 
 # ---- snapshots ----
@@ -375,7 +379,7 @@ def test_an_own_optimizer_is_part_of_the_job_s_record_and_needs_all_reduce() -> 
     config = resolve({"sync": AllReduce()})
     assert with_own_optimizer(config, "").own_optimizer == ""
     assert with_own_optimizer(config, "torch.optim.Muon").sync == AllReduce(own="torch.optim.Muon")
-    with pytest.raises(ConfigError, match=r"own_optimizer needs sync=rp\.AllReduce"):
+    with pytest.raises(ConfigError, match=r"own_optimizer= is not supported under .*needs sync=rp\.AllReduce"):
         with_own_optimizer(resolve({"optimizer": SGD()}), "torch.optim.Muon")
     with pytest.raises(ConfigError, match=r"leave it to job\.train"):
         with_own_optimizer(resolve({"sync": AllReduce(own="another")}), "")

@@ -41,12 +41,21 @@ from rallypoint.net.messages import (
     expect,
 )
 from rallypoint.net.transport import Connection
+from rallypoint.server.inbox import Gone, Linked, Wake
+from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.testing.contracts import receive
 
 PATIENCE_S = 10.0
 WORDS = 16
+
+
+def reducer(job: Job, server: int = 0) -> Reducer:
+    """A server's reducer: the job has begun."""
+    found = job.servers[server]._reducer
+    assert found is not None
+    return found
 
 
 class Eager:
@@ -87,7 +96,7 @@ class Job:
         self.view = message.view
         for server in self.servers:  # as the member itself they wait until they have heard of the view
             self.enter(server._gate.address, "worker", "worker0").send(Header(Kind.FOLLOW, self.view.number))
-            until(lambda server=server: len(server._reducer._followers) == 1)  # type: ignore[misc]
+            until(lambda server=server: server._reducer is not None and len(server._reducer.shell.followers) == 1)  # type: ignore[misc]
 
     def enter(self, address: str, role: str, id: str) -> Channel:
         connection = self.transport.connect(address, PATIENCE_S)
@@ -115,15 +124,16 @@ class Job:
         self.coordinator._owner.put(Barrier(handled.set))
         while not handled.wait(0.05):
             assert self.coordinator._owner.is_alive(), "the coordinator's owner is dead"
-        owners = [(server._reducer.inbox, server._reducer._thread) for server in self.servers]
-        for inbox, thread in owners:
-            handled = threading.Event()
-            inbox.put(handled.set)
+        waits = []
+        for server in self.servers:
+            server._owner.put(Wake(handled := threading.Event()))
+            waits.append((handled, server._owner.thread))
+        for handled, thread in waits:
             while not handled.wait(0.05):
                 assert thread.is_alive(), f"the owner '{thread.name}' is dead"
 
     def version(self, server: int, shard: int) -> int:
-        machine = self.servers[server]._reducer.machine.machine(shard)
+        machine = reducer(self, server).machine.machine(shard)
         assert machine is not None
         return machine.version
 
@@ -224,7 +234,7 @@ def test_measures_of_a_step_that_never_comes_do_not_decide(job: Job) -> None:
     peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=2**32 - 1), data)
     assert "measures of a step or of a shard that this job does not have" in refusal(peer)
     job.settle()
-    clip = job.servers[0]._reducer.machine._clip
+    clip = reducer(job).machine._clip
     assert clip is not None
     assert clip._verdicts == {}
 
@@ -238,14 +248,14 @@ def test_deeply_nested_measures_are_a_protocol_error(job: Job) -> None:
 
 def test_following_twice_is_following(job: Job) -> None:
     peer = job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    before = len(job.servers[0]._reducer._followers)
+    before = len(reducer(job).shell.followers)
     for _ in range(5):
         peer.send(Header(Kind.FOLLOW))
     payload = memoryview(bytes(4 * WORDS))
     peer.send(Header(Kind.PUSH, ViewNumber(), weight=1.0, length=len(payload)), payload)  # stale: answered at once
     assert peer.receive_header().kind is Kind.CREDIT
     job.settle()
-    followers = job.servers[0]._reducer._followers
+    followers = reducer(job).shell.followers
     assert len(followers) == before + 1
     peer.close()
     until(lambda: len(followers) == before)  # its end is the end of its following
@@ -383,16 +393,16 @@ def test_a_wish_on_a_connection_that_was_replaced_does_not_count(streaming_job: 
 
 def test_of_two_connections_the_later_one_counts_in_whatever_order_they_are_heard_of(streaming_job: Job) -> None:
     """Both may have waited for the same view, each in its own thread."""
-    job, reducer = streaming_job, streaming_job.servers[0]._reducer
-    first = reducer._followers.channel("worker0")
+    job, owner, workers = streaming_job, streaming_job.servers[0]._owner, reducer(streaming_job).shell.workers
+    first = workers["worker0"]
     job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    until(lambda: reducer._followers.channel("worker0") is not first)
-    second = reducer._followers.channel("worker0")
+    until(lambda: workers["worker0"] is not first)
+    second = workers["worker0"]
     assert first.number < second.number
-    reducer.inbox.put(lambda: reducer.linked(first, "worker0"))
-    reducer.inbox.put(lambda: reducer.gone(first, "worker0"))
+    owner.put(Linked(first, "worker0"))
+    owner.put(Gone(first, "worker0"))
     job.settle()
-    assert reducer._followers.channel("worker0") is second
+    assert workers["worker0"] is second
 
 
 def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:
@@ -406,9 +416,9 @@ def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:
 
 def wanted(job: Job, shard: int) -> list[str]:
     """Who wants something of a shard of server 0."""
-    machine = job.servers[0]._reducer.machine.machine(shard)
+    machine = reducer(job).machine.machine(shard)
     assert machine is not None
-    return sorted(machine._wants)
+    return sorted(machine.wants)
 
 
 def version(channel: Channel) -> Header:

@@ -133,9 +133,9 @@ def test_a_store_that_does_not_answer_for_a_moment_while_shards_are_restored_cos
 
 def ask_for_a_snapshot(cluster: Gathering) -> None:
     """It is of a version a little ahead: returns once the server knows."""
-    before = cluster.servers[0]._reducer._capture.snapshot
+    before = cluster.servers[0]._reducer.capture.snapshot
     cluster._observer.send(SnapshotWanted())
-    until(lambda: cluster.servers[0]._reducer._capture.snapshot != before, "the server was never asked")
+    until(lambda: cluster.servers[0]._reducer.capture.snapshot != before, "the server was never asked")
 
 
 def a_second_snapshot(cluster: Gathering, folder: Path) -> Path:

@@ -179,7 +179,7 @@ class SnapshotStore:
                 record = decode_record(data)
             except DamagedSnapshot as error:
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
-            # In a streaming job no version is common to all shards; shards that take turns have one each.
+            # In a streaming job no version is common to all shards; staggered shards have one each.
             right = job.cadence.updates_before(shard, manifest.version)
             version = record.version if job.streaming else right
             if (record.shard, record.version) != (shard, version):
@@ -222,7 +222,7 @@ class SnapshotStore:
         check = self.verify if thorough else self._check_sizes
         usable = next((manifest.id for manifest in newest if _passes(check, manifest)), None)
         if usable is None:
-            return  # nothing is sound: who knows what can still be rescued by hand
+            return  # nothing is sound: the user may still rescue something
         for snapshot_id in unwanted:
             if snapshot_id != usable:
                 self.discard(snapshot_id)

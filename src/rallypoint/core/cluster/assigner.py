@@ -74,7 +74,8 @@ class Assigner:
             return None
         self._trial.begin(assigned, seconds, start)
         shares = ", ".join(f"{worker} {len(own)}" for worker, own in sorted(assignments[-1].replicas.items()))
-        return f"workers are not equally fast: from step {start} on replicas are assigned by speed ({shares})", assignments
+        why = f"workers are not equally fast: from step {start} on replicas are assigned by speed ({shares})"
+        return why, assignments
 
     def straggler(
         self, assigned: Assigned, furthest: int, workers: Sequence[str], now: float

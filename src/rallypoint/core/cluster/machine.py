@@ -204,6 +204,8 @@ class ClusterMachine:
             course.changed()
         elif (why := disagreement(course.record, record)) is not None:
             return self._disagrees(worker, why)
+        if course.phase is Phase.GATHERING and (refused := record.refusal_of(self.terms.features)):
+            return course.end(Abort(refused))
         if worker in members.proposed:
             return []
         members.propose(worker)

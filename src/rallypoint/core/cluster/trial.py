@@ -45,8 +45,10 @@ class Trial:
             self._ends.popleft()
 
     def round(self, now: float) -> float | None:
-        """Seconds of a round, as another assignment would have to beat it; None while it is not known, or not to be tried
-        again yet."""
+        """Seconds of a round, which another assignment would have to beat.
+
+        None while it is not known, or while none is to be tried yet.
+        """
         return self._seconds() if self._former is None and now >= self._not_before else None
 
     def begin(self, former: Assigned, seconds: float, start: int) -> None:

@@ -55,7 +55,8 @@ def rebalanced(
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard, moved towards an even load from `primary`, the homes that survive.
 
-    A shard's new home is filled as its backup first. When all that are to move have caught up they are promoted together.
+    A shard's new home is filled as its backup first. All that move are promoted together,
+    once they have caught up.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
@@ -73,7 +74,7 @@ def rebalanced(
 
 
 def still_caught_up(view: View, before: View, caught_up: AbstractSet[int]) -> set[int]:
-    """Those of the shards that have caught up whose primary and backup are the same processes in `view` as in the one before."""
+    """Of the shards that have caught up, those with the same two processes in `view` as in the view before."""
     now, then = _pairs(view), _pairs(before)
     return {shard for shard in caught_up if now[shard] == then[shard]}
 
