@@ -23,7 +23,7 @@ from rallypoint.net.gate import Gate
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
-from rallypoint.worker.exchange import exchange as module
+from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 
@@ -56,8 +56,8 @@ def _publish(exchange: Exchange, version: int) -> None:
     """All shards' version comes from the server."""
     for shard in LAYOUT.shards:
         header = Header(Kind.VERSION, exchange.view.number, shard=shard.index, step=version, length=shard.slot_bytes)
-        if exchange.arriving(header) is not None:
-            exchange.landed(shard.index)
+        if exchange.arrivals.arriving(header) is not None:
+            exchange.arrivals.landed(shard.index)
 
 
 def _until(happened: Callable[[], bool]) -> None:
@@ -78,7 +78,7 @@ class _Waiting:
 
     def settle(self) -> None:
         """Until it has seen that there is nothing, and waits."""
-        _until(lambda: bool(self._exchange._changed._waiters))  # type: ignore[attr-defined]
+        _until(lambda: bool(self._exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         assert not self._found.is_set()
 
     def _wait(self) -> None:
@@ -98,7 +98,7 @@ def _install(exchange: Exchange, version: int) -> None:
 
 def test_a_worker_that_is_dealt_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
     exchange.adopt(_view(2, {"w": (), "x": (0, 1)}))  # it is left without, and follows no more
@@ -111,7 +111,7 @@ def test_a_worker_that_is_dealt_a_replica_of_the_very_step_it_holds(exchange: Ex
 
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     waiting = _Waiting(exchange)
     _publish(exchange, 0)
     assert waiting.found() == machine.Install(0)
@@ -119,21 +119,21 @@ def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
 
 def test_a_worker_whose_link_stands_again(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
-    exchange.link_lost(SERVER, module.RallypointError("cut"))
+    exchange.arrivals.link_lost(SERVER, LinkError("cut"))
     waiting = _Waiting(exchange)
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     assert waiting.found() == machine.Compute(0, 0)
 
 
 def _compute(exchange: Exchange, replica: int) -> None:
     """The main thread computes a replica up to the gradient of shard 0, which is in its slot now."""
     assert exchange.next_action() == machine.Compute(0, replica)
-    assert exchange.begin_replica(0, replica) is not None
-    exchange.begin_push(1.0, finite=True)
-    assert exchange.claim(0)
+    assert exchange.replica.begin(0, replica) is not None
+    exchange.replica.weigh(1.0, finite=True)
+    assert exchange.replica.claim(0)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -141,7 +141,7 @@ def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
     _compute(exchange, 0)
@@ -150,14 +150,14 @@ def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
     def encode(*_: Any) -> None:
         """Where the main thread may lose the processor for long: the link ends meanwhile, and stands again."""
         if interrupted:
-            exchange.link_lost(SERVER, module.RallypointError("cut"))
-            exchange.link_up(SERVER)
+            exchange.arrivals.link_lost(SERVER, LinkError("cut"))
+            exchange.arrivals.link_up(SERVER)
 
     monkeypatch.setattr(exchange._encoder, "encode", encode)
     monkeypatch.setattr(link, "push", lambda header, payload, sent: pushed.append(header.shard))
-    exchange.filled(0)
+    exchange.replica.filled(0)
     assert pushed == ([] if interrupted else [0])
-    exchange.replica_computed()
+    exchange.replica.computed()
     if interrupted:  # it is computed again, into the slot that nobody sends from
         _compute(exchange, 0)
 
@@ -183,7 +183,7 @@ def _at(count: int, primary: dict[int, str], homes: list[_Home]) -> View:
 
 
 def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange: Exchange) -> None:
-    transport = exchange._context.transport
+    transport = exchange._links._context.transport
     assert isinstance(transport, InprocTransport)
     homes = [_Home(transport, "old"), _Home(transport, "new")]
     slot = exchange.buffer[LAYOUT.shards[0].start : LAYOUT.shards[0].stop]
@@ -193,11 +193,11 @@ def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange
         sender, other = (home.channels.get(timeout=PATIENCE_S).connection for home in homes)
         values = torch.full_like(slot, 1.0).numpy().tobytes()
         sender.send(pack(Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)) + values[:half])
-        _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDING)
+        _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDING)
         exchange.adopt(_at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
         values = torch.full_like(slot, 6.0).numpy().tobytes()
         other.send(pack(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half)) + values)
-        _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDED)
+        _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDED)
         with pytest.raises(LinkError):
             sender.send(bytes(half))  # of zeros
         assert slot.tolist() == [6.0] * len(slot)

@@ -82,7 +82,7 @@ class LocalStepsSource:
     def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
         """Autograd accumulates; nothing leaves."""
         if last:
-            self._exchange.begin_push(weight, finite=True)  # a step that was not has been left out, or was meant
+            self._exchange.replica.weigh(weight, finite=True)  # a step that was not has been left out, or was meant
 
     def end_step(self, *, finite: bool) -> None:
         """Clip, and let the inner optimizer step."""
@@ -106,30 +106,30 @@ class LocalStepsSource:
     def end_replica(self, replica: int) -> None:
         """Write start - local into the slots, shard by shard."""
         for shard, parts in self._parts:
-            if not self._exchange.claim(shard.index):
+            if not self._exchange.replica.claim(shard.index):
                 continue
             for placed, start, stop in parts:
                 local = placed.words()[start - placed.entry.start : stop - placed.entry.start]
                 self._staging.write(self._exchange.buffer[start:stop], local, add=False)
             self._staging.then(partial(self._fill, shard))
-        if self._exchange.contributes_buffers(replica):
+        if self._exchange.replica.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
         if replica in self._inner:
             self._inner[replica].whole = True
         self._staging.drain()
-        self._exchange.replica_computed()
+        self._exchange.replica.computed()
 
     def abandon(self) -> None:
         """Back to the version: the model must not be left where nobody wants to go on from."""
         self._staging.drain()
         self._forget_gradients()
         self._go_back()
-        self._exchange.replica_abandoned()
+        self._exchange.replica.abandoned()
 
     def _fill(self, shard: Shard) -> None:
         slot = self._exchange.buffer[shard.start : shard.stop]
         torch.sub(self._start[shard.start : shard.stop], slot, out=slot)
-        self._exchange.filled(shard.index)
+        self._exchange.replica.filled(shard.index)
 
     @torch.no_grad()
     def _go_back(self) -> None:
