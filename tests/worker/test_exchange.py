@@ -16,15 +16,16 @@ from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.errors import LinkError
+from rallypoint.errors import JobAborted, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind, pack
+from rallypoint.net.frames import Header, Kind, pack, wants
 from rallypoint.net.gate import Gate
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.link import ServerLink
 from rallypoint.worker.exchange.links import Context
 
 PATIENCE_S = 20.0
@@ -32,11 +33,11 @@ LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
 SERVER = Member("s", "here", "nobody:1", 1)
 
 
-def _view(count: int, assigned: dict[str, tuple[int, ...]]) -> View:
+def _view(count: int, assigned: dict[str, tuple[int, ...]], generation: int = 1) -> View:
     workers = (Member("w", "here", incarnation=2), Member("x", "here", incarnation=3))
     primary = {shard.index: "s" for shard in LAYOUT.shards}
-    return View(ViewNumber(1, count), ViewNumber(1, 1), workers, (SERVER,), (Assignment(0, assigned),), primary, {},
-        uploader="x")
+    number, began = ViewNumber(1, count), ViewNumber(1, generation)
+    return View(number, began, workers, (SERVER,), (Assignment(0, assigned),), primary, {}, uploader="x")
 
 
 @pytest.fixture
@@ -205,3 +206,102 @@ def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange
         exchange.close()
         for home in homes:
             home.gate.close()
+
+
+def _one_home(exchange: Exchange) -> tuple[_Home, Channel]:
+    transport = exchange._links._context.transport
+    assert isinstance(transport, InprocTransport)
+    home = _Home(transport, "home")
+    exchange.adopt(_at(1, dict.fromkeys((0, 1, 2), "home"), [home]))
+    return home, home.channels.get(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(("header", "sentence"), [
+    (Header(Kind.CREDIT, replica=1000), "gives 1000 credits for 0 contributions"),
+    (Header(Kind.WAIT, base=1, wants=wants(2)), "to wait for replica 2: this job has 2"),
+    (Header(Kind.VERSION, ViewNumber(1, 1), shard=3), "shard 3: not in this job's layout"),
+    (Header(Kind.TAKEN), "codecs remember nothing"),
+], ids=lambda of: of.kind.name if isinstance(of, Header) else "")  # fmt: skip
+def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
+    exchange: Exchange, header: Header, sentence: str
+) -> None:
+    home, channel = _one_home(exchange)
+    try:
+        channel.connection.send(pack(header))
+        with pytest.raises(JobAborted, match=sentence):
+            exchange.next_action()
+    finally:
+        exchange.close()
+        home.gate.close()
+
+
+def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
+    sent: list[int] = []
+
+    class _Channel:
+        def send(self, header: Header, payload: memoryview, sent_: Callable[[], None]) -> None:
+            sent.append(header.shard)
+
+    link = ServerLink(transport=InprocTransport(), server=SERVER, me="w", token="", window=2, receiver=_Deaf(),
+        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
+    channel: Any = _Channel()
+    link._up(channel)
+    for shard in range(5):
+        link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda: None)
+    assert sent == [0, 1]
+    link._credit(channel, 2)
+    assert sent == [0, 1, 2, 3]
+    with pytest.raises(ProtocolError, match="gives 4294967295 credits for 2 contributions"):
+        link._credit(channel, 2**32 - 1)  # at once: nobody counts that far
+    assert sent == [0, 1, 2, 3]
+
+
+class _Deaf:
+    """A receiver that takes no notice."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def test_asking_again_and_again_whether_there_is_something_to_do_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a roll-back the encoder forgets and codec states are recalled: once, and not by the look whether."""
+    waiting = False
+
+    def many_looks(changed: threading.Condition, ready: Callable[[], bool], *_: Any) -> None:
+        nonlocal waiting
+        waiting = True
+        while sum(ready() for _ in range(3)) < 3:
+            changed.wait()
+        waiting = False
+
+    monkeypatch.setattr(module, "wait_until", many_looks)
+    settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
+    context = Context("w", "", InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve(settings), context)
+    resets: list[bool] = []
+    recalls: list[tuple[int, bool]] = []
+    monkeypatch.setattr(exchange._encoder, "reset", lambda: resets.append(waiting))
+    try:
+        exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+        exchange.adopt(_view(2, {"w": (0,), "x": (1,)}, generation=2))
+        link = exchange._links.get("s")
+        monkeypatch.setattr(link, "send_codec_state", lambda header, _: recalls.append((header.shard, waiting)))
+        exchange.arrivals.link_up(SERVER)
+        _publish(exchange, 0)
+        _install(exchange, 0)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(exchange.next_action()), daemon=True)
+        thread.start()
+        _until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
+        for shard in LAYOUT.shards:
+            header = Header(Kind.MEMORY, exchange.view.number, shard=shard.index)
+            exchange.arrivals.codec_state(header, bytearray())
+        thread.join(PATIENCE_S)
+        assert found == [machine.Compute(0, 0)]
+        assert resets == [False]
+        assert recalls == [(0, False), (1, False), (2, False)]
+    finally:
+        exchange.finish()
+        exchange.close()
