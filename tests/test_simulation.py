@@ -499,8 +499,8 @@ _say_done = SimulatedWorker._say_done
 def test_a_stale_claim_of_being_done_planted_on_purpose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is lost while the worker evaluates the last version."""
     monkeypatch.setattr(SimulatedWorker, "evaluate_s", 3.0)
-    job = SimulatedJob(replicas=1, steps=4, compute_s=0.1, sync=Async())
-    at = (0.1 * seed for seed in range(30))
+    job = SimulatedJob(replicas=1, steps=14, compute_s=0.1, sync=Async())
+    at = (1.4 + 0.1 * seed for seed in range(30))
     plans = [
         _plan(seed, job, 1, 1, Fault(when, "crash", "server", 0.1), snapshot_seconds=60.0)
         for seed, when in enumerate(at)
@@ -508,7 +508,7 @@ def test_a_stale_claim_of_being_done_planted_on_purpose_is_found(monkeypatch: py
     results = _play_all(plans)
     assert any("going back" in said for result in results for said in result.outcome.said)
     monkeypatch.setattr(SimulatedWorker, "_say_done", _done_in_the_generation_of_now)
-    assert any("nobody holds the last version" in failure for failure in map(_failure, plans))
+    assert any("shard 0: missing [(0, 0), (1, 0)" in failure for failure in map(_failure, plans))
 
 
 def _failure(plan: Plan) -> str:
