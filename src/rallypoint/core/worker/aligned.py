@@ -154,6 +154,7 @@ class WorkerMachine(SlotMachine):
         return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
 
     def _begin_replica(self, replica: int) -> None:
+        SlotMachine._begin_replica(self, replica)
         self._wanted = frozenset(shard for shard in range(self.shards) if self._needs(shard, replica))
 
     # ---- events ----

@@ -107,12 +107,11 @@ class SlotMachine(ABC):
             case Install(version=version):
                 self._installing = version
             case Compute(replica=replica):
-                self._computing, self.rewound = replica, False
                 self._begin_replica(replica)
         return True
 
-    @abstractmethod
-    def _begin_replica(self, replica: int) -> None: ...
+    def _begin_replica(self, replica: int) -> None:
+        self._computing, self.rewound = replica, False
 
     def fill(self, shard: int) -> None:
         """The main thread begins to write the slot (`may_fill` has said that it may)."""

@@ -128,9 +128,6 @@ class StreamMachine(SlotMachine):
             return None
         return self._slots[shard] is Slot.FREE
 
-    def _begin_replica(self, replica: int) -> None:
-        """Nothing to remember: `_delivered` says which shards it is for."""
-
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:

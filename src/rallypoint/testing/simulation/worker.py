@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from typing import Any
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.core.worker.factory import shell_for
-from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
-from rallypoint.testing.simulation.link import SimulatedLink
+from rallypoint.testing.simulation.exchange import SimulatedExchange
+from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
-from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.store import SimulatedStore
-from rallypoint.worker.exchange.plan import worker_plan
 
 
 class SimulatedWorker:
@@ -29,15 +26,10 @@ class SimulatedWorker:
     ) -> None:  # fmt: skip
         self.node, self.job, self.store, self.speed = Node(world, name), job, store, speed
         self._hesitate_s = hesitate_s
-        self.shell = shell_for(name, worker_plan(job.config, job.layout))
-        self.machine = self.shell.machine
-        self.slots: list[Content] = [GARBAGE] * job.shards
+        self._exchange = SimulatedExchange(self.node, job, self._poke)
+        self.shell, self.machine, self.slots = self._exchange.shell, self._exchange.machine, self._exchange.slots
         self.model: list[Content] = []
-        self.fetched = 0
         self._claim: ViewNumber | None = None  # the generation of which it says that it is done
-        self._links: dict[str, SimulatedLink] = {}
-        self._leaves: dict[Wire, float] = {}  # when the last contribution queued for it will
-        self._landing: dict[Wire, deque[Any]] = {}  # what has come behind a version that is being received
         self._todo: deque[int] = deque()
         self._replica = -1
         self._began = 0.0
@@ -49,6 +41,11 @@ class SimulatedWorker:
     def done(self) -> bool:
         """Has it said that it is done, and is that still so?"""
         return self._claim is not None and self._claim == self.shell.done_in
+
+    @property
+    def fetched(self) -> int:
+        """Versions that it has asked for."""
+        return self._exchange.fetched
 
     @property
     def leaving(self) -> bool:
@@ -72,80 +69,23 @@ class SimulatedWorker:
     def _on_message(self, message: Any) -> None:
         match message:
             case ("view", View() as view):
-                self._viewed(view)
+                self._exchange.adopt(view)
             case ("assist", step, replica):
-                self._apply(self.machine.handle(machine.Assisted(step, replica)))
+                self._exchange.apply(self.machine.handle(machine.Assisted(step, replica)))
             case ("capture", id, version, writers):
                 self.shell.snapshots.store(machine.Store(id, version, writers))
                 self._poke()
             case ("finish",):
                 self.shell.finished = True
 
-    def _viewed(self, view: View) -> None:
-        if (ended := self.shell.links_to_end(view)) is None:
-            return
-        for server in ended:
-            self._links.pop(server).close()
-        self._apply(self.shell.adopt(view, ended))
-        for member in self.shell.links.to_open(view):
-            self._links[member.id] = SimulatedLink(self.node, member, self)
-
     def _go(self) -> None:
         self.membership.close()
         self.node.kill()
 
-    # ---- what arrives ----
-
-    def hello(self) -> Any:
-        return ("worker", self.machine.me, self.shell.number)
-
-    def link_up(self, link: SimulatedLink) -> None:
-        self._apply(self.shell.link_up(link.peer.id))
-
-    def link_lost(self, link: SimulatedLink) -> None:
-        self._apply(self.shell.link_lost(link.peer.id))
-
-    def receive(self, link: SimulatedLink, message: Any) -> None:
-        wire = link.wire
-        assert wire is not None
-        if wire in self._landing:
-            self._landing[wire].append(message)  # one after the other
-            return
-        match message:
-            case ("version", number, shard, version, content, replica, clock):
-                whole = not isinstance(content, Mean)
-                begins = whole and self.job.stateful_workers and shard not in self.job.buffer_shards
-                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock, whole, begins))
-                if machine.Land(shard) in effects:
-                    self.slots[shard] = GARBAGE
-                    self._landing[wire] = deque()
-                    seconds = self.node.world.latency() / 4
-                    self._apply(effects)
-                    self.node.later(seconds, lambda: self._land(link, wire, shard, content))
-                else:
-                    self._apply(effects)
-            case ("wait", _, replica, clock):
-                self._apply(self.machine.handle(machine.ToWait(replica, clock)))
-
-    def _land(self, link: SimulatedLink, wire: Wire, shard: int, content: Content) -> None:
-        waiting = self._landing.pop(wire)
-        if link.wire is not wire:
-            return  # it broke halfway
-        self.slots[shard] = content
-        self._apply(self.machine.handle(machine.Landed(shard)))
-        for message in waiting:
-            if link.wire is wire:
-                self.receive(link, message)
-
     # ---- the main thread ----
 
-    def _apply(self, effects: Sequence[machine.Effect]) -> None:
-        """Something has happened: run what follows, and whatever the main thread waits for may be there."""
-        self.shell.validate()
-        self._run(effects)
-        self._poke()
-
     def _poke(self) -> None:
+        """Something has changed: whatever the main thread waits for may be there."""
         if self._blocked:
             self._blocked = False
             self._fill_next()
@@ -190,10 +130,10 @@ class SimulatedWorker:
         elif self.job.stateful_workers:
             self.shell.holds, self.model = version, contents
         for shard, content in enumerate(contents):
-            link = self._links[self.shell.view.primary[shard]]
+            link = self._exchange.links[self.shell.view.primary[shard]]
             link.send(("initial", self.shell.number, shard, content, version))
         if self.node.world.spring("drop first"):
-            wires = [link.wire for link in self._links.values() if link.wire is not None]
+            wires = [link.wire for link in self._exchange.links.values() if link.wire is not None]
             self.node.world.random.choice(wires).cut()
         self._poke()
 
@@ -217,7 +157,7 @@ class SimulatedWorker:
             self.shell.holds = version
             for shard, content in enumerate(self.model):  # also after a roll-back: it may have to upload it
                 self.job.check_version(shard, version, content)
-        self._apply(self.shell.installed())
+        self._exchange.apply(self.shell.installed())
         for shard, content in enumerate(self.model) if self.machine.step >= 0 else ():
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
@@ -281,49 +221,14 @@ class SimulatedWorker:
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
         if fills and not self.machine.rewound:
             self.slots[shard] = self.job.gradient(shard, step, replica, self.model)
-            self._run(self.machine.handle(machine.Filled(shard)))
+            self._exchange.run(self.machine.handle(machine.Filled(shard)))
         self._fill_next()
 
     def _end_replica(self, *, whole: bool) -> None:
         replica, self._replica = self._replica, -1
         self._todo.clear()
         step = self.machine.step
-        self._run(self.shell.end_replica(whole=whole))
+        self._exchange.run(self.shell.end_replica(whole=whole))
         if whole:
             self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._generation))
         self._poke()
-
-    # ---- effects ----
-
-    def _run(self, effects: Sequence[machine.Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case machine.Send():
-                    self._send(effect)
-                case machine.Fetch(shard=shard, version=version, server=server) if server in self._links:
-                    self.fetched += 1
-                    self._links[server].send(("fetch", self.shell.number, shard, version))
-                case machine.Want(shard=shard, replica=replica, server=server) if server in self._links:
-                    self._want(self._links[server], ("want", self.shell.number, shard, replica))
-                case machine.Follow(server=server, on=on) if server in self._links:
-                    self._links[server].send(("follow", self.shell.number, on))
-
-    def _send(self, send: machine.Send) -> None:
-        wire = self._links[send.server].wire
-        assert wire is not None, f"{send} without a link"
-        leaves = max(self._leaves.get(wire, 0.0), self.node.world.now + self.node.world.latency() / 4)
-        self._leaves[wire] = leaves
-        self.node.later(leaves - self.node.world.now, lambda: self._transmit(wire, send))
-
-    def _want(self, link: SimulatedLink, want: Any) -> None:
-        """Not before what has been queued: the last want counts."""
-        if (wire := link.wire) is not None:
-            self.node.later(max(0.0, self._leaves.get(wire, 0.0) - self.node.world.now), lambda: wire.send(0, want))
-
-    def _transmit(self, wire: Wire, send: machine.Send) -> None:
-        content = self.slots[send.shard]  # what is in the slot when the bytes leave
-        push = ("push", send.view, send.shard, send.step, send.replica, content, send.base, send.wants)
-        for _ in range(2 if self.node.world.random.random() < 0.02 else 1):
-            wire.send(0, push)
-        sent = machine.Sent(send.shard, send.serial)
-        self.node.later(self.node.world.latency() / 4, lambda: self._apply(self.machine.handle(sent)))
