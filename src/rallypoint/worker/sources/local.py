@@ -156,7 +156,7 @@ class LocalStepsSource:
         assert self._config.local is not None
         if not self._config.local.keep_inner:
             return _Inner(self._new_optimizer(), round)
-        if self._generation != self._exchange.view.generation:  # after a roll-back all of it is of a past that is void
+        if self._generation != self._exchange.view.generation:  # after a roll-back all of it is stale
             self._generation = self._exchange.view.generation
             self._inner.clear()
         # What was computed elsewhere meanwhile has left its state there.
@@ -184,10 +184,10 @@ class LocalStepsSource:
 
 @dataclass(slots=True)
 class Drift:
-    """A replica's own parameters (flat vectors on the host) where the version is not all of what it goes on from.
+    """A replica's own parameters (flat vectors on the host), where it does not start each round from the version.
 
-    `began` is what `round` began with, in which it may have to be begun once more; `left`, with `away`, what the
-    replica has come to since, if the model had to make way for something else.
+    `began` is what `round` began with: it may have to be computed once more. `left`, with `away`, is what the replica
+    has come to, if the model holds something else now.
     """
 
     round: int
@@ -209,7 +209,7 @@ class _Inner:
     optimizer: torch.optim.Optimizer
     round: int
     whole: bool = False  # has it made all steps of the round?
-    drift: Drift | None = None  # where shards take turns: where its parameters are
+    drift: Drift | None = None  # in staggered rounds: where its parameters are
     before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
     earlier: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # with a delay: the round before's
 

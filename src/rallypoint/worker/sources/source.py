@@ -43,11 +43,11 @@ class DeltaSource(Protocol):
     def end_replica(self, replica: int) -> None:
         """The round is over: whatever has not left leaves now, the buffers too if this is replica 0.
 
-        Rewound when what was computed is void.
+        Rewound when what was computed is stale.
         """
 
     def abandon(self) -> None:
-        """The replica in progress is void: forget it."""
+        """The replica in progress is stale: forget it."""
 
     def remove(self) -> None:
         """The run is over: leave the model alone."""
