@@ -63,10 +63,10 @@ class SimulatedJob:
 
     def record(self) -> JobRecord:
         """The record that workers propose."""
-        return record_of(self._config, Layout((), self._layout, 16 * self.shards, "simulated"))
+        return record_of(self.config, Layout((), self.layout, 16 * self.shards, "simulated"))
 
     @property
-    def _config(self) -> JobConfig:
+    def config(self) -> JobConfig:
         return JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
             nonfinite="skip" if self.skip else "stop", sync=self.sync,
@@ -74,7 +74,7 @@ class SimulatedJob:
         )  # fmt: skip
 
     @property
-    def _layout(self) -> tuple[Shard, ...]:
+    def layout(self) -> tuple[Shard, ...]:
         groups = (0, *range(2, 2 + len(self.periods)))
         of = [-1 if i in self.buffer_shards else groups[i % len(groups)] for i in range(self.shards)]
         return tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(of))
@@ -82,7 +82,7 @@ class SimulatedJob:
     @cached_property
     def cadence(self) -> Cadence:
         """Which shards each step is for."""
-        return cadence_of(self._config, self._layout)
+        return cadence_of(self.config, self.layout)
 
     @property
     def policy(self) -> ServerPolicy:
