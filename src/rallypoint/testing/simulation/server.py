@@ -40,7 +40,9 @@ class Held:
 
 
 class SimulatedServer:
-    """One server process."""
+    """One server process. `decision_s`: a verdict waits in its inbox for up to so long."""
+
+    decision_s = 0.004
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store
@@ -203,7 +205,13 @@ class SimulatedServer:
 
     def _decide_later(self, verdict: Verdict) -> None:
         """It waits in the inbox behind what came before: a view, perhaps."""
-        self.node.later(self.node.world.latency(), lambda: self._run(self.shell.decided(verdict)))
+
+        def decide() -> None:
+            effects, now = self.shell.decided(verdict), self.shell.fence.generation
+            assert not effects or verdict.generation == now, f"{self.node.name}: {verdict} is taken in generation {now}"
+            self._run(effects)
+
+        self.node.later(self.node.world.random.uniform(0.0, self.decision_s), decide)
 
     def _restore_later(self, effect: machine.Restore, generation: ViewNumber) -> None:
         """Real servers restore at once: what belongs to a generation that is over by then would never have been."""

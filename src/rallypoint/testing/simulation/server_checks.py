@@ -61,9 +61,14 @@ def check_read(server: SimulatedServer, index: int, reply: Reply, content: Conte
 
 
 def check_alike(server: SimulatedServer, index: int, step: int, scale: float | None) -> None:
-    """All servers take the same decision for a step of a generation: one scale for all its shards."""
+    """All servers take the same decision for a step of a generation: one scale for all its shards.
+
+    Under a quorum only in a generation's first view: a shard that is promoted later may sum other contributions.
+    """
     view = server.machine.view
     assert view is not None
+    if not server.job.same_bytes and view.number != view.generation:
+        return
     server.decided[view.generation, step] = (index, scale)
     for other in server.node.world.acceptors.values():
         if isinstance(other, type(server)) and (known := other.decided.get((view.generation, step))) is not None:
