@@ -104,11 +104,8 @@ def test_a_worker_killed_mid_step_is_replaced_by_one_that_gets_the_state_from_th
     assert "going back" not in cluster.output
 
 
-@pytest.mark.parametrize("replication", ["1", "2"])
-def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(
-    cluster: Cluster, under_sync: Cluster, replication: str
-) -> None:
-    cluster.run("--workers", "2", "--servers", "2", "--replication", replication, *ALL_REDUCE)
+def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(cluster: Cluster, under_sync: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
     cluster.until_caught_up(AT)
     assert cluster.events("Members")[-1]["exposed"] == 0
     cluster.processes()["server0"].kill()

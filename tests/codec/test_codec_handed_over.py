@@ -56,7 +56,7 @@ def test_a_codec_state_is_as_long_as_its_limits_say(name: str) -> None:
     limits.check(codec.code, limits.least)
     limits.check(codec.code, limits.most)
     for code, nbytes in ((codec.code, limits.least - 1), (codec.code, limits.most + 1), (codec.code + 1, limits.most)):
-        with pytest.raises(ProtocolError, match=r"a memory of .* are possible"):
+        with pytest.raises(ProtocolError, match=r"a codec state of .* are possible"):
             limits.check(code, nbytes)
 
 
@@ -100,5 +100,5 @@ def test_there_are_codec_states_of_the_shards_whose_codec_has_one(
     assert {layout.shards[index].group for index in codec_states.among(layout)} == expected
     for shard in layout.shards:
         if shard.group not in expected:
-            with pytest.raises(ProtocolError, match="remember nothing"):
+            with pytest.raises(ProtocolError, match="has none in this job"):
                 codec_states.of(shard)
