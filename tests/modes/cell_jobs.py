@@ -50,6 +50,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CODEC_STATE: {"codec": {"type": "int8"}},
     Feature.DOWN: {"down": {"type": "bf16"}},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
+    Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
 }
 
@@ -160,5 +161,7 @@ def _gate(job: rp.Job, cell: CellJob) -> Callable[[int], None]:
         while step >= HELD_AT and not (folder / "open").exists():
             (folder / f"{job.id} waits").touch()
             time.sleep(POLL_S)
+        if cell.has(Feature.ON_DEMAND) and step > HELD_AT and not (folder / "stored").exists():
+            time.sleep(POLL_S)  # the snapshot is of a step ahead: it shall not be the last one
 
     return wait

@@ -19,7 +19,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import ProcessCluster, _Process, _server_main, _worker_main
 
-PATIENCE_S = 15.0
+PATIENCE_S = 10.0
 
 
 class Stage(ProcessCluster):
@@ -89,9 +89,15 @@ class Stage(ProcessCluster):
             on_message=said.put, on_lost=said.put,
         )  # fmt: skip
         link.start()
-        link.send(SnapshotWanted())
-        self.until(lambda: any(event["version"] > 0 for event in self.events("Snapshotted")), "the snapshot is taken")
-        link.close()
+        try:
+            link.send(SnapshotWanted())
+        finally:
+            link.close()
+
+    def close(self) -> None:
+        """End whoever is left of them."""
+        self.__exit__()
+        self._started.clear()
 
 
 def _coordinator_main(pipe: Any, token: str, terms: Terms, about: JoinInfo, resume: str) -> None:

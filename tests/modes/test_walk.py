@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class Walk:
 
     def close(self) -> None:
         for stage in self.stages:
-            stage.__exit__()
+            stage.close()
 
 
 @cache
@@ -86,7 +86,7 @@ def a_worker_is_killed(walk: Walk) -> None:
 
 
 def _every_contribution_counts(walk: Walk, stage: Stage) -> None:
-    """The servers' account at the end: each contribution to the first shard once, and dropped only where that may be."""
+    """The servers' account at the end: each contribution once, and dropped only where that may be."""
     if walk.mode.workers_hold_state or not stage.events("Accounted"):
         return
     account = stage.events("Accounted")[-1]
@@ -137,16 +137,22 @@ def everybody_with_the_state_is_killed(walk: Walk) -> None:
 def a_snapshot_is_asked_for_and_a_worker_is_killed(walk: Walk) -> None:
     stage = walk.begin(snapshots=True)
     stage.until_held("worker0", "worker1")
-    stage.ask_for_a_snapshot()
     stage.kill("worker1")
+    stage.until(lambda: "worker1" not in stage.events("Members")[-1]["workers"], "worker1 is given up")
+    stage.ask_for_a_snapshot()
+    stage.open()
+    stage.until(lambda: any(taken["version"] > 0 for taken in stage.events("Snapshotted")), "a snapshot is taken")
+    (walk.home / "gate" / "stored").touch()
     walk.ends(stage, "worker0")
+    versions = {taken["version"] for taken in stage.events("Snapshotted")}
+    assert any(0 < version < walk.job.config.rounds for version in versions), versions
 
 
 def the_whole_job_is_killed_and_resumed(walk: Walk) -> None:
     stage = walk.begin(snapshots=True, snapshot_steps=1)
     stage.until_held("worker0", "worker1")
     stage.until(lambda: stage.events("Snapshotted") != [], "a snapshot is taken")
-    stage.__exit__()
+    stage.close()
     again = walk.begin(workers=1, servers=1, snapshots=True, resume=True)
     walk.ends(again, "worker0")
 
@@ -202,14 +208,9 @@ PLAYS: dict[Feature, Callable[[Walk], None]] = {
 }
 
 
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
-
-
 @pytest.mark.parametrize(("feature", "mode"), SUPPORTED)
-def test_a_supported_feature_survives_a_kill(feature: Feature, mode: ModeName, home: Path) -> None:
-    walk = Walk(home, job_of(feature, mode))
+def test_a_supported_feature_survives_a_kill(feature: Feature, mode: ModeName, tmp_path: Path) -> None:
+    walk = Walk(tmp_path, job_of(feature, mode))
     try:
         PLAYS.get(feature, a_worker_is_killed)(walk)
     finally:
