@@ -77,6 +77,9 @@ class CellJob:
             found |= SETTINGS.get(feature, {})
             sync = found["sync"]
             (sync["over"] if feature in OF_ASYNC and "over" in sync else sync).update(OF_SYNC.get(feature, {}))
+        if self.has(Feature.BY_SPEED):  # all of them: nobody goes on without the slow one while it is measured
+            for policy in (found["sync"], found["sync"].get("over", {})):
+                policy.update({"quorum": found["replicas"]} if "quorum" in policy else {})
         return found
 
     @property
