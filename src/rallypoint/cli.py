@@ -28,6 +28,9 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_int
 _START, _RUNNING, _AFTER = "Start a job", "While a job runs", "Afterwards"
 _CHAOS = RunOptions(standby=1, replication=2, snapshot_seconds=10.0)
 _FAULTS = "Faults"
+Advertise = Annotated[
+    str, typer.Option(metavar="HOST[:PORT]", help="The address that others connect to, where --bind is 0.0.0.0.")
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -199,7 +202,7 @@ def coordinator(
     terms: Annotated[str, typer.Option(help="How the cluster is to behave (Terms), as JSON.")] = "{}",
     join_info: Annotated[str, typer.Option(help="What members are told (JoinInfo), as JSON.")] = "{}",
     resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
-    bind: Bind = "127.0.0.1:0",
+    bind: Bind = "127.0.0.1:0", advertise: Advertise = "",
 ) -> None:
     """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN."""
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
@@ -214,8 +217,8 @@ def coordinator(
         manifest = SnapshotStore(about.snapshots).load(resume)
         start = (manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(
-        terms=msgspec.json.decode(terms, type=Terms), bind=bind, join_info=about, resume=start,
-        token=os.environ.get(environment.TOKEN, ""),
+        terms=msgspec.json.decode(terms, type=Terms), bind=bind, advertise=advertise, join_info=about,
+        resume=start, token=os.environ.get(environment.TOKEN, ""),
     )  # fmt: skip
     service.start()
     _announce(service.address)
@@ -229,6 +232,7 @@ def server(
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
     coordinator: Annotated[str, typer.Option(help="host:port; by default RALLYPOINT_COORDINATOR.")] = "",
     id: Annotated[str, typer.Option(help="This server's id; by default RALLYPOINT_ID.")] = "",
+    advertise: Advertise = "",
 ) -> None:
     """Run one server of one job. The token comes in RALLYPOINT_TOKEN. On SIGTERM it hands its shards over and ends."""
     from rallypoint.launch.lifeline import hold_lifeline
@@ -240,7 +244,7 @@ def server(
         raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
     name = id or os.environ.get(environment.ID) or f"server-{os.getpid()}"
     token = os.environ.get(environment.TOKEN, "")
-    service = ServerService(id=name, coordinator=address, token=token, bind=bind)
+    service = ServerService(id=name, coordinator=address, token=token, bind=bind, advertise=advertise)
     signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
     failure = run_servers([service])
     raise typer.Exit(0 if failure is None else 3)

@@ -1,4 +1,4 @@
-"""The coordinator without I/O: connections and messages in, acts out. The TCP service and the simulation both run it."""
+"""The coordinator without I/O: connections and messages in, acts out. The service and the simulation both run it."""
 
 from __future__ import annotations
 

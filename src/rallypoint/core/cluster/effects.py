@@ -28,7 +28,7 @@ class Dismiss:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Tell this member its birth number."""
+    """Tell this member its incarnation."""
 
     member: str
     incarnation: int

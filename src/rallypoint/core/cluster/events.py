@@ -27,7 +27,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A worker has computed a replica of `step` in `seconds`, in the past that `generation` names; it is `now`."""
+    """A worker has computed a replica of `step` in `seconds`, in that generation; it is `now`."""
 
     worker: str
     step: int
@@ -55,7 +55,7 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker holds the last version, in the past that `generation` names."""
+    """A worker holds the last version, in that generation."""
 
     worker: str
     generation: ViewNumber

@@ -47,7 +47,7 @@ class Membership:
         self.awaited = {*self.workers, *self.servers}
 
     def join(self, member: Member, role: str) -> int:
-        """A process came as "worker" or "server"; its birth number."""
+        """A process came as "worker" or "server"; its incarnation."""
         self.incarnations += 1
         self._of(role)[member.id] = msgspec.structs.replace(member, incarnation=self.incarnations)
         return self.incarnations
