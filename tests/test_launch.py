@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from rich.console import Console
 from rallypoint.errors import UsageError
 from rallypoint.launch import launcher
 from rallypoint.launch.ask import resize
+from rallypoint.launch.cluster import Handle
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.launcher import ClusterRun
@@ -273,11 +273,14 @@ def opens(gate: Path, step: int) -> Callable[[ClusterRun], bool]:
 
 
 def kills(name: str) -> Callable[[ClusterRun], bool]:
+    """Made when that process has ended."""
+    victims: list[Handle] = []
+
     def move(run: ClusterRun) -> bool:
-        if (handle := run.handles.get(name)) is None or handle.exit() is not None:
-            return False
-        handle.signal(signal.SIGKILL)
-        return True
+        if not victims and name in run.handles:
+            victims.append(run.handles[name])
+            victims[0].signal(signal.SIGKILL)
+        return bool(victims) and run.handles.get(name) is not victims[0]
 
     return move
 
@@ -297,7 +300,7 @@ def test_a_coordinator_killed_as_soon_as_it_is_started_again_is_started_once_mor
     gate = tmp_path / "gate"
     gate.write_text("5")
     played = Played(tmp_path, GATED)
-    five_times = itertools.chain.from_iterable((kills("coordinator"),) for _ in range(5))
+    five_times = [kills("coordinator") for _ in range(5)]
     assert played.run(until(at_step(5), *five_times, opens(gate, 99))) == 0, played.said
     assert played.said.count("coordinator was killed (SIGKILL): starting another") == 5
     assert (played.folder / "hash").read_text() == undisturbed
