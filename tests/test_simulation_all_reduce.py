@@ -25,7 +25,7 @@ def _whoever_comes_may_go_on(self: StateHolders, *args: Any, **kwargs: Any) -> b
 
 def _the_state_is_of_another_version(self: SimulatedWorker) -> None:
     """What is brought is said to be one step further than it is."""
-    self.holds += self.holds > 0
+    self.shell.holds += self.shell.holds > 0
     _initialise(self)
 
 

@@ -140,7 +140,7 @@ class Run:
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         began = time.monotonic()
-        if (generation := self._exchange.begin_replica(round, replica)) is None:
+        if (generation := self._exchange.replica.begin(round, replica)) is None:
             return
         self._restore_buffers()
         done = self._resume(round, replica)

@@ -44,11 +44,7 @@ from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.loop.own import OwnStepper
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.sources.delayed import DelayedSource
-from rallypoint.worker.sources.fragments import FragmentsSource
-from rallypoint.worker.sources.hooks import GradientHooks
-from rallypoint.worker.sources.local import LocalStepsSource
-from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
@@ -113,19 +109,10 @@ class Job:
         self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
-            source=self._source(model, tensors, config), coordinator=self._link, tracer=self._tracer, done=self.done,
-            leads=self._leads, optimizer=optimizer,
+            source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
+            tracer=self._tracer, done=self.done, leads=self._leads, optimizer=optimizer,
         )  # fmt: skip
         return self._run
-
-    def _source(self, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig) -> DeltaSource:
-        assert self._exchange is not None
-        assert self._staging is not None
-        if config.local is None:
-            clip = None if config.clips_on_servers else config.clip
-            return GradientHooks(tensors, self._exchange, self._staging, clip=clip)
-        kind = LocalStepsSource if not config.staggered else DelayedSource if config.local.delay else FragmentsSource
-        return kind(model, tensors, config, self._exchange, self._staging, self._say)
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
         """Propose `record`, wait until the job begins (or goes on without us so far), and connect to every server.
