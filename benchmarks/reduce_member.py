@@ -71,7 +71,7 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
                 exchange.installed()
                 finishes.append(time.monotonic())
                 if version == steps:
-                    job.done()
+                    job.done(exchange.view.generation)
             case Compute(step=step, replica=replica):
                 if exchange.replica.begin(step, replica) is None:
                     continue

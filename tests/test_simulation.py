@@ -224,6 +224,38 @@ def test_a_bug_planted_on_purpose_is_found(
     _found(Sync())
 
 
+def _done_in_the_generation_of_now(self: SimulatedWorker, generation: Any) -> None:
+    """I10 broken: the claim carries the generation in which it is made, and not the one in which it became true."""
+    _evaluated(self, self._generation)
+
+
+_evaluated = SimulatedWorker._evaluated
+
+
+def _rolled_back_during_the_last_evaluation() -> list[Plan]:
+    """The only server dies while the worker evaluates the last version; what is lost takes longer to compute again
+    than the last snapshot is waited for."""
+    job = SimulatedJob(replicas=1, steps=60)
+    end = play(_plan(0, job, 1, 1, heartbeat=1.0)).seconds
+    faults = (Fault(end * share, "crash", "server", 0.5) for share in (0.70, 0.75, 0.80, 0.85, 0.90, 0.95))
+    return [_plan(0, job, 1, 1, fault, heartbeat=1.0, snapshot_seconds=1000.0) for fault in faults]
+
+
+def test_a_roll_back_during_the_last_evaluation_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedWorker, "evaluate_s", 8.0)
+    plans = _rolled_back_during_the_last_evaluation()
+    results = _play_all(plans)
+    assert any(result.recomputed == plan.job.steps for plan, result in zip(plans, results, strict=True))
+
+
+def test_a_stale_claim_of_being_done_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SimulatedWorker, "evaluate_s", 8.0)
+    plans = _rolled_back_during_the_last_evaluation()
+    monkeypatch.setattr(SimulatedWorker, "_evaluated", _done_in_the_generation_of_now)
+    with pytest.raises(SimulationFailed, match="nobody holds the last version"):
+        _play_all(plans)
+
+
 def _found(policy: Played) -> str:
     """What the first seed that fails says, after the line that replays it."""
     for seed in ENOUGH:

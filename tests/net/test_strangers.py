@@ -188,7 +188,8 @@ def test_a_members_name_is_not_given_twice(job: Job) -> None:
     with pytest.raises(AccessDenied, match="the id worker0 is taken"):
         job.enter(job.coordinator.address, "worker", "worker0")
     job.member.send_message(Report(0, 0, 0.0, 1.0, 1, generation=job.view.generation))
-    until(lambda: job.coordinator._shell.announcer.tally is not None and job.coordinator._shell.announcer.tally.missing() == (0, [1]))
+    announcer = job.coordinator._shell.announcer
+    until(lambda: announcer.tally is not None and announcer.tally.missing() == (0, [1]))
 
 
 def test_a_server_is_not_done_for_the_workers(job: Job) -> None:

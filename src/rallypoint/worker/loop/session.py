@@ -15,7 +15,7 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.loader import MapDataset, MicroBatches
 from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
@@ -70,7 +70,8 @@ class Job:
         self._changed = threading.Condition()
         self._view: View | None = None
         self._record: JobRecord | None = None
-        self._finished = self._done = self._leaving = False
+        self._finished = self._leaving = False
+        self._done: ViewNumber | None = None  # the generation whose last version this worker holds
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that was asked for
         self._failure: BaseException | None = None
@@ -138,14 +139,20 @@ class Job:
             exchange.leave()
         return exchange
 
-    def done(self) -> None:
-        """Say that this worker holds the last version."""
-        self._done = True
+    def done(self, generation: ViewNumber) -> None:
+        """Say that this worker holds the last version of this generation.
+
+        `generation` is the one in which that version was installed: there may have been a roll-back meanwhile.
+        """
+        with self._changed:
+            if self._view is None or self._view.generation != generation:
+                return  # stale by now
+            self._done = generation
         self._say_done()
 
     def _say_done(self) -> None:
-        if self._view is not None:
-            self._link.send(Done(self._view.generation))
+        if (generation := self._done) is not None:
+            self._link.send(Done(generation))
 
     def leave(self) -> None:
         """Hand this worker's replicas back and go (a spot machine's notice): its loop ends with SystemExit.
@@ -222,8 +229,7 @@ class Job:
             record = self._record
         if record is not None:
             self._link.send(Propose(record))
-        if self._done:
-            self._say_done()
+        self._say_done()
         if self._leaving:
             self._link.send(Leaving())
 
@@ -266,7 +272,7 @@ class Job:
 
     def _adopt(self, view: View) -> None:
         with self._changed:
-            self._done = self._done and (self._view is None or self._view.generation == view.generation)
+            self._done = self._done if self._done == view.generation else None
             self._view = view
             exchange = self._exchange
             self._changed.notify_all()
