@@ -168,9 +168,9 @@ class SimulatedWorker:
         """The last version of this generation is here. It says so after an evaluation, which may take a while."""
         self._busy = True
         seconds = self.evaluate_s * self.node.world.random.random()
-        self.node.later(seconds, lambda: self._evaluated(generation))
+        self.node.later(seconds, lambda: self._say_done(generation))
 
-    def _evaluated(self, generation: ViewNumber) -> None:
+    def _say_done(self, generation: ViewNumber) -> None:
         self._busy, self._claim = False, generation
         self.membership.send(("done", generation))
         self._poke()
