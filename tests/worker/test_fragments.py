@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Arriving, Compute, Land, Send
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.reference_local import train_local_reference
-from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 TURNS = rp.LocalSteps(steps=6, fragments=3)
@@ -58,21 +58,21 @@ def in_shards(model: torch.nn.Module, **settings: Any) -> list[torch.Tensor]:
 def test_a_tick_moves_its_fragment_and_the_last_one_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     up: dict[int, int] = defaultdict(int)
     down: dict[int, int] = defaultdict(int)
-    run, handle = Exchange._run, WorkerMachine.handle
+    rounds = [-1]
+    push, handle = Pushes.push, WorkerMachine.handle
 
-    def counted_run(self: Exchange, effects: Sequence[Any]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send):
-                up[self.step] += self.layout.shards[effect.shard].nbytes
-        run(self, effects)
+    def counted_push(self: Pushes, send: Send) -> None:
+        up[rounds[0]] += self.slot(send.shard).nbytes
+        push(self, send)
 
     def counted_handle(self: WorkerMachine, event: Any) -> Any:
         effects = handle(self, event)
+        rounds[0] = self.step
         if isinstance(event, Arriving) and effects[0] == Land(event.shard):
             down[self.target] += 256
         return effects
 
-    monkeypatch.setattr(Exchange, "_run", counted_run)
+    monkeypatch.setattr(Pushes, "push", counted_push)
     monkeypatch.setattr(WorkerMachine, "handle", counted_handle)
     torch.manual_seed(3)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 3))

@@ -76,8 +76,10 @@ def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
         servers=servers, replication=rng.choice([1, 2, 2]), heartbeat=2.0, backup_tasks=rng.random() < 0.3,
         snapshot_seconds=rng.choice([0.5, 1.0, 3.0]), snapshot_steps=rng.choice([0, 0, 2]), snapshots=True,
     )  # fmt: skip
-    if job.record().refusal_of(terms.features):  # the mode has no use for these
-        terms = msgspec.structs.replace(terms, replication=1, backup_tasks=False)
+    if job.record().refusal_of(terms.features):  # as a real job would be
+        terms = msgspec.structs.replace(terms, backup_tasks=False)
+    if job.record().refusal_of(terms.features):
+        terms = msgspec.structs.replace(terms, replication=1)
     faults = []
     at = 0.0
     for _ in range(rng.randint(0, 10)):

@@ -18,7 +18,7 @@ import torch
 from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import View
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.worker.exchange.arrivals import Arrivals
@@ -140,11 +140,6 @@ class Exchange:
     @holds.setter
     def holds(self, version: int) -> None:
         self._shell.holds = version
-
-    @property
-    def done_in(self) -> ViewNumber | None:
-        """The generation in which the last version was installed; None before that, and after a roll-back."""
-        return self._shell.done_in
 
     @property
     def upcoming(self) -> tuple[int, int] | None:
