@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rallypoint.config import record_of, resolve
+from rallypoint.coordinator.inbox import Barrier
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
@@ -121,8 +122,10 @@ class Job:
     def settle(self) -> None:
         """Until those who own the machines have handled what has come: their inboxes answer in order."""
         handled = threading.Event()
-        self.coordinator._inbox.put(handled.set)
-        waits = [(handled, self.coordinator._thread)]
+        self.coordinator._owner.put(Barrier(handled.set))
+        while not handled.wait(0.05):
+            assert self.coordinator._owner.is_alive(), "the coordinator's owner is dead"
+        waits = []
         for server in self.servers:
             server._owner.put(Wake(handled := threading.Event()))
             waits.append((handled, server._owner.thread))
@@ -136,7 +139,7 @@ class Job:
         return machine.version
 
     def runs(self) -> bool:
-        return not self.coordinator._over.is_set() and self.coordinator._machine.phase.value == "running"
+        return not self.coordinator._over.is_set() and self.coordinator._shell.machine.phase.value == "running"
 
     def close(self) -> None:
         for channel in self.channels:
@@ -177,16 +180,17 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
         message = msgspec.structs.replace(message, generation=job.view.generation)
     job.stranger_says(message)
     assert job.runs()
-    assert "stranger" not in job.coordinator._machine._members.workers
-    assert job.coordinator._tally is not None
-    assert job.coordinator._tally.missing() == (0, [0, 1])
+    assert "stranger" not in job.coordinator._shell.machine.course.members.workers
+    assert job.coordinator._shell.announcer.tally is not None
+    assert job.coordinator._shell.announcer.tally.missing() == (0, [0, 1])
 
 
 def test_a_members_name_is_not_given_twice(job: Job) -> None:
     with pytest.raises(AccessDenied, match="the id worker0 is taken"):
         job.enter(job.coordinator.address, "worker", "worker0")
     job.member.send_message(Report(0, 0, 0.0, 1.0, 1, generation=job.view.generation))
-    until(lambda: job.coordinator._tally is not None and job.coordinator._tally.missing() == (0, [1]))
+    announcer = job.coordinator._shell.announcer
+    until(lambda: announcer.tally is not None and announcer.tally.missing() == (0, [1]))
 
 
 def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
@@ -198,8 +202,8 @@ def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
 
 def test_proposing_twice_does_not_start_the_job_again(job: Job) -> None:
     job.member.send_message(Propose(job.record))
-    wait_a_little(lambda: job.coordinator._machine.view != job.view)
-    assert job.coordinator._machine.view == job.view
+    wait_a_little(lambda: job.coordinator._shell.machine.view != job.view)
+    assert job.coordinator._shell.machine.view == job.view
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])
@@ -264,11 +268,11 @@ def test_following_twice_is_following(job: Job) -> None:
 def test_a_server_is_in_step_only_for_its_own_shards(job: Job) -> None:
     theirs = job.view.shards_of("server1")
     assert theirs
-    before = set(job.coordinator._machine._views.caught_up)
+    before = set(job.coordinator._shell.machine.course.views.caught_up)
     job.servers[0].say(CaughtUp({shard: job.view.paired[shard] for shard in theirs}))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     job.settle()
-    assert job.coordinator._machine._views.caught_up == before
+    assert job.coordinator._shell.machine.course.views.caught_up == before
     assert job.runs()
 
 
@@ -453,7 +457,7 @@ def test_a_proposal_without_settings_does_not_end_the_coordinator() -> None:
     channel = Channel(connection, "coordinator")
     channel.send_message(Propose(JobRecord({}, build_layout([TensorSpec("w", (4,), "float32", 0)]), 1)))
     assert "a job record whose settings are not resolved" in refusal(channel)
-    alive = coordinator._thread.is_alive()
+    alive = coordinator._owner.is_alive()
     for thing in (channel, server, coordinator):
         thing.close()
     assert alive

@@ -16,7 +16,7 @@ JOURNAL = "journal.sqlite"
 _SCHEMA = """
 create table if not exists record (id integer primary key check (id = 1), body blob not null);
 create table if not exists state (id integer primary key check (id = 1), body blob not null);
-create table if not exists views (epoch integer, count integer, body blob, primary key (epoch, count));
+drop table if exists views;
 """
 
 
@@ -26,7 +26,10 @@ class Journal:
     def __init__(self, folder: str) -> None:
         path = str(Path(folder) / JOURNAL) if folder else ":memory:"
         self._path = path
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"the journal {path} cannot be opened ({error}): is its folder there, and yours?") from None
         try:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute("pragma synchronous=full")  # views are rare, and a lost one would be published twice
@@ -54,9 +57,6 @@ class Journal:
                 self._db.execute("delete from record")  # whoever brought it left before the job began
             elif not self._recorded:
                 self._db.execute("insert or replace into record values (1, ?)", (msgspec.msgpack.encode(state.record),))
-            if state.view is not None:
-                row = (state.view.number.epoch, state.view.number.count, msgspec.msgpack.encode(state.view))
-                self._db.execute("insert or replace into views values (?, ?, ?)", row)
             body = msgspec.msgpack.encode(msgspec.structs.replace(state, record=None))
             self._db.execute("insert or replace into state values (1, ?)", (body,))
             self._db.execute("commit")

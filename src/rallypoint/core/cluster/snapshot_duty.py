@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.events import SnapshotLost
+from rallypoint.core.cluster.snapshot_version import VersionRule
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 
 SNAPSHOT_PATIENCE = 10  # heartbeats without a part of a snapshot after which it is given up
-CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may have passed the version when the word arrives
 _ATTEMPTS = 10_000  # snapshots of one coordinator: their numbers go on where those of the one before ended
 
 
@@ -51,28 +51,24 @@ class SnapshotDuty:
         """A replica of `step` has been computed."""
         self._clocks[replica] = max(self._clocks.get(replica, 0), step + 1)
 
-    def is_due(self, record: JobRecord, furthest: int, now: float, *, ending: bool) -> bool:
-        """Is it time for another one, where `furthest` is the furthest step seen and `ending` that somebody is done?"""
+    def is_due(self, record: JobRecord, furthest: int, now: float, *, ending: bool, lead: int = 0) -> bool:
+        """Is it time for another one, where `furthest` is the furthest step seen and `ending` that somebody is done?
+
+        Those that are due by steps are of multiples of `snapshot_steps`, where they can be asked for in time: `lead`
+        steps before.
+        """
         if self.taking is not None or not self.terms.snapshots:
             return False
         version, when = self.last
         since = furthest + 1 - version
-        by_steps = 0 < self.terms.snapshot_steps <= since * record.steps_per_round
+        rounds = -(-self.terms.snapshot_steps // record.steps_per_round)
+        by_steps = rounds > 0 and furthest + max(1, lead) >= (version // rounds + 1) * rounds
         by_time = 0 < self.terms.snapshot_seconds <= now - when and since > 0
         return by_steps or by_time or self.wanted or (ending and not self.final)
 
-    def next_version(self, record: JobRecord, furthest: int, *, ending: bool) -> int:
-        """Which version the next one is to be of.
-
-        In a streaming job it is only a name: the step that every replica has come to, as far as is known here. Its
-        shards are as they are when the word arrives, each with the clocks of what is in it.
-        """
-        if not record.streaming:
-            return min(furthest + CAPTURE_AHEAD, record.rounds)
-        if ending:
-            return record.rounds
-        slowest = min(self._clocks.get(replica, 0) for replica in range(int(record.config["replicas"])))
-        return min(max(self.last[0], slowest), record.rounds - 1)
+    def next_version(self, record: JobRecord, furthest: int, rule: VersionRule, *, ending: bool) -> int:
+        """Which version the next one is of, by the job's rule."""
+        return rule(record, furthest, self.last[0], self._clocks, ending=ending)
 
     def begin(self, version: int, shards: Iterable[int], now: float) -> str:
         """One of `version` is being taken from now on, in place of any that was; its id."""
@@ -106,12 +102,12 @@ class SnapshotDuty:
         return version
 
     def abandon(self) -> None:
-        """Shards have changed hands: the one under way, if any, cannot be completed, and the next is due at once."""
+        """Shards have other homes: the one under way, if any, cannot be completed, and the next is due at once."""
         self.wanted = self.wanted or self.taking is not None
         self.taking = None
 
     def restart(self) -> None:
-        """The past is void, and with it whatever was being taken of it."""
+        """A new generation begins: whatever was being taken is stale."""
         self.taking = None
         self.final = not self.terms.snapshots
         self._clocks.clear()

@@ -63,26 +63,29 @@ class SimulatedJob:
 
     def record(self) -> JobRecord:
         """The record that workers propose."""
-        return record_of(self.config, Layout((), self.layout, 16 * self.shards, "simulated"))
+        return record_of(self.config, self.layout)
 
-    @property
+    @cached_property
     def config(self) -> JobConfig:
+        """The settings that a real job of this kind has."""
         return JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
             nonfinite="skip" if self.skip else "stop", sync=self.sync,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
         )  # fmt: skip
 
-    @property
-    def layout(self) -> tuple[Shard, ...]:
+    @cached_property
+    def layout(self) -> Layout:
+        """Shards of 16 words, the last of which are buffers."""
         groups = (0, *range(2, 2 + len(self.periods)))
         of = [-1 if i in self.buffer_shards else groups[i % len(groups)] for i in range(self.shards)]
-        return tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(of))
+        shards = tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(of))
+        return Layout((), shards, 16 * self.shards, "simulated")
 
     @cached_property
     def cadence(self) -> Cadence:
         """Which shards each step is for."""
-        return cadence_of(self.config, self.layout)
+        return cadence_of(self.config, self.layout.shards)
 
     @property
     def policy(self) -> ServerPolicy:

@@ -307,7 +307,7 @@ class Simulation:
         if self.coordinator is not None:
             machine = self.coordinator.machine
             lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
-                         f"done {machine._members.done}, waits for {machine.waiting_for()}")  # fmt: skip
+                         f"done {machine.course.members.done}, waits for {machine.waiting_for()}")  # fmt: skip
         return "\n".join([*lines, *self.outcome.said])
 
 

@@ -46,7 +46,7 @@ class SimulatedServer:
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store
-        plan = plan_of(job.config, job.layout)
+        plan = plan_of(job.config, job.layout.shards)
         self.machine = self._new_machine(plan)
         self.shell: ServerShell[Wire] = ServerShell(self.machine)
         self.held: dict[int, Held] = {}
