@@ -5,7 +5,6 @@
     ├── ConfigError        an unknown or impossible setting
     ├── DataError          no data, or not the data that was expected
     ├── ModelError         a model that cannot be trained here
-    │   └── ModelMismatch  two workers brought different models or settings
     ├── ProtocolError      bytes from the network that are not ours
     ├── AccessDenied       a wrong or missing job token
     ├── LinkError          a connection could not be made, or ended
@@ -38,10 +37,6 @@ class DataError(RallypointError):
 
 class ModelError(RallypointError):
     """The model cannot be trained by Rallypoint as it is."""
-
-
-class ModelMismatch(ModelError):
-    """Two workers of one job brought different models or different settings."""
 
 
 class ProtocolError(RallypointError):

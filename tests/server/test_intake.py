@@ -38,7 +38,8 @@ class _Server:
     def __init__(self) -> None:
         views, self.tracer, self.events = Views(), Tracer("s"), list[inbox.Event | None]()
         views.adopt(View(NUMBER, NUMBER, (), (Member("s", "here", "s:1", 2),), (), {0: "s"}))
-        self.intake = Intake(ServerJob(record_of(CONFIG, LAYOUT), CONFIG), views, self.events.append, self.tracer, (3, 5))
+        job = ServerJob(record_of(CONFIG, LAYOUT), CONFIG)
+        self.intake = Intake(job, views, self.events.append, self.tracer, (3, 5))
 
     def receive(self, kind: Kind, step: int = 0) -> None:
         length = LAYOUT.shards[0].nbytes if kind is Kind.PUSH else 0

@@ -32,7 +32,10 @@ def check_exposure(transport: Transport, address: str, token: str) -> None:
 
 
 def greet(connection: Connection, token: str) -> Hello:
-    """The listener's side up to the welcome, under one deadline for both. AccessDenied on a wrong token; ProtocolError on anything odd."""
+    """The listener's side up to the welcome, under one deadline for both.
+
+    AccessDenied on a wrong token; ProtocolError on anything odd.
+    """
     connection.set_deadline(GREETING_TIMEOUT_S)
     nonce = secrets.token_bytes(32)
     _send(connection, Kind.CHALLENGE, Challenge(nonce))

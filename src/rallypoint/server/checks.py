@@ -1,4 +1,4 @@
-"""What a frame of each kind may carry in this job. Nothing from the network is trusted (I9): ProtocolError otherwise."""
+"""What a frame of each kind may carry in this job: ProtocolError otherwise (I9)."""
 
 from __future__ import annotations
 

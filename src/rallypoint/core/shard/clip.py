@@ -14,6 +14,7 @@ import msgspec
 
 from rallypoint.core.view import ViewNumber
 
+_FIRST = ViewNumber()
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -41,7 +42,7 @@ class Verdict:
     norm: float
     scale: float | None
     not_finite: tuple[int, ...] = ()
-    generation: ViewNumber = ViewNumber()
+    generation: ViewNumber = _FIRST
 
 
 def clip_scale(norm: float, clip: float | None) -> float:
@@ -73,7 +74,7 @@ class ClipMachine:
     own: frozenset[int]
     clip: float | None
     skip_not_finite: bool
-    generation: ViewNumber = ViewNumber()
+    generation: ViewNumber = _FIRST
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
     _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> whose measures the others have had of us

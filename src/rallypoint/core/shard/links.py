@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.view import Member, View, ViewNumber
 
+_NONE = ViewNumber()
+
 
 @dataclass(slots=True)
 class Fence:
@@ -14,8 +16,8 @@ class Fence:
     Example: at view 1.7 with generation 1.5, a frame of 1.8 waits, one of 1.6 counts, one of 1.4 is dropped.
     """
 
-    number: ViewNumber = ViewNumber()
-    generation: ViewNumber = ViewNumber()
+    number: ViewNumber = _NONE
+    generation: ViewNumber = _NONE
     known: bool = False
 
     def adopt(self, view: View) -> bool:

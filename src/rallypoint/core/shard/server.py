@@ -114,7 +114,8 @@ class ServerMachine:
     @property
     def caught_up(self) -> dict[int, ViewNumber]:
         """The shards whose backup may be promoted, and the view in which we and that backup met."""
-        return {i: self._backups[i][1] for i, machine in sorted(self._machines.items()) if machine.replication.caught_up}
+        machines = sorted(self._machines.items())
+        return {index: self._backups[index][1] for index, machine in machines if machine.replication.caught_up}
 
     def is_primary(self, index: int) -> bool:
         """Is this server the shard's primary?"""
