@@ -73,7 +73,7 @@ class Cadence(msgspec.Struct, frozen=True):
         return self.updates_before(shard, self.rounds)
 
     def round_of(self, shard: int, version: int) -> int:
-        """The round in which the shard, at its own version `version`, takes contributions next; `rounds` after the last.
+        """The round in which the shard, at its own version `version`, contributes next; `rounds` after the last.
 
         That version is right for that round, and for those before it back to the one after the update that made it.
         """
