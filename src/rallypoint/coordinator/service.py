@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.config import JobConfig, parse
+from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.checks import checked
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.journal import Journal
@@ -101,6 +102,7 @@ class CoordinatorService:
         self._tally: StepTally | None = None
         self._config = JobConfig()
         self._late = Lateness()
+        self._agreement = Agreement()
         self._planned: Planned | None = None
         self._metrics: dict[str, float] = {}
         self._announced: Members | None = None
@@ -273,6 +275,8 @@ class CoordinatorService:
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 self._handle(cluster_events.Progress(*done, now=self._time_awake()))
                 self._report(message)
+                if (why := self._agreement.difference(hello.id, message)) is not None:
+                    self._end(why)
             case Applied(late=late):
                 self._late.add(late)
                 self._log.write(message)

@@ -10,6 +10,16 @@ from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.layout import Layout, first_difference
 
 
+class DataIdentity(msgspec.Struct, frozen=True):
+    """What a worker knows its data set by: its length, and (position, digest) of a few samples.
+
+    `samples` is 0 where nobody has looked (an older record); `digests` is empty where samples have none.
+    """
+
+    samples: int = 0
+    digests: tuple[tuple[int, str], ...] = ()
+
+
 class JobRecord(msgspec.Struct, frozen=True):
     """One model, one configuration; `config.record_of` makes it.
 
@@ -23,6 +33,8 @@ class JobRecord(msgspec.Struct, frozen=True):
         streaming: each replica has a clock of its own; no version is common to all shards.
         cadence: which shards each round is for; where they take turns, a version of the job is a tick.
         stateful_workers: model and optimizer state are the workers', each has all of it, and servers only average.
+        data: what the data set is known by.
+        tied: further names of tensors that the layout has under one: name -> name in the layout.
     """
 
     config: dict[str, Any]
@@ -34,6 +46,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     streaming: bool = False
     cadence: Cadence = TOGETHER
     stateful_workers: bool = False
+    data: DataIdentity = DataIdentity()
+    tied: dict[str, str] = {}
 
 
 def disagreement(first: JobRecord, other: JobRecord) -> str | None:
@@ -47,6 +61,24 @@ def disagreement(first: JobRecord, other: JobRecord) -> str | None:
             return (
                 f"other values in the frozen parameter {name}: frozen parameters are not sent by the servers, so load "
                 "them from the same file, or seed before building the model"
+            )
+    return _other_data(first.data, other.data)
+
+
+def _other_data(first: DataIdentity, other: DataIdentity) -> str | None:
+    if not first.samples or not other.samples:
+        return None
+    if first.samples != other.samples:
+        return (
+            f"a different data set: {other.samples} samples here, {first.samples} there: load the same files on every "
+            "worker, and let no worker take a part of them (each replica's samples are chosen from all)"
+        )
+    for (position, digest), (_, its) in zip(first.digests, other.digests, strict=False):
+        if digest != its:
+            return (
+                f"a different data set: sample {position} has other content: load the same files in the same order on "
+                "every worker, seed a random split, and draw augmentation from the global generators (random, "
+                "numpy.random, torch), which are seeded for each micro-batch"
             )
     return None
 
