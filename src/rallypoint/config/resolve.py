@@ -108,7 +108,7 @@ _INSTEAD = {
 def _as_data(key: str, value: Any) -> Any:
     if key not in JobConfig.__struct_fields__:
         raise ConfigError(
-            f"job.train has no setting {key}: {_INSTEAD.get(key, 'docs/usage.md has a table of those that there are')}"
+            f"job.train has an unknown field `{key}`: {_INSTEAD.get(key, 'docs/usage.md has a table of its settings')}"
         )
     try:
         return msgspec.to_builtins(value)

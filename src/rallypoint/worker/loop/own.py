@@ -248,11 +248,9 @@ def _check_step(stepped: torch.optim.Optimizer | torch.optim.lr_scheduler.LRSche
             f"own_schedule is a {kind}, whose step needs a metric that only the evaluating worker has: use a schedule "
             "by steps, or a rule on the loss inside own_optimizer's own step()"
         )
-    wanted = [
-        name for name, parameter in inspect.signature(stepped.step).parameters.items()
-        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD,
-            parameter.KEYWORD_ONLY, parameter.POSITIONAL_ONLY)
-    ]  # fmt: skip
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = list(inspect.signature(type(stepped).step).parameters.values())[1:]  # (the class's: schedules wrap it)
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in several]
     if wanted:
         raise ConfigError(
             f"{kind}.step() needs {', '.join(wanted)}: the job steps once for the mean gradient of all replicas, and "

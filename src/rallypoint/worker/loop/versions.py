@@ -18,14 +18,14 @@ class Versions:
     """Moves versions between the exchange buffer and the model. Main thread only, between two micro-batches."""
 
     def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+        self._parts, self._exchange = parts, parts.exchange
         self._writer: SnapshotWriter | None = None
         self._buffers_at_start: list[torch.Tensor] = []
         self._trace_steps = parts.coordinator.welcome.trace
 
     def initialise(self) -> None:
         """Upload what all begin with: the model as it is, or, where workers are stateful, what it has come to."""
-        exchange, tensors, optimizer = self._parts.exchange, self._parts.tensors, self._parts.optimizer
+        exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
         if optimizer is None:
             exchange.initialise(tensors.part)
             return
@@ -37,7 +37,7 @@ class Versions:
 
     def install(self, version: int) -> None:
         """Copy a version that has come into the model; nothing if meanwhile another one is to be installed."""
-        parts, exchange = self._parts, self._parts.exchange
+        parts, exchange = self._parts, self._exchange
         with parts.tracer.span("install", version=version):
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
@@ -71,7 +71,7 @@ class Versions:
             late = NotStored(wanted.snapshot, "a step was quicker than the word", parts.optimizer.version)
             parts.coordinator.send(late)
             return
-        me, about = parts.exchange.me, parts.coordinator.welcome
+        me, about = self._exchange.me, parts.coordinator.welcome
         shares = parts.tensors.layout.shards[wanted.writers.index(me) :: len(wanted.writers)]
         if not shares:
             return
