@@ -39,9 +39,13 @@ class _Hook:
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return nothing
 
-    def __reduce__(self) -> str:
-        return "nothing"
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _the_hook_of_a_copy, ()
 
 
 def nothing(*_: Any) -> None:
     """Do nothing: the hook of a model that was copied or saved in the middle of a run."""
+
+
+def _the_hook_of_a_copy() -> Callable[..., None]:
+    return nothing
