@@ -35,8 +35,14 @@ def test_what_is_late_or_of_an_older_generation_is_not_compared() -> None:
     assert agreement.difference("w0", report(9, "a", OLD)) is None
     assert agreement.difference("w0", report(5, "b")) is None
     assert agreement.difference("w1", report(9, "c", OLD)) is None
-    assert agreement.difference("w1", report(4, "c")) is None
     assert agreement.difference("w1", report(5, "b")) is None
+
+
+def test_a_report_that_comes_after_one_of_the_next_step_is_still_compared() -> None:
+    agreement = Agreement()
+    agreement.difference("w0", report(2, "a"))
+    agreement.difference("w0", report(3, "b"))
+    assert "by step 2" in str(agreement.difference("w1", report(2, "c")))
 
 
 def test_where_servers_step_nothing_is_compared() -> None:

@@ -6,21 +6,26 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report
 
 
+_KEPT = 4  # steps: a report may come after another worker's report of the next step
+
+
 class Agreement:
-    """Compares what workers report of one step; keeps the newest step only."""
+    """Compares what workers report of one step, for the last few steps of the newest generation."""
 
     def __init__(self) -> None:
-        self._at: tuple[ViewNumber, int] = (ViewNumber(), -1)
-        self._first = ("", "")  # worker, digest
+        self._generation = ViewNumber()
+        self._first: dict[int, tuple[str, str]] = {}  # step -> the worker that reported it first, its digest
 
     def difference(self, worker: str, report: Report) -> str | None:
         """A sentence when this report's step was computed with other settings elsewhere; None when all agree."""
-        at = (report.generation, report.step)
-        if not report.settings or at < self._at:
+        if not report.settings or report.generation < self._generation:
             return None
-        if at > self._at:
-            self._at, self._first = at, (worker, report.settings)
-        other, settings = self._first
+        if report.generation > self._generation:
+            self._generation = report.generation
+            self._first.clear()
+        other, settings = self._first.setdefault(report.step, (worker, report.settings))
+        for old in sorted(self._first)[:-_KEPT]:
+            del self._first[old]
         if settings == report.settings:
             return None
         who = f"{worker} and {other} do" if other != worker else f"two replicas on {worker} do"
