@@ -5,7 +5,6 @@ from __future__ import annotations
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report
 
-
 _KEPT = 4  # steps: a report may come after another worker's report of the next step
 
 
