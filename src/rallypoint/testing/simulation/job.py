@@ -63,26 +63,29 @@ class SimulatedJob:
 
     def record(self) -> JobRecord:
         """The record that workers propose."""
-        return record_of(self._config, Layout((), self._layout, 16 * self.shards, "simulated"))
+        return record_of(self.config, self.layout)
 
-    @property
-    def _config(self) -> JobConfig:
+    @cached_property
+    def config(self) -> JobConfig:
+        """The settings that a real job of this kind has."""
         return JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
             nonfinite="skip" if self.skip else "stop", sync=self.sync,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
         )  # fmt: skip
 
-    @property
-    def _layout(self) -> tuple[Shard, ...]:
+    @cached_property
+    def layout(self) -> Layout:
+        """Shards of 16 words, the last of which are buffers."""
         groups = (0, *range(2, 2 + len(self.periods)))
         of = [-1 if i in self.buffer_shards else groups[i % len(groups)] for i in range(self.shards)]
-        return tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(of))
+        shards = tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(of))
+        return Layout((), shards, 16 * self.shards, "simulated")
 
     @cached_property
     def cadence(self) -> Cadence:
         """Which shards each step is for."""
-        return cadence_of(self._config, self._layout)
+        return cadence_of(self.config, self.layout.shards)
 
     @property
     def policy(self) -> ServerPolicy:
@@ -189,7 +192,7 @@ class SimulatedJob:
     def norm(self, shard: int, finished: Content) -> float:
         """The 2-norm of a shard's mean gradient."""
         if not self.same_bytes:
-            return len(finished) / 1000
+            return sum(7 * step + 13 * replica for step, replica in finished) % 101 / 20  # who came tells
         return math.inf if self.skip and shard == 0 and finished % 7 == 0 else finished % 1009 / 1000
 
     def scaled(self, finished: Content, scale: float) -> Content:

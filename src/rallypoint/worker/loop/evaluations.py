@@ -23,12 +23,10 @@ class Evaluations:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, seed: int, steps: int, report: Callable[[int, dict[str, float]], None],
-        watch: Callable[[int], AbstractContextManager[None]],
+        self, model: torch.nn.Module, *, seed: int, steps: int, watch: Callable[[int], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        """`steps` is the job's last step; `report(step, values)` sends a result on its way; `watch(step)` surrounds the
-        script's code."""
-        self._model, self._seed, self._steps, self._report, self._watch = model, seed, steps, report, watch
+        """`steps` is the job's last step; `watch(step)` surrounds the script's code."""
+        self._model, self._seed, self._steps, self._watch = model, seed, steps, watch
         self._registered: list[_Registered] = []
         self._seen: int | None = None  # the step of the version before
 
@@ -45,10 +43,15 @@ class Evaluations:
         """
         passed = before if self._seen is None else min(self._seen, before)  # below, after a roll-back
         self._seen = step
+        for one in self._registered:
+            one.done = min(one.done, step)  # after a roll-back later versions are computed, and judged, again
         return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
 
-    def run(self, due: list[_Registered], step: int) -> None:
-        """Run these, in eval mode and without gradients. UsageError for a result that is no dict of numbers."""
+    def run(self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None]) -> None:
+        """Run these, in eval mode and without gradients. `report` gets their results.
+
+        UsageError for a result that is no dict of numbers.
+        """
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
         try:
@@ -57,7 +60,7 @@ class Evaluations:
                 with torch.no_grad(), seeded(derive_seed(self._seed, "evaluate", step)), self._watch(step):
                     values = one.evaluation(step)
                 if values is not None and (result := checked_result(values, step)):
-                    self._report(step, result)
+                    report(result)
         finally:
             for module, training in modes.items():
                 module.training = training

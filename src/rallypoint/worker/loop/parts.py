@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rallypoint.config import JobConfig
+from rallypoint.core.view import ViewNumber
 from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.observe.trace import Tracer
@@ -23,7 +24,7 @@ class Parts:
 
     Attributes:
         optimizer: what steps on this worker; None where the servers step.
-        done: says that this worker holds the last version.
+        done: says that this worker holds the last version of a generation.
         leads: is it this worker that evaluates (now) and saves (when the job is over)?
     """
 
@@ -35,6 +36,6 @@ class Parts:
     source: DeltaSource
     coordinator: CoordinatorLink
     tracer: Tracer
-    done: Callable[[], None]
+    done: Callable[[ViewNumber], None]
     leads: Callable[[], bool]
     optimizer: WorkerOptimizer | None = None

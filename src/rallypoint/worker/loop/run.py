@@ -12,6 +12,7 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.order import derive_seed
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
@@ -44,7 +45,6 @@ class Run:
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
             parts.model, seed=parts.config.seed, steps=parts.config.steps,
-            report=lambda step, values: parts.coordinator.send(Metrics(step, values)),
             watch=lambda step: self._guard.script(step, values=True),
         )  # fmt: skip
         self._losses: list[float] = []
@@ -114,12 +114,13 @@ class Run:
                 case machine.Initialise():
                     self._versions.initialise()
                 case machine.Install(version=version):
+                    generation = self._exchange.view.generation  # what is claimed of this version is claimed in it
                     self._versions.install(version)
                     if self._exchange.step != version:
                         continue  # there was a roll-back meanwhile
-                    self._evaluate()
+                    self._evaluate(generation)
                     if version == self._config.rounds:
-                        self._parts.done()
+                        self._parts.done(generation)
                 case machine.Compute(step=round, replica=replica):
                     yield from self._replica(round, replica)
                 case machine.Store():
@@ -149,7 +150,7 @@ class Run:
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         began = time.monotonic()
-        if (generation := self._exchange.begin_replica(round, replica)) is None:
+        if (generation := self._exchange.replica.begin(round, replica)) is None:
             return
         self._versions.restore_buffers()
         done = self._resume(round, replica)
@@ -264,7 +265,7 @@ class Run:
 
     # ---- versions ----
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, generation: ViewNumber) -> None:
         step = self.step
         due = self._evaluations.due(step, before=self._config.steps_at(self._exchange.step - 1))
         if not due or not self.lead:
@@ -272,7 +273,8 @@ class Run:
         self._source.show_version()
         self._checks.off()  # an evaluation may save the model, or copy it
         with self._tracer.span("evaluate", step=step):
-            self._evaluations.run(due, step)
+            report = self._parts.coordinator.send
+            self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()
         self._forget_gradients()  # of an evaluation that uses some
 
