@@ -31,10 +31,21 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3 if what == "models" and second else 2))
 if what == "frozen":
     model.requires_grad_(False)
-data = [] if what == "empty" else [torch.ones(4) * i for i in range(20)]
+data = [] if what == "empty" else [torch.ones(4) * i for i in range(21 if what == "lengths" and second else 20)]
+if what == "content" and second:
+    data[0] = torch.zeros(4) - 1
+own = {"optimizer": rp.SGD(lr=0.001)}
+if what == "rates":
+    stepped = torch.optim.SGD(model.parameters(), lr=0.001)
+    own = {"sync": rp.AllReduce(), "own_optimizer": stepped}
 with rp.join() as job:
-    run = job.train(model, data, replicas=2, batch=2, steps=4, optimizer=rp.SGD(lr=0.001),
-                    seed=7 if what == "settings" and second else 0)
+    run = job.train(model, data, replicas=2, batch=2, steps=4, seed=7 if what == "settings" and second else 0, **own)
+
+    @run.every(2)
+    def lower(step):
+        if what == "rates":
+            stepped.param_groups[0]["lr"] = 0.0005
+
     for micro in run:
         with micro:
             if what == "no backward":
@@ -157,6 +168,28 @@ def test_two_settings_in_one_job_are_named(run: Callable[..., Outcome]) -> None:
     outcome = run("settings", workers=2)
     assert outcome.status == 1
     assert "brought different settings: seed is " in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_two_data_sets_in_one_job_are_told_apart(run: Callable[..., Outcome]) -> None:
+    outcome = run("lengths", workers=2)
+    assert outcome.status == 1
+    assert "brought a different data set: 2" in outcome.text
+    assert "load the same files on every worker" in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_two_data_sets_of_one_length_are_told_apart_by_a_sample(run: Callable[..., Outcome]) -> None:
+    outcome = run("content", workers=2)
+    assert outcome.status == 1
+    assert "brought a different data set: sample 0 has other content" in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_an_own_optimizer_that_is_set_on_one_worker_alone_ends_the_job(run: Callable[..., Outcome]) -> None:
+    outcome = run("rates", workers=2)
+    assert outcome.status == 1
+    assert "do not have the same settings in own_optimizer or own_schedule by step 2" in outcome.text
     assert outcome.tracebacks == 0
 
 

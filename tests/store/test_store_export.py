@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from samples import take
 
+from rallypoint.config import JobConfig, record_of
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Layout, TensorSpec, build_layout
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
@@ -21,6 +22,7 @@ from rallypoint.store.export import export_snapshot, model_state, optimizer_stat
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.worker.tensors import ModelTensors
 
 VERSION = 3
 
@@ -231,3 +233,36 @@ def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path, endi
     with pytest.raises(SnapshotFailed, match=f"m.{ending} cannot be written"):
         export_snapshot(str(run), tmp_path / "file" / f"m.{ending}")
     assert not list(run.rglob("*.partial"))
+
+
+class Tied(torch.nn.Module):
+    """An embedding that is the output layer too, and a buffer under two names, as language models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(5, 4), torch.nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.full((3,), 2.0))
+        self.norm = torch.nn.Module()
+        self.norm.register_buffer("scale", self.scale)
+
+
+@pytest.mark.parametrize("ending", [".safetensors", ".pt"])
+def test_a_tied_tensor_is_exported_under_each_of_its_names(ending: str, tmp_path: Path) -> None:
+    model = Tied()
+    tensors = ModelTensors(model, JobConfig())
+    records = [
+        ShardRecord(s.index, VERSION, {"master": tensors.part(s.start, s.stop).numpy()}, {})
+        for s in tensors.layout.shards
+    ]
+    store = SnapshotStore(str(tmp_path / "snapshots"))
+    part = store.write_part(name := snapshot_id(VERSION, 1), "a", records, "zstd-planes")
+    record = msgspec.to_builtins(record_of(JobConfig(), tensors.layout, tied=tensors.tied))
+    store.commit(Manifest(name, VERSION, record, 0.0, {}, "zstd-planes", part.shards, part.files))
+
+    export_snapshot(str(tmp_path), to := tmp_path / f"model{ending}")
+    state = load_file(to) if ending == ".safetensors" else torch.load(to, weights_only=True)["model"]
+    fresh = Tied()
+    fresh.load_state_dict(state, strict=True)
+    assert torch.equal(fresh.head.weight, model.embed.weight)
+    assert fresh.head.weight is fresh.embed.weight

@@ -15,7 +15,8 @@ from rallypoint.config import JobConfig, resolve
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.clip import clip_scale
-from rallypoint.data.loader import MicroBatches, seed_everything
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.randomness import seed_everything
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind
 from rallypoint.server.rows import first_rows

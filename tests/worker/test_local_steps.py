@@ -284,7 +284,7 @@ def test_the_worker_holds_one_vector_more_and_two_states_for_each_replica() -> N
                 micro.backward(loss_of(model, micro.batch))
         source: Any = run._source
     parameters = sum(p.numel() for p in model.parameters())
-    assert source._start.numel() == run._tensors.layout.words
+    assert source._start.numel() == run._parts.tensors.layout.words
     assert sorted(source._inner) == list(range(config.replicas))
     for inner in source._inner.values():
         kept = inner.optimizer.state_dict()["state"].values()

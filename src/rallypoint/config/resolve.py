@@ -12,7 +12,7 @@ import msgspec
 from rallypoint.config.cadence import cadence_of
 from rallypoint.config.checks import check, features_with
 from rallypoint.config.tree import JobConfig
-from rallypoint.core.job import JobRecord
+from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.modes.refusals import of_another_mode
@@ -42,12 +42,15 @@ def parse(data: Mapping[str, Any]) -> JobConfig:
     return config
 
 
-def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | None = None) -> JobRecord:
+def record_of(
+    config: JobConfig, layout: Layout, frozen: Mapping[str, str] | None = None, *,
+    data: DataIdentity | None = None, tied: Mapping[str, str] | None = None,
+) -> JobRecord:  # fmt: skip
     """What the members of the job must agree on. ConfigError when the model does not go with the settings."""
     features = tuple(sorted(features_with(config, layout), key=list(Feature).index))
     return JobRecord(
         msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round,
-        cadence_of(config, layout.shards), config.mode, features,
+        cadence_of(config, layout.shards), config.mode, features, data or DataIdentity(), dict(tied or {}),
     )  # fmt: skip
 
 
@@ -85,12 +88,58 @@ def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
     return tree
 
 
+_INSTEAD = {
+    "batch_size": "a replica's samples at a step are batch=",
+    "betas": "give it to the optimizer, optimizer=rp.AdamW(betas=(0.9, 0.99))",
+    "device": "the job trains where the model is: move that there first",
+    "drop_last": "there is no last batch: epochs run into one another",
+    "epochs": "give steps=; an epoch is len(dataset) / (replicas * batch) of them",
+    "gradient_accumulation_steps": "give accumulate=",
+    "grad_clip": "give clip=",
+    "learning_rate": "give it to the optimizer, optimizer=rp.AdamW(lr=1e-3)",
+    "loss_fn": "the loop computes the loss, and gives it to micro.backward",
+    "lr": "give it to the optimizer, optimizer=rp.AdamW(lr=1e-3)",
+    "max_grad_norm": "give clip=",
+    "momentum": "give it to the optimizer, optimizer=rp.SGD(lr=0.1, momentum=0.9)",
+    "num_workers": "the next micro-batch is loaded while versions come in",
+    "scheduler": "give the optimizer a schedule, optimizer=rp.AdamW(lr=rp.cosine(1e-3, warmup=100))",
+    "shuffle": "the order is always shuffled, by seed=",
+    "weight_decay": "give it to the optimizer, optimizer=rp.AdamW(weight_decay=0.1)",
+}
+
+
 def _as_data(key: str, value: Any) -> Any:
+    if key not in JobConfig.__struct_fields__:
+        raise ConfigError(
+            f"job.train has an unknown field `{key}`: {_INSTEAD.get(key, 'docs/usage.md has a table of its settings')}"
+        )
     try:
         return msgspec.to_builtins(value)
     except TypeError:
-        kind = f"{type(value).__module__}.{type(value).__qualname__}"
-        raise ConfigError(f"{key} is a {kind}: use rallypoint's own, such as optimizer=rp.AdamW(lr=1e-3)") from None
+        raise ConfigError(_not_data(key, value)) from None
+
+
+def _not_data(key: str, value: Any) -> str:
+    """What to say of a setting that is a live object; settings are data, since servers and other workers read them."""
+    if isinstance(value, msgspec.Struct):
+        for field in type(value).__struct_fields__:
+            inner = getattr(value, field)
+            try:
+                msgspec.to_builtins(inner)
+            except TypeError:
+                return _not_data(f"{key}.{field}", inner)
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if key.endswith(".lr"):
+        return (
+            f"{key} is a {kind}: servers run schedules, so they are data: rp.cosine(1e-3, warmup=100), rp.linear, "
+            "rp.step_decay, rp.constant; or, with sync=rp.AllReduce(), job.train(own_optimizer=, own_schedule=)"
+        )
+    if key == "optimizer":
+        return (
+            f"optimizer is a {kind}: use rallypoint's own, such as optimizer=rp.AdamW(lr=1e-3), which the servers "
+            "step; or, with sync=rp.AllReduce(), give it as own_optimizer="
+        )
+    return f"{key} is a {kind}: settings are data, such as numbers, texts, and rallypoint's own rp.Sync() or rp.AdamW()"
 
 
 def _merge(base: Any, over: Any) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def checked(message: Message, sender: Hello) -> Message:
         if missing := sorted(set(JobConfig.__struct_fields__) - config.keys()):
             raise ProtocolError(f"a job record whose settings are not resolved: {missing[0]} is missing")
         try:
-            resolved = record_of(parse(config), message.record.layout, message.record.frozen)
+            record = message.record
+            resolved = record_of(parse(config), record.layout, record.frozen, data=record.data, tied=record.tied)
         except ConfigError as error:
             raise ProtocolError(str(error)) from None
         if msgspec.structs.replace(resolved, config=config) != message.record:

@@ -18,6 +18,7 @@ from rallypoint.coordinator.acts import (
     Save,
     Send,
 )
+from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer
 from rallypoint.coordinator.evaluations import Evaluations
 from rallypoint.coordinator.inbox import Connection
@@ -77,6 +78,7 @@ class CoordinatorShell:
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now)
         self.evaluations = Evaluations()
+        self._agreement = Agreement()
         self._terms, self._check, self._now = terms, check, now
         self._ticked = self._awake = now
         self._written = 0
@@ -159,7 +161,10 @@ class CoordinatorShell:
             case Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))
-                return [*acts, *self.announcer.report(message, self._now)]
+                acts += self.announcer.report(message, self._now)
+                if (why := self._agreement.difference(hello.id, message)) is not None:
+                    acts += self._end(Aborted(why))
+                return acts
             case Metrics():
                 return [*acts, *self._evaluated(message)]
             case Applied():

@@ -12,6 +12,16 @@ from rallypoint.core.layout import Layout, first_difference
 from rallypoint.core.modes import Feature, ModeTraits, refusal
 
 
+class DataIdentity(msgspec.Struct, frozen=True):
+    """What a worker knows its data set by: its length, and (position, digest) of a few samples.
+
+    `samples` is 0 where nobody has looked (an older record); `digests` is empty where samples have none.
+    """
+
+    samples: int = 0
+    digests: tuple[tuple[int, str], ...] = ()
+
+
 class JobRecord(msgspec.Struct, frozen=True):
     """One model, one configuration; `config.record_of` makes it.
 
@@ -24,6 +34,8 @@ class JobRecord(msgspec.Struct, frozen=True):
         cadence: the shards that each round updates.
         mode: the description of the mode.
         features: what the configuration and the model use beside it.
+        data: what the data set is known by.
+        tied: further names of tensors that the layout has under one: name -> name in the layout.
     """
 
     config: dict[str, Any]
@@ -34,6 +46,8 @@ class JobRecord(msgspec.Struct, frozen=True):
     cadence: Cadence = TOGETHER
     mode: ModeTraits = ModeTraits()
     features: tuple[Feature, ...] = ()
+    data: DataIdentity = DataIdentity()
+    tied: dict[str, str] = {}
 
     @property
     def sticky(self) -> bool:
@@ -66,6 +80,24 @@ def disagreement(first: JobRecord, other: JobRecord) -> str | None:
             return (
                 f"other values in the frozen parameter {name}: frozen parameters are not sent by the servers, so load "
                 "them from the same file, or seed before building the model"
+            )
+    return _other_data(first.data, other.data)
+
+
+def _other_data(first: DataIdentity, other: DataIdentity) -> str | None:
+    if not first.samples or not other.samples:
+        return None
+    if first.samples != other.samples:
+        return (
+            f"a different data set: {other.samples} samples here, {first.samples} there: load the same files on every "
+            "worker, and let no worker take a part of them (each replica's samples are chosen from all)"
+        )
+    for (position, digest), (_, its) in zip(first.digests, other.digests, strict=False):
+        if digest != its:
+            return (
+                f"a different data set: sample {position} has other content: load the same files in the same order on "
+                "every worker, seed a random split, and draw augmentation from the global generators (random, "
+                "numpy.random, torch), which are seeded for each micro-batch"
             )
     return None
 

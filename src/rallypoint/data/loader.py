@@ -1,18 +1,19 @@
-"""Micro-batches of a map-style dataset: the samples that (step, replica, micro) names, collated, on a device."""
+"""Micro-batches of a map-style data set: the samples that (step, replica, micro) names, collated, on a device."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from rallypoint.config import JobConfig
 from rallypoint.core.order import SampleOrder, derive_seed
+from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
 
 
 class MapDataset(Protocol):
@@ -24,35 +25,72 @@ class MapDataset(Protocol):
 
 
 class MicroBatches:
-    """The data of one job, by position (I6). DataError when the dataset is empty."""
+    """The data of one job, by position (I6).
 
-    def __init__(self, dataset: MapDataset, config: JobConfig, device: torch.device) -> None:
-        if len(dataset) == 0:
-            raise DataError("the dataset is empty: there is nothing to train on")
-        self._dataset, self._config, self._device = dataset, config, device
+    `collate` makes a batch of a list of samples; None: torch's ``default_collate``. DataError when the data set is
+    empty, or is no map-style data set.
+    """
+
+    def __init__(
+        self, dataset: MapDataset, config: JobConfig, device: torch.device, collate: Collate | None = None
+    ) -> None:
+        check_dataset(dataset)
+        self._dataset, self._config, self._device, self._collate = dataset, config, device, collate
         self._micro = config.batch // config.accumulate
         self._order = SampleOrder(
             seed=config.seed, samples=len(dataset), replicas=config.replicas, batch=config.batch
         )
 
     def load(self, step: int, replica: int, micro: int) -> Any:
-        """The collated samples of one micro-batch; random augmentation in the dataset is seeded by position too."""
+        """The collated samples of one micro-batch; random augmentation in the data set is seeded by position too.
+
+        DataError when ``default_collate`` cannot make a batch of the samples.
+        """
         indices = self._order.samples(step, replica)[micro * self._micro : (micro + 1) * self._micro]
         seed_everything(derive_seed(self._config.seed, "data", step, replica, micro))
-        return to_device(default_collate(self._fetch(indices)), self._device)
+        return to_device(self._collated(fetch(self._dataset, indices)), self._device)
 
-    def _fetch(self, indices: Sequence[int]) -> list[Any]:
-        fetch_many = getattr(self._dataset, "__getitems__", None)
-        if fetch_many is not None:
-            return list(fetch_many(list(indices)))
-        return [self._dataset[index] for index in indices]
+    def _collated(self, samples: list[Any]) -> Any:
+        if self._collate is not None:
+            return self._collate(samples)
+        try:
+            return default_collate(samples)
+        except (TypeError, RuntimeError) as error:
+            raise DataError(
+                f"these samples cannot be made a batch of ({str(error).splitlines()[0]}): return tensors of one shape, "
+                "numbers, or lists, tuples and dicts of them; or give job.train(..., collate_fn=...), as for a "
+                "DataLoader"
+            ) from None
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's (all devices') global generators."""
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
+def check_dataset(dataset: object) -> None:
+    """DataError, saying what to give instead, when this is no map-style data set, or an empty one."""
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            "a DataLoader was given as the data set: give its data set (loader.dataset). Order and batches are the "
+            "job's: batch=, seed=, collate_fn="
+        )
+    if isinstance(dataset, IterableDataset):
+        raise DataError(
+            "an IterableDataset was given: which samples a replica gets at a step is computed from their positions, so "
+            "give a map-style data set (__len__ and __getitem__)"
+        )
+    kind = type(dataset)
+    if isinstance(dataset, Mapping) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise DataError(
+            f"a {kind.__qualname__} was given as the data set: give a map-style one, with __len__() and "
+            "__getitem__(index) for 0 to length - 1, such as a torch.utils.data.Dataset or a list of samples"
+        )
+    if len(dataset) == 0:  # type: ignore[arg-type]
+        raise DataError("the dataset is empty: there is nothing to train on")
+
+
+def fetch(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
+    """The samples at these positions, in this order."""
+    fetch_many = getattr(dataset, "__getitems__", None)
+    if fetch_many is not None:
+        return list(fetch_many(list(indices)))
+    return [dataset[index] for index in indices]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -70,7 +70,10 @@ class Beat(_Message, frozen=True):
 
 
 class Report(_Message, frozen=True):
-    """A replica's step: its loss, its weight, its samples, its seconds; `generation` names the past it belongs to."""
+    """A replica's step: its loss, its weight, its samples, its seconds, and the generation in which it was computed.
+
+    `settings` is a digest of the worker's own optimizer's settings at that step; "" where there is none.
+    """
 
     step: int
     replica: int
@@ -79,6 +82,7 @@ class Report(_Message, frozen=True):
     items: int
     seconds: float = 0.0
     generation: ViewNumber = ViewNumber()
+    settings: str = ""
 
 
 class Applied(_Message, frozen=True):

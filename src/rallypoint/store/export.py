@@ -26,16 +26,18 @@ OptimizerState = dict[str, dict[str, torch.Tensor | float]]
 
 
 def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, in their own dtype and shape, each in memory of its own.
+    """Parameters and buffers by name, in their own dtype and shape; names of one tied tensor share its memory.
 
-    Frozen parameters are not in a snapshot; of tied parameters only the first name is. Raises DamagedSnapshot when a
+    Frozen parameters are not in a snapshot. Raises DamagedSnapshot when a
     shard cannot be read or does not fit the layout.
     """
     return _Flat(store, manifest, lambda name: name == MASTER).model()
 
 
 def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
-    """Each trained parameter's optimizer state: tensors of the parameter's shape (as stored: fp32), and numbers.
+    """Each trained parameter's optimizer state, under its first name.
+
+    That is tensors of the parameter's shape (as stored: fp32), and numbers.
 
     Raises DamagedSnapshot when a shard cannot be read, or two shards of one parameter do not agree.
     """
@@ -65,7 +67,8 @@ def export_snapshot(location: str, to: Path) -> str:
         _write(to, lambda path: torch.save(content, path))
     else:
         about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}
-        _write(to, lambda path: save_file(model, path, metadata=about))
+        apart = model | {name: model[name].clone() for name in job.tied if name in model}  # the format shares nothing
+        _write(to, lambda path: save_file(apart, path, metadata=about))
     return "; ".join([f"wrote {_counted(model)} of {manifest.id} to {to}", *_frozen(job), *said])
 
 
@@ -75,7 +78,7 @@ class _Flat:
     def __init__(self, store: SnapshotStore, manifest: Manifest, takes: Callable[[str], bool]) -> None:
         """Reads the snapshot, and of its arrays those whose name `takes` accepts."""
         self._name = manifest.id
-        self._layout = manifest.job.layout
+        self._layout, self._tied = manifest.job.layout, manifest.job.tied
         self._vectors: dict[str, torch.Tensor] = {}
         self._tables: list[dict[str, torch.Tensor]] = [{} for _ in self._layout.tables]
         self._present: dict[int, set[str]] = {}  # shard -> vectors that it has a part of
@@ -112,7 +115,8 @@ class _Flat:
 
     def model(self) -> dict[str, torch.Tensor]:
         tables = {spec.name: table[MASTER] for spec, table in self._by_table()}
-        return {entry.spec.name: self._tensor(entry) for entry in self._layout.entries} | tables
+        tensors = {entry.spec.name: self._tensor(entry) for entry in self._layout.entries} | tables
+        return tensors | {name: tensors[first] for name, first in self._tied.items() if first in tensors}
 
     def optimizer(self) -> OptimizerState:
         states = {e.spec.name: self._state(e) for e in self._layout.entries if e.spec.group >= 0}

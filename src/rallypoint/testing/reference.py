@@ -18,7 +18,8 @@ from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.clip import clip_scale, total_norm
-from rallypoint.data.loader import MapDataset, MicroBatches, seed_everything
+from rallypoint.data.loader import MapDataset, MicroBatches
+from rallypoint.data.randomness import seed_everything
 from rallypoint.worker.tensors import ModelTensors
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rallypoint.config import JobConfig, group_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
@@ -53,13 +54,16 @@ class Placed:
 class ModelTensors:
     """The trainable parameters (tied ones once), the shared buffers and the frozen parameters of a model.
 
-    Persistent buffers (BatchNorm statistics and the like) are shared; others are the model's own affair. `tables` are
-    the modules that use each of the layout's tables. ModelError for a table that cannot be trained like that.
+    Persistent buffers (BatchNorm statistics and the like) are shared; others are the model's own. `tables` are the
+    modules that use each of the layout's tables; `tied` has the further names of tensors that have several: name ->
+    name in the layout. ModelError for a model or a table that cannot be trained like that.
     """
 
     def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
+        _check_model(model)
         tables = _tables(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
+        _check_parameters(trained)
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
@@ -74,6 +78,10 @@ class ModelTensors:
         self.buffers = [p for p in placed if p.entry.spec.group < 0]
         first = next(iter(trained.values()), None)
         self.device = torch.device("cpu") if first is None else first.device
+        names = {id(p.tensor): p.entry.spec.name for p in placed}
+        names |= {id(sharing[0].weight): name for name, sharing in tables.items()}
+        known = {*by_name, *tables}
+        self.tied = {n: names[id(t)] for n, t in kept.items() if n not in known and id(t) in names}
 
     def frozen_hashes(self) -> dict[str, str]:
         """A hash of every frozen parameter's bytes: frozen parameters are not sent, so all must have the same."""
@@ -122,6 +130,39 @@ def weights_hash(model: torch.nn.Module) -> str:
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         digest.update(b"" if tensor.is_meta else _raw(tensor))
     return digest.hexdigest()
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"a {type(model).__qualname__} was given as the model: give a torch.nn.Module")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ModelError(
+                f"{name} has no shape yet (a lazy module): run one batch through the model before job.train"
+            )
+
+
+def _check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
+    """ModelError for parameters whose values cannot be read and written as one piece of memory on one device."""
+    devices: dict[torch.device, str] = {}
+    for name, parameter in trained.items():
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name} is on the meta device and has no values: build the model on the CPU or a GPU, or "
+                "give it memory and values first (model.to_empty(device='cpu'), then initialise); only "
+                "torch.nn.Embedding(sparse=True, device='meta') stays there, as a table"
+            )
+        if parameter.layout is not torch.strided:
+            raise ModelError(f"parameter {name} is {parameter.layout}: only dense parameters can be trained")
+        if any(stride == 0 and size > 1 for stride, size in zip(parameter.stride(), parameter.shape, strict=True)):
+            raise ModelError(
+                f"parameter {name} is an expanded view, whose elements share memory: make it one with memory of its "
+                "own, torch.nn.Parameter(tensor.clone()), or keep the small one and expand it in forward"
+            )
+        devices.setdefault(parameter.device, name)
+    if len(devices) > 1:
+        where = " and ".join(f"{name} on {device}" for device, name in devices.items())
+        raise ModelError(f"the model lies on several devices ({where}): a worker trains on one; move it to one device")
 
 
 def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.nn.Embedding]]:

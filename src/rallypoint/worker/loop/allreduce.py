@@ -22,6 +22,9 @@ class Stepper(Protocol):
     def step(self, step: int) -> None:
         """Update number `step` (from 0) with what is in ``.grad``."""
 
+    def settings_digest(self) -> str:
+        """What the workers compare, step by step, to see that they are set alike; "" where they cannot differ."""
+
     def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """What a shard's record has of the state: 1-D tensors on the host, in memory of their own, and numbers."""
 
@@ -39,6 +42,10 @@ class WorkerOptimizer:
     def __init__(self, tensors: ModelTensors, stepper: Stepper) -> None:
         self.version = -1
         self._tensors, self._stepper = tensors, stepper
+
+    def settings_digest(self) -> str:
+        """A digest of the optimizer's settings; see `Stepper.settings_digest`."""
+        return self._stepper.settings_digest()
 
     def install(
         self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool
@@ -104,6 +111,9 @@ class SpecifiedStepper:
         for group in self._optimizer.param_groups:
             group["lr"] = rate * group["lr_scale"]
         self._optimizer.step()
+
+    def settings_digest(self) -> str:
+        return ""  # the job's configuration has them all
 
     def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         arrays: dict[str, torch.Tensor] = {}

@@ -26,34 +26,54 @@ class Micro:
     def __init__(self, run: Run, *, step: int, replica: int, index: int, batch: Any) -> None:
         self._run = run
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
-        self._finished = self.abandoned = False
+        self._inside = self._finished = self.abandoned = False
 
     def __enter__(self) -> Micro:
+        self._inside = True
         self._run.enter_micro(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        self._inside = False
         if isinstance(error, Rewound):
             self.abandoned = True  # the loop will yield what is to be computed instead
             return True
         if error is None and not self._finished:
-            raise UsageError(
-                f"step {self.step}, replica {self.replica}: the micro-batch ended without micro.backward(loss)"
-            )
+            raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss)")
         return False
 
     def backward(self, loss: torch.Tensor, *, weight: float = 1.0) -> None:
-        """Back-propagate `loss` (a scalar tensor: the mean over this micro-batch); call it once.
+        """Back-propagate `loss` (a tensor of one element: the mean over this micro-batch); call it once.
 
         `weight` is what this replica counts in the mean over replicas (say, its number of tokens); all micro-batches
-        of one replica must pass the same. UsageError when it is called twice or the weight is not positive;
-        NonFiniteLoss when the loss is not finite and the job is to stop on that.
+        of one replica must pass the same. UsageError when it is called twice, or outside of ``with micro:``, or with
+        a loss that has no gradient, or with a weight that is not positive; NonFiniteLoss when the loss is not finite
+        and the job is to stop on that.
         """
         if self._finished:
-            raise UsageError(f"step {self.step}, replica {self.replica}: micro.backward came twice: add the losses")
-        if loss.dim() != 0:
+            raise UsageError(f"{self._where}: micro.backward came twice: add the losses")
+        if not self._inside:
+            raise UsageError(
+                f"{self._where}: micro.backward was called outside of `with micro:`: put forward and backward inside "
+                "it, as it seeds the replica's randomness and unwinds what is to be computed again"
+            )
+        if not isinstance(loss, torch.Tensor):
+            raise UsageError(
+                f"micro.backward needs the loss as a tensor, not as a {type(loss).__qualname__}: pass it without "
+                ".item() or float()"
+            )
+        if loss.numel() != 1:
             raise UsageError(f"micro.backward needs a scalar loss, not one of shape {list(loss.shape)}: take its mean")
+        if not loss.requires_grad:
+            raise UsageError(
+                f"{self._where}: the loss depends on no trained parameter: it was computed under torch.no_grad(), "
+                "detached, or with another model than the one that job.train has got"
+            )
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"a weight of {weight}: weights are positive and finite")
         self._finished = True
-        self._run.backward_micro(self, loss, weight)
+        self._run.backward_micro(self, loss.reshape(()), weight)
+
+    @property
+    def _where(self) -> str:
+        return f"step {self.step}, replica {self.replica}"

@@ -6,18 +6,22 @@ lists of them), in the first shard. Nothing in either can run code.
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import msgspec
 import numpy as np
 import torch
 
+from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.state import OWN
+from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.tensors import ModelTensors, Placed
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
@@ -46,6 +50,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedules: list[dict[str, Any]]
 
 
+_S = TypeVar("_S")
 _heads = msgspec.msgpack.Decoder(_Head)
 
 
@@ -60,14 +65,20 @@ class OwnStepper:
         self, tensors: ModelTensors, optimizers: Sequence[torch.optim.Optimizer],
         schedules: Sequence[torch.optim.lr_scheduler.LRScheduler] = (),
     ) -> None:  # fmt: skip
+        for optimizer in optimizers:
+            _check_step(optimizer)
+        for schedule in schedules:
+            _check_step(schedule)
         self._tensors, self._optimizers, self._schedules = tensors, optimizers, schedules
         self._name_of = {id(placed.tensor): placed.entry.spec.name for placed in tensors.parameters}
         self._placed = {p.entry.spec.name: p for p in tensors.parameters if p.tensor.numel()}
         self._owner = self._check_parameters()
         self._checked = False
+        self._history = ""  # a digest of all settings that were stepped with since the start, or since `load`
         self._head()  # what the groups have is known already
 
     def step(self, step: int) -> None:
+        self._history = self.settings_digest()
         for optimizer in self._optimizers:
             optimizer.step()
         for schedule in self._schedules:
@@ -105,6 +116,7 @@ class OwnStepper:
             known = optimizer.state_dict()["param_groups"]
             merged = [_as_before(group, new) for group, new in zip(known, came, strict=True)]
             self._load_into(optimizer, kept, merged)
+        self._history = ""  # every worker loads at the same version
         for schedule, new in zip(self._schedules, head.schedules, strict=True):
             schedule.load_state_dict(_as_before(schedule.state_dict(), new))
 
@@ -120,6 +132,22 @@ class OwnStepper:
             for key, value in came.items():
                 if isinstance(value, torch.Tensor) and loaded[key].dtype != value.dtype:
                     loaded[key] = value.to(loaded[key].device)
+
+    def settings_digest(self) -> str:
+        """A short digest of the groups' hyperparameters and the schedules' state, now and at each step so far.
+
+        It is the same on all workers at a version, unless a script has set something on some of them only. Reads no
+        tensor of a GPU: that would wait for the device.
+        """
+        groups = [
+            [(key, _readable(value)) for key, value in group.items() if key != "params"]
+            for optimizer in self._optimizers for group in optimizer.param_groups
+        ]  # fmt: skip
+        schedules = [
+            [(key, _readable(value)) for key, value in schedule.state_dict().items() if key not in _FUNCTIONS]
+            for schedule in self._schedules
+        ]
+        return hashlib.blake2b(repr((self._history, groups, schedules)).encode(), digest_size=8).hexdigest()
 
     # ---- what there is ----
 
@@ -183,6 +211,64 @@ class OwnStepper:
             raise ProtocolError(f"{about.name} of {about.parameter} has {len(raw)} bytes, which are not {about.shape}")
         value = torch.from_numpy(raw).view(dtype) if count else torch.empty(0, dtype=dtype)
         return value.view(about.shape).to("cpu" if about.host else placed.tensor.device)
+
+
+def worker_optimizer(
+    tensors: ModelTensors, config: JobConfig, own: Sequence[torch.optim.Optimizer],
+    schedules: Sequence[torch.optim.lr_scheduler.LRScheduler],
+) -> WorkerOptimizer | None:  # fmt: skip
+    """What steps on this worker; None where the servers step. ConfigError for an optimizer that cannot be used."""
+    if schedules and not own:
+        raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
+    if not config.stateful_workers:
+        return None
+    return WorkerOptimizer(tensors, OwnStepper(tensors, own, schedules) if own else SpecifiedStepper(tensors, config))
+
+
+def several(given: object, kind: type[_S], name: str) -> list[_S]:
+    """One, several or none (None) of a kind of thing, as a list. ConfigError for anything else."""
+    if given is None:
+        return []
+    items = list(given) if isinstance(given, Sequence) else [given]
+    for item in items:
+        if not isinstance(item, kind):
+            what = item.__qualname__ if isinstance(item, type) else type(item).__qualname__
+            raise ConfigError(
+                f"{name} is {'the class ' if isinstance(item, type) else 'a '}{what}: give a {kind.__module__}."
+                f"{kind.__qualname__} that is built, or several in a list"
+            )
+    return cast(list[_S], items)
+
+
+def _check_step(stepped: torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) -> None:
+    """ConfigError when `step()` needs something that the job does not have."""
+    kind = type(stepped).__qualname__
+    if isinstance(stepped, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            f"own_schedule is a {kind}, whose step needs a metric that only the evaluating worker has: use a schedule "
+            "by steps, or a rule on the loss inside own_optimizer's own step()"
+        )
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    parameters = list(inspect.signature(type(stepped).step).parameters.values())[1:]  # (the class's: schedules wrap it)
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in several]
+    if wanted:
+        raise ConfigError(
+            f"{kind}.step() needs {', '.join(wanted)}: the job steps once for the mean gradient of all replicas, and "
+            "cannot compute the loss again; use an optimizer whose step() needs nothing, such as torch.optim.AdamW"
+        )
+
+
+def _readable(value: Any) -> Any:
+    """What a setting is compared by."""
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.numel() == 1 and value.device.type == "cpu" else str(value.shape)
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_readable(item) for item in value]
+    if isinstance(value, dict):
+        return [(key, _readable(item)) for key, item in value.items()]
+    return type(value).__qualname__
 
 
 def _share(placed: Placed, shard: Shard, nbytes: int) -> tuple[int, int]:

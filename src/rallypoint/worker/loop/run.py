@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 
@@ -14,21 +14,19 @@ from rallypoint.config import JobConfig
 from rallypoint.core.order import derive_seed
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.data.loader import MicroBatches, seed_everything
+from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
-from rallypoint.net.member import CoordinatorLink
-from rallypoint.net.messages import Metrics, NotStored, Report, Say
-from rallypoint.observe.trace import Tracer
-from rallypoint.store.manifest import Compression
-from rallypoint.store.writer import SnapshotWriter
-from rallypoint.worker.exchange.exchange import Exchange, Rewound
-from rallypoint.worker.loop.allreduce import WorkerOptimizer
+from rallypoint.net.messages import Metrics, Report, Say
+from rallypoint.worker.exchange.exchange import Rewound
+from rallypoint.worker.loop.evaluations import Evaluation, Evaluations
+from rallypoint.worker.loop.forward_checks import ForwardChecks
+from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
+from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.loop.prefetch import Prefetch
+from rallypoint.worker.loop.versions import Versions
 from rallypoint.worker.sources.delayed import Ahead, DelayedSource
-from rallypoint.worker.sources.source import DeltaSource
-from rallypoint.worker.tensors import ModelTensors
 
-Evaluation = Callable[[int], dict[str, float] | None]
 _E = TypeVar("_E", bound=Evaluation)
 
 
@@ -38,26 +36,21 @@ class Run:
     When the loop ends, the model holds the final weights on every worker.
     """
 
-    def __init__(
-        self, *, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, batches: MicroBatches,
-        exchange: Exchange, source: DeltaSource, coordinator: CoordinatorLink, tracer: Tracer,
-        done: Callable[[ViewNumber], None], leads: Callable[[], bool], optimizer: WorkerOptimizer | None = None,
-    ) -> None:  # fmt: skip
-        self._model, self._tensors, self._config, self._batches = model, tensors, config, batches
-        self._exchange, self._source, self._coordinator, self._tracer = exchange, source, coordinator, tracer
-        self._done, self._leads, self._optimizer = done, leads, optimizer
-        self._writer: SnapshotWriter | None = None
-        # A rewind unwinds a forward too, at the next module.
-        self._checks = [m.register_forward_pre_hook(lambda *_: exchange.check()) for m in model.modules()]
-        self._trace_steps = coordinator.welcome.trace
-        self._evaluations: list[tuple[int, Evaluation]] = []
-        self._buffers_at_start: list[torch.Tensor] = []
-        self._prefetched: tuple[tuple[int, int, int], Any] | None = None
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._config = parts, parts.config
+        self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
+        self._checks = ForwardChecks(parts.model, parts.exchange.check)
+        self._guard = ModelGuard(parts.model, parts.tensors)
+        self._versions = Versions(parts)
+        self._prefetched = Prefetch(parts.batches, parts.tracer)
+        self._evaluations = Evaluations(
+            parts.model, seed=parts.config.seed, steps=parts.config.steps,
+            watch=lambda step: self._guard.script(step, values=True),
+        )  # fmt: skip
         self._losses: list[float] = []
         self._weights: list[float] = []
-        self._evaluated = 0  # the last step at which it was
         self._started = False
-        self._delayed = source if isinstance(source, DelayedSource) else None
+        self._delayed = parts.source if isinstance(parts.source, DelayedSource) else None
         self._ahead: Ahead | None = None
 
     # ---- what the user sees ----
@@ -75,29 +68,34 @@ class Run:
     @property
     def lead(self) -> bool:
         """Is it this worker that evaluates (now) and saves (when the job is over)?"""
-        return self._leads()
+        return self._parts.leads()
 
     @property
     def folder(self) -> Path:
-        """The run's folder, where results go."""
-        folder = Path(self._coordinator.welcome.folder or ".")
-        folder.mkdir(parents=True, exist_ok=True)
+        """The run's folder, where results go. UsageError when it cannot be made."""
+        folder = Path(self._parts.coordinator.welcome.folder or ".")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"the run's folder {folder} cannot be made: {error.strerror or error}") from None
         return folder
 
     def say(self, text: str) -> None:
         """A line for the console and the event log, whatever worker says it."""
-        self._coordinator.send(Say(text))
+        self._parts.coordinator.send(Say(text))
 
     def every(self, steps: int) -> Callable[[_E], _E]:
-        """Decorate ``fn(step) -> {"val_loss": ...}``: called on the lead worker after every `steps` steps and after the
+        """Decorate ``fn(step) -> {"val_loss": ...}``: the lead worker calls it after every `steps` steps and after the
         last, with the model in eval mode and without gradients; what it returns is shown and logged.
 
-        Under local steps that is with the first version that has passed a multiple of `steps`."""
-        if steps < 1:
-            raise UsageError(f"run.every({steps}): give a positive number of steps")
+        Where versions jump over a multiple of `steps` (a quorum, local steps) that is with the first one after it. The
+        global random generators are seeded for it from the job's seed and the step.
+
+        UsageError for a number below 1; in the loop, for a result that is no dict of numbers, and for an evaluation
+        that leaves other values in the model's parameters."""
 
         def register(evaluation: _E) -> _E:
-            self._evaluations.append((steps, evaluation))
+            self._evaluations.add(steps, evaluation)
             return evaluation
 
         return register
@@ -106,35 +104,47 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
+        self._forget_gradients()  # of what the script did with the model before
+        self._checks.on()
         while True:
             yield from self._go_ahead()
             if (action := self._next_action()) is None:
                 break
             match action:
                 case machine.Initialise():
-                    self._initialise()
+                    self._versions.initialise()
                 case machine.Install(version=version):
                     generation = self._exchange.view.generation  # what is claimed of this version is claimed in it
-                    self._install(version)
+                    self._versions.install(version)
                     if self._exchange.step != version:
                         continue  # there was a roll-back meanwhile
                     self._evaluate(generation)
                     if version == self._config.rounds:
-                        self._done(generation)
+                        self._parts.done(generation)
                 case machine.Compute(step=round, replica=replica):
                     yield from self._replica(round, replica)
                 case machine.Store():
-                    self._store(action)
+                    self._versions.store(action)
         if self._exchange.gone:
             raise SystemExit(0)  # told to go, and nothing is left here to be done
         if self._exchange.step < 0:
             raise JobAborted("the job was over before this worker had any of its parameters")
-        self._end()
+        self.release_model()
+        self._versions.restore_buffers()
 
     def _next_action(self) -> machine.Action | machine.Store | None:
         self._prefetch()
         with self._tracer.span("wait", step=self._exchange.step):
             return self._exchange.next_action()
+
+    def _prefetch(self) -> None:
+        """Load the next round's first micro-batch while versions come in."""
+        if (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
+            return
+        round, replica = upcoming
+        gone = self._ahead is not None and (self._ahead.round, self._ahead.replica) == upcoming
+        first = self._config.steps_at(round) + (self._config.steps_ahead(round) if gone else 0)
+        self._prefetched.load((first, replica, 0))
 
     # ---- one replica ----
 
@@ -142,7 +152,7 @@ class Run:
         began = time.monotonic()
         if (generation := self._exchange.replica.begin(round, replica)) is None:
             return
-        self._restore_buffers()
+        self._versions.restore_buffers()
         done = self._resume(round, replica)
         if done is None:
             self._losses, self._weights = [], []
@@ -157,10 +167,12 @@ class Run:
         except Rewound:
             self._source.abandon()
             return
-        items = len(steps) * self._config.batch * self._config.items_per_sample
-        seconds = time.monotonic() - began
-        self._coordinator.send(Report(round, replica, _mean(self._losses), _mean(self._weights), items, seconds,
-            generation))
+        optimizer = self._parts.optimizer
+        self._parts.coordinator.send(Report(
+            round, replica, _mean(self._losses), _mean(self._weights),
+            items=len(steps) * self._config.batch * self._config.items_per_sample, seconds=time.monotonic() - began,
+            generation=generation, settings=optimizer.settings_digest() if optimizer is not None else "",
+        ))  # fmt: skip
 
     def _go_ahead(self) -> Iterator[Micro]:
         """With a delay, while the version is on its way: the first steps of the replica that will be the next one."""
@@ -181,7 +193,7 @@ class Run:
         self._ahead = Ahead(round, replica, generation, count, seconds, self._losses, self._weights)
 
     def _resume(self, round: int, replica: int) -> Ahead | None:
-        """What has been made of this round, and holds; another round of that replica begins anew."""
+        """What this replica has computed ahead of this round, if that still counts."""
         ahead = self._ahead
         if self._delayed is None or ahead is None or ahead.replica != replica:
             return None
@@ -195,8 +207,11 @@ class Run:
         self._source.begin_step(step)
         before = len(self._losses)
         for index in range(self._config.accumulate):
-            micro = Micro(self, step=step, replica=replica, index=index, batch=self._load(step, replica, index))
-            yield micro
+            batch = self._prefetched.take((step, replica, index))
+            micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
+            last = index == self._config.accumulate - 1
+            with self._guard.script(step, values=last and step & (step - 1) == 0):  # 0, 1, 2, 4, 8, ...
+                yield micro
             if micro.abandoned:
                 raise Rewound
             if len(self._losses) == before + index:
@@ -211,6 +226,7 @@ class Run:
         """Back-propagate one micro-batch (called by Micro)."""
         if micro.index == 0:
             self._weights.append(weight)
+            self._check_no_gradient(micro)
         elif weight != self._weights[-1]:
             known = self._weights[-1]
             raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
@@ -223,6 +239,15 @@ class Run:
         self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
         with self._tracer.span("backward", step=micro.step, replica=micro.replica):
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        self._source.end_backward()
+
+    def _check_no_gradient(self, micro: Micro) -> None:
+        for placed in self._parts.tensors.parameters:
+            if placed.tensor.grad is not None:
+                raise UsageError(
+                    f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
+                    "the script has called backward() itself. Give micro.backward the sum of all losses, once"
+                )
 
     def _ends_round(self, step: int) -> bool:
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
@@ -238,119 +263,31 @@ class Run:
         if self._config.nonfinite == "continue":
             self.say(f"{what}; continuing as told")
 
-    # ---- data ----
-
-    def _load(self, step: int, replica: int, index: int) -> Any:
-        place = (step, replica, index)
-        if self._prefetched is not None and self._prefetched[0] == place:
-            batch, self._prefetched = self._prefetched[1], None
-            return batch
-        with self._tracer.span("load", step=step, replica=replica):
-            return self._batches.load(step, replica, index)
-
-    def _prefetch(self) -> None:
-        """Load the next round's first micro-batch while versions come in; on this thread, so its randomness is safe."""
-        if (upcoming := self._exchange.upcoming) is None:
-            return
-        round, replica = upcoming
-        gone = self._ahead is not None and (self._ahead.round, self._ahead.replica) == upcoming
-        place = (self._config.steps_at(round) + (self._config.steps_ahead(round) if gone else 0), replica, 0)
-        if self._exchange.idle and (self._prefetched is None or self._prefetched[0] != place):
-            self._prefetched = (place, self._load(*place))
-
     # ---- versions ----
 
-    def _initialise(self) -> None:
-        """Bring what all begin with: the model as it is, or, where workers are stateful, what it has come to."""
-        if self._optimizer is None:
-            self._exchange.initialise(self._tensors.part)
-            return
-        if self._optimizer.version < 0:
-            self._optimizer.version = self._exchange.holds = 0
-        else:
-            self._restore_buffers()
-        self._exchange.initialise(self._tensors.part, self._optimizer.record)
-
-    def _store(self, wanted: machine.Store) -> None:
-        """Store a share of a snapshot, if the model is still at its version."""
-        assert self._optimizer is not None
-        about = self._coordinator.welcome
-        if self._optimizer.version > wanted.version:
-            late = NotStored(wanted.snapshot, "a step was quicker than the word", self._optimizer.version)
-            self._coordinator.send(late)
-            return
-        me = self._exchange.me
-        shares = self._tensors.layout.shards[wanted.writers.index(me) :: len(wanted.writers)]
-        if not shares:
-            return
-        if self._buffers_at_start:
-            self._restore_buffers()
-        if self._writer is None:
-            self._writer = SnapshotWriter(
-                about.snapshots, cast(Compression, about.compression), me, self._coordinator.send
-            )
-        with self._tracer.span("capture", version=wanted.version):
-            self._writer.begin(wanted.snapshot, len(shares))
-            for shard in shares:
-                self._writer.put(self._optimizer.record(shard))
-
-    def _install(self, version: int) -> None:
-        with self._tracer.span("install", version=version):
-            vector, shards = self._exchange.begin_install(version), self._exchange.installing
-            if vector is None:
-                return
-            if self._delayed is not None:
-                self._delayed.show_version()  # what a replica has moved is not to be overwritten
-            if self._optimizer is not None:
-                states, skipped = self._exchange.take_states()
-                self._optimizer.install(version, vector, states, skipped=skipped)
-                self._exchange.holds = version
-            elif shards is None:
-                self._tensors.read_from(vector)
-            else:
-                self._tensors.read_shards_from(vector, shards)
-        self._source.installed(shards)
-        self._buffers_at_start = [placed.tensor.clone() for placed in self._tensors.buffers]
-        self._exchange.installed()
-        self._tracer.on = self._trace_steps[0] <= self._exchange.step < self._trace_steps[1]
-
-    @torch.no_grad()
-    def _restore_buffers(self) -> None:
-        """Every replica starts from the version's buffers, whatever the one before it on this worker left."""
-        for placed, start in zip(self._tensors.buffers, self._buffers_at_start, strict=True):
-            placed.tensor.copy_(start)
-
     def _evaluate(self, generation: ViewNumber) -> None:
-        step, before = self.step, self._config.steps_at(self._exchange.step - 1)
-        ended = step == self._config.steps
-        self._evaluated = min(self._evaluated, step)  # later versions are computed, and judged, again
-        due = [fn for every, fn in self._evaluations if ended or step // every > before // every]
-        if step <= self._evaluated or not due or not self.lead:
+        step = self.step
+        due = self._evaluations.due(step, before=self._config.steps_at(self._exchange.step - 1))
+        if not due or not self.lead:
             return
-        self._evaluated = step
         self._source.show_version()
-        training = self._model.training
-        self._model.eval()
-        with torch.no_grad(), self._tracer.span("evaluate", step=step):
-            for evaluation in due:
-                values = evaluation(step)
-                if values:
-                    figures = {name: float(value) for name, value in values.items()}
-                    self._coordinator.send(Metrics(step, figures, generation))
-        self._model.train(training)
+        self._checks.off()  # an evaluation may save the model, or copy it
+        with self._tracer.span("evaluate", step=step):
+            report = self._parts.coordinator.send
+            self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
+        self._checks.on()
+        self._forget_gradients()  # of an evaluation that uses some
+
+    def _forget_gradients(self) -> None:
+        for placed in self._parts.tensors.parameters:
+            placed.tensor.grad = None
 
     def release_model(self) -> None:
         """Take the hooks off the model: it is the user's alone again."""
         self._source.remove()
-        for check in self._checks:
-            check.remove()
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-
-    def _end(self) -> None:
-        self.release_model()
-        self._restore_buffers()
+        self._checks.off()
+        self._guard.remove()
+        self._versions.close()
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -17,8 +17,9 @@ from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
-from rallypoint.data.loader import MapDataset, MicroBatches
-from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.data.identity import identity_of
+from rallypoint.data.loader import Collate, MapDataset, MicroBatches
+from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import (
     Aborted,
@@ -41,8 +42,8 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
-from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
-from rallypoint.worker.loop.own import OwnStepper
+from rallypoint.worker.loop.own import several, worker_optimizer
+from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -85,10 +86,13 @@ class Job:
         self._link.start()
 
     def train(
-        self, model: torch.nn.Module, dataset: MapDataset, *, own_optimizer: OwnOptimizer = (),
-        own_schedule: OwnSchedule = (), **settings: Unpack[Settings],
+        self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
+        own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
+        **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
+
+        `collate_fn` makes a batch of a list of samples, as a DataLoader's does; None: torch's ``default_collate``.
 
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some) may take
         the place of `optimizer`: the job steps it after every step, then `own_schedule`.
@@ -98,20 +102,23 @@ class Job:
         """
         if self._exchange is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
-        own = [own_optimizer] if isinstance(own_optimizer, torch.optim.Optimizer) else list(own_optimizer)
+        own = several(own_optimizer, torch.optim.Optimizer, "own_optimizer")
+        schedules = several(own_schedule, torch.optim.lr_scheduler.LRScheduler, "own_schedule")
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
         config = with_own_optimizer(resolve(settings, self._link.welcome.overrides), kinds)
         tensors = ModelTensors(model, config)
-        batches = MicroBatches(dataset, config, tensors.device)
-        optimizer = _optimizer(tensors, config, own, own_schedule)
-        record = record_of(config, tensors.layout, tensors.frozen_hashes())
+        batches = MicroBatches(dataset, config, tensors.device, collate_fn)
+        optimizer = worker_optimizer(tensors, config, own, schedules)
+        record = record_of(
+            config, tensors.layout, tensors.frozen_hashes(), data=identity_of(dataset), tied=tensors.tied
+        )
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
         self._staging = staging_for(tensors.device, exchange.fail)
-        self._run = Run(
+        self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
             source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
             tracer=self._tracer, done=self.done, leads=self._leads, optimizer=optimizer,
-        )  # fmt: skip
+        ))  # fmt: skip
         return self._run
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
@@ -289,18 +296,6 @@ class Job:
             self._changed.notify_all()
         if self._exchange is not None:
             self._exchange.fail(error)
-
-
-def _optimizer(
-    tensors: ModelTensors, config: JobConfig, own: Sequence[torch.optim.Optimizer], schedules: OwnSchedule
-) -> WorkerOptimizer | None:
-    """What steps on this worker, if anything does."""
-    after = [schedules] if isinstance(schedules, torch.optim.lr_scheduler.LRScheduler) else list(schedules)
-    if after and not own:
-        raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
-    if not config.stateful_workers:
-        return None
-    return WorkerOptimizer(tensors, OwnStepper(tensors, own, after) if own else SpecifiedStepper(tensors, config))
 
 
 def _sentence(error: BaseException) -> str:

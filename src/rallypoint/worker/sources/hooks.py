@@ -38,7 +38,7 @@ class GradientHooks:
             for shard in shards:
                 counts[shard] += 1
         self._parameters_in = counts
-        self._last = False
+        self._last = self._in_backward = False
         self._tables = Tables(tensors.tables, exchange)
         self._reset()
         self._handles = [
@@ -66,10 +66,14 @@ class GradientHooks:
 
     def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
         """A backward begins; with `last`, shards leave as they become whole."""
-        self._last = last
+        self._last, self._in_backward = last, True
         self._tables.begin_backward()
         if last:
             self._exchange.replica.weigh(weight, finite=finite)
+
+    def end_backward(self) -> None:
+        """From here on gradients stay in `.grad`: they are the script's own."""
+        self._in_backward = False
 
     def end_step(self, *, finite: bool) -> None:
         """The gradient is on its way."""
@@ -90,6 +94,7 @@ class GradientHooks:
 
     def abandon(self) -> None:
         """The replica in progress is stale: forget its gradients."""
+        self._in_backward = False
         self._staging.drain()
         for placed in self._tensors.parameters:
             placed.tensor.grad = None
@@ -107,6 +112,8 @@ class GradientHooks:
 
     def _hook(self, index: int, placed: Placed) -> object:
         def hook(parameter: torch.Tensor) -> None:
+            if not self._in_backward:
+                return
             if self._last or self._staging.eager:
                 self._write(index, placed, parameter)
             if self._last:
@@ -116,7 +123,12 @@ class GradientHooks:
 
     def _write(self, index: int, placed: Placed, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
-        assert gradient is not None
+        if gradient is None:
+            raise ModelError(
+                f"parameter {placed.entry.spec.name} had no gradient any more when it was to be sent: a hook of the "
+                "script (register_post_accumulate_grad_hook) has taken it. Leave parameter.grad in place there: it is "
+                "the job that steps"
+            )
         if gradient.layout is not torch.strided:
             raise ModelError(f"parameter {placed.entry.spec.name} has a sparse gradient: use sparse=False")
         if index in self._done:

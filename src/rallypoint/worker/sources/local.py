@@ -84,6 +84,9 @@ class LocalStepsSource:
         if last:
             self._exchange.replica.weigh(weight, finite=True)  # a step that was not has been left out, or was meant
 
+    def end_backward(self) -> None:
+        """Autograd has accumulated."""
+
     def end_step(self, *, finite: bool) -> None:
         """Clip, and let the inner optimizer step."""
         self._exchange.check()

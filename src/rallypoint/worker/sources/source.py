@@ -15,8 +15,9 @@ from rallypoint.worker.tensors import ModelTensors
 class DeltaSource(Protocol):
     """The worker's side of a mode, between two versions. All of it is called on the main thread.
 
-    Of each replica: `begin_replica`; for each of its steps in the round `begin_step`, then `begin_backward` and the
-    backward pass of each micro-batch, then `end_step`; at last `end_replica`. Or, at any place, `abandon`.
+    Of each replica: `begin_replica`; for each of its steps in the round `begin_step`, then `begin_backward`, the
+    backward pass and `end_backward` of each micro-batch, then `end_step`; at last `end_replica`. Or, at any place,
+    `abandon`.
     """
 
     def installed(self, shards: Sequence[Shard] | None) -> None:
@@ -36,6 +37,9 @@ class DeltaSource(Protocol):
 
         With `last` it is that of the round's last micro-batch.
         """
+
+    def end_backward(self) -> None:
+        """The backward pass is over: gradients that come now are the script's own."""
 
     def end_step(self, *, finite: bool) -> None:
         """The step's gradient is whole; `finite`: so were all of its losses. Rewound as of `Exchange.check`."""

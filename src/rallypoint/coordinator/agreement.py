@@ -1,0 +1,35 @@
+"""Are the workers' own optimizers set alike? Each report carries a digest of them, to be compared by step."""
+
+from __future__ import annotations
+
+from rallypoint.core.view import ViewNumber
+from rallypoint.net.messages import Report
+
+_KEPT = 4  # steps: a report may come after another worker's report of the next step
+
+
+class Agreement:
+    """Compares what workers report of one step, for the last few steps of the newest generation."""
+
+    def __init__(self) -> None:
+        self._generation = ViewNumber()
+        self._first: dict[int, tuple[str, str]] = {}  # step -> the worker that reported it first, its digest
+
+    def difference(self, worker: str, report: Report) -> str | None:
+        """A sentence when this report's step was computed with other settings elsewhere; None when all agree."""
+        if not report.settings or report.generation < self._generation:
+            return None
+        if report.generation > self._generation:
+            self._generation = report.generation
+            self._first.clear()
+        other, settings = self._first.setdefault(report.step, (worker, report.settings))
+        for old in sorted(self._first)[:-_KEPT]:
+            del self._first[old]
+        if settings == report.settings:
+            return None
+        who = f"{worker} and {other} do" if other != worker else f"two replicas on {worker} do"
+        return (
+            f"{who} not have the same settings in own_optimizer or own_schedule by step {report.step}, so the workers' "
+            "models would no longer be the same. What run.every calls runs on one worker alone, and the loop only "
+            "where there are replicas to compute: change settings by own_schedule, or in the optimizer's own step()"
+        )

@@ -1,0 +1,69 @@
+"""What a data set is known by, so that workers of one job can compare theirs: its length, and some of its samples."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+
+from rallypoint.core.job import DataIdentity
+from rallypoint.core.order import derive_seed
+from rallypoint.data.loader import MapDataset, fetch
+from rallypoint.data.randomness import seeded
+
+SAMPLED = 8  # positions, spread over the whole data set
+
+
+def identity_of(dataset: MapDataset) -> DataIdentity:
+    """The length of a data set, and a digest of each of a few samples at fixed positions.
+
+    Reads these samples twice, with all global generators seeded by position. When a sample differs between two reads
+    (it has a generator of its own), or is of a type that has no digest, all digests are left out.
+    """
+    length = len(dataset)
+    last = max(1, SAMPLED - 1)
+    positions = sorted({i * (length - 1) // last for i in range(SAMPLED)})
+    first, again = (_digests(dataset, positions) for _ in range(2))
+    return DataIdentity(length, first if first is not None and first == again else ())
+
+
+def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str], ...] | None:
+    digests = []
+    for position in positions:
+        with seeded(derive_seed(0, "identity", position)):
+            (sample,) = fetch(dataset, [position])
+        digest = hashlib.blake2b(digest_size=8)
+        if not _add(digest, sample):
+            return None
+        digests.append((position, digest.hexdigest()))
+    return tuple(digests)
+
+
+def _add(digest: hashlib.blake2b, value: Any) -> bool:
+    """Put the value into the digest; False when it is of a type that none can be made of."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+        raw = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"tensor {value.dtype} {list(value.shape)}".encode())
+        if raw.numel():
+            digest.update(raw.view(torch.uint8).numpy().data)
+    elif isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in "biufcSU":
+        digest.update(f"array {value.dtype} {list(value.shape)}".encode())
+        digest.update(value.tobytes())
+    elif value is None or isinstance(value, (bool, int, str)):
+        digest.update(f"{type(value).__name__} {value!r}\0".encode())
+    elif isinstance(value, float):
+        digest.update(b"float" + struct.pack("<d", value))
+    elif isinstance(value, (bytes, bytearray)):
+        digest.update(b"bytes %d " % len(value) + value)
+    elif isinstance(value, (list, tuple)):
+        digest.update(f"list {len(value)}".encode())
+        return all(_add(digest, item) for item in value)
+    elif isinstance(value, dict):
+        digest.update(f"dict {len(value)}".encode())
+        return all(_add(digest, key) and _add(digest, item) for key, item in value.items())
+    else:
+        return False
+    return True

@@ -1,0 +1,34 @@
+"""Python's, NumPy's and torch's global random generators: seeded by position, and put back afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's (all devices') global generators."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed all global generators for the body; afterwards each goes on from where it was."""
+    cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    devices = torch.cuda.get_rng_state_all() if cuda else []
+    seed_everything(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(devices)

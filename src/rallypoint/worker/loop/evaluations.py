@@ -1,0 +1,94 @@
+"""What a script does every so many steps: when each is due, with which randomness, and what becomes of its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+
+import torch
+
+from rallypoint.core.order import derive_seed
+from rallypoint.data.randomness import seeded
+from rallypoint.errors import UsageError
+
+Evaluation = Callable[[int], dict[str, float] | None]
+
+
+class Evaluations:
+    """The evaluations of one run on this worker.
+
+    An evaluation is due with the first version that has passed a multiple of its `every`: versions may jump (a quorum,
+    local steps, backup tasks). Each begins with global random generators seeded from (seed, step); training's
+    randomness goes on as if it had not been.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, *, seed: int, steps: int, watch: Callable[[int], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        """`steps` is the job's last step; `watch(step)` surrounds the script's code."""
+        self._model, self._seed, self._steps, self._watch = model, seed, steps, watch
+        self._registered: list[_Registered] = []
+        self._seen: int | None = None  # the step of the version before
+
+    def add(self, every: int, evaluation: Evaluation) -> None:
+        """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"run.every({every}): give a positive number of steps")
+        self._registered.append(_Registered(every, evaluation))
+
+    def due(self, step: int, before: int) -> list[_Registered]:
+        """Those that are due with the version of `step`, if the one before it in the job is that of `before`.
+
+        Call it for every version, also on workers that do not evaluate: any may be the next that does.
+        """
+        passed = before if self._seen is None else min(self._seen, before)  # below, after a roll-back
+        self._seen = step
+        for one in self._registered:
+            one.done = min(one.done, step)  # after a roll-back later versions are computed, and judged, again
+        return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
+
+    def run(self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None]) -> None:
+        """Run these, in eval mode and without gradients. `report` gets their results.
+
+        UsageError for a result that is no dict of numbers.
+        """
+        modes = {module: module.training for module in self._model.modules()}
+        self._model.eval()
+        try:
+            for one in due:
+                one.done = step
+                with torch.no_grad(), seeded(derive_seed(self._seed, "evaluate", step)), self._watch(step):
+                    values = one.evaluation(step)
+                if values is not None and (result := checked_result(values, step)):
+                    report(result)
+        finally:
+            for module, training in modes.items():
+                module.training = training
+
+
+class _Registered:
+    def __init__(self, every: int, evaluation: Evaluation) -> None:
+        self.every, self.evaluation = every, evaluation
+        self.done = 0  # the last step at which it ran here
+
+    def is_due(self, step: int, passed: int, *, ends: bool) -> bool:
+        passed = max(passed, self.done)
+        return step > self.done and (ends or step // self.every > passed // self.every)
+
+
+def checked_result(values: object, step: int) -> dict[str, float]:
+    """What an evaluation returned, as numbers. UsageError when it is no dict of names and numbers."""
+    if not isinstance(values, Mapping):
+        raise UsageError(
+            f"the evaluation at step {step} returned a {type(values).__qualname__}: return a dict of numbers, such as "
+            '{"val_loss": 0.5}, or None'
+        )
+    for name, value in values.items():
+        several = isinstance(value, torch.Tensor) and value.numel() != 1
+        if several or not isinstance(name, str) or not hasattr(value, "__float__"):
+            shape = f" of shape {list(value.shape)}" if several else ""
+            raise UsageError(
+                f"the evaluation at step {step} returned a {type(value).__qualname__}{shape} as {name!r}: return names "
+                "with one number each, such as loss.mean().item()"
+            )
+    return {name: float(value) for name, value in values.items()}

@@ -1,0 +1,51 @@
+"""Hooks on the model's modules that end a forward pass whose result nobody wants any more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class ForwardChecks:
+    """Calls `check` before each module's forward, while it is `on`: what that raises unwinds the forward."""
+
+    def __init__(self, model: torch.nn.Module, check: Callable[[], None]) -> None:
+        self._model, self._hook = model, _Hook(check)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def on(self) -> None:
+        """Put a hook on every module that the model has now."""
+        self.off()
+        self._handles = [module.register_forward_pre_hook(self._hook) for module in self._model.modules()]
+
+    def off(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+
+class _Hook:
+    """Belongs to one run on one worker: a copy of the model, or a file that it is saved to, gets `nothing` instead."""
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+
+    def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
+        self._check()
+
+    def __deepcopy__(self, memo: object) -> Callable[..., None]:
+        return nothing
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _the_hook_of_a_copy, ()
+
+
+def nothing(*_: Any) -> None:
+    """Do nothing: the hook of a model that was copied or saved in the middle of a run."""
+
+
+def _the_hook_of_a_copy() -> Callable[..., None]:
+    return nothing

@@ -1,0 +1,164 @@
+"""Notices what a script does to its model that the job would not see, or would see on one worker only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook as on_module_registered
+from torch.nn.modules.module import register_module_parameter_registration_hook as on_parameter_registered
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any_step
+
+from rallypoint.errors import UsageError
+from rallypoint.worker.tensors import ModelTensors
+
+
+class ModelGuard:
+    """Compares the model before and after each time that the script's own code runs.
+
+    Cheap at every step: whether parameters were written in place (torch's `_version` counters), frozen or unfrozen; an
+    optimizer that steps them; new layers (told by torch's registration hooks). Their values, which `parameter.data`
+    changes without a trace, are read at steps 0, 1, 2, 4, 8, ... and around evaluations. Only then a device is waited
+    for.
+
+    Main thread only. The hooks are global to the process and end with `remove`.
+    """
+
+    def __init__(self, model: torch.nn.Module, tensors: ModelTensors) -> None:
+        self._model = model
+        trained = {placed.entry.spec.name: placed.tensor for placed in tensors.parameters}
+        self._named = {**trained, **tensors.frozen}
+        self._tensors = list(self._named.values())
+        self._trains = [name in trained for name in self._named]
+        self._known = {id(tensor) for tensor in self._tensors} | {id(m.weight) for same in tensors.tables for m in same}
+        self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
+        owners = dict(model.named_modules(remove_duplicate=False))
+        self._buffers = [
+            (owners[owner], leaf, placed.tensor)
+            for placed in tensors.buffers
+            for owner, _, leaf in [placed.entry.spec.name.rpartition(".")]
+        ]
+        self._registered = True  # something new in the model, perhaps: to be looked at once
+        self._script_runs = False
+        self._hooks = [
+            on_module_registered(self._on_registered), on_parameter_registered(self._on_registered),
+            before_any_step(self._on_optimizer_step),
+        ]  # fmt: skip
+
+    def remove(self) -> None:
+        """The run is over: take the global hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def script(self, step: int, *, values: bool) -> Iterator[None]:
+        """The script's own code runs in the body; `values`: compare all values too.
+
+        UsageError when that code has changed what it cannot change.
+        """
+        versions = [tensor._version for tensor in self._tensors]
+        sums = [_sum(tensor) for tensor in self._tensors] if values else []
+        self._script_runs = True
+        try:
+            yield
+        finally:
+            self._script_runs = False
+        if [tensor.requires_grad for tensor in self._tensors] != self._trains:
+            self._refuse_freezing(step)
+        if sums:
+            for tensor, before, name in zip(self._tensors, sums, self._named, strict=True):
+                if _sum(tensor) != before:
+                    raise UsageError(self._written(name, step))
+        elif versions != [tensor._version for tensor in self._tensors]:
+            self._refuse_writing(versions, step)
+        if self._registered:
+            self._registered = False
+            self._look_for_new(step)
+        for owner, leaf, tensor in self._buffers:
+            if owner._buffers.get(leaf) is not tensor:
+                self._take_back(owner, leaf, tensor)
+
+    # ---- what is found ----
+
+    def _refuse_freezing(self, step: int) -> None:
+        for name, tensor, trains in zip(self._named, self._tensors, self._trains, strict=True):
+            if tensor.requires_grad != trains:
+                what = "frozen (requires_grad=False)" if trains else "unfrozen (requires_grad=True)"
+                raise UsageError(
+                    f"parameter {name} was {what} at step {step}, after job.train: which parameters a job trains is "
+                    "fixed when it begins. Set requires_grad before job.train, and train the next stage in a job of "
+                    "its own; a layer that is only to move slowly gets rp.Group(match=..., lr_scale=...)"
+                )
+
+    def _refuse_writing(self, versions: list[int], step: int) -> None:
+        for name, tensor, before in zip(self._named, self._tensors, versions, strict=True):
+            if tensor._version != before:
+                raise UsageError(self._written(name, step))
+
+    def _written(self, name: str, step: int) -> str:
+        if not self._named[name].requires_grad:
+            return (
+                f"the frozen parameter {name} was changed at step {step}: frozen parameters are not sent, so other "
+                "workers would keep the old values. Make it a buffer (register_buffer) and change it inside "
+                "`with micro:`: buffers are shared, and those that replica 0 leaves are kept"
+            )
+        return (
+            f"parameter {name} was changed at step {step} by the script: the next version would replace that, on this "
+            "worker alone. Put a limit into forward (torch.nn.utils.parametrize; not max_norm), evaluate and average "
+            "on a copy (copy.deepcopy(model)), or give sync=rp.AllReduce() an own_optimizer whose step() does it"
+        )
+
+    def _look_for_new(self, step: int) -> None:
+        for name, parameter in self._model.named_parameters():
+            if id(parameter) not in self._known:
+                raise UsageError(
+                    f"parameter {name} came into the model after job.train (seen at step {step}), so it would not be "
+                    "trained: build all layers before job.train (one that forward makes: run one batch first)"
+                )
+        for name, tensor in self._named.items():
+            if (tensor.device, tensor.dtype) != self._places[name]:
+                raise UsageError(
+                    f"parameter {name} was moved or cast to {tensor.device}, {tensor.dtype} after job.train: do that "
+                    "before"
+                )
+
+    def _take_back(self, owner: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> None:
+        """A module has put a new tensor in a buffer's place: keep its values in the tensor that the job shares."""
+        new = owner._buffers.get(leaf)
+        if new is None or new.shape != tensor.shape or new.dtype != tensor.dtype:
+            raise UsageError(
+                f"buffer {leaf} of {type(owner).__qualname__} was replaced by one of another shape or type: buffers "
+                "are shared and keep theirs; write into it (copy_), or make it persistent=False"
+            )
+        with torch.no_grad():
+            tensor.copy_(new)
+        owner._buffers[leaf] = tensor
+
+    # ---- torch's hooks ----
+
+    def _on_registered(self, *_: Any) -> None:
+        self._registered = True
+
+    def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Any optimizer of this process is about to step; in an embedded job also a server's, on its thread."""
+        if not self._script_runs:
+            return
+        if any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):
+            raise UsageError(
+                f"the script calls {type(optimizer).__qualname__}.step() on the model's parameters: the job steps "
+                "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
+                "zero_grad() out of the loop; clip with clip=, as gradients have left when backward returns"
+            )
+
+
+def _sum(tensor: torch.Tensor) -> int:
+    """All bits of a tensor, added up: another sum when any one element differs. Waits for a GPU."""
+    if tensor.is_meta or not tensor.numel():
+        return 0
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    even = raw.numel() // 8 * 8
+    total = int(raw[:even].view(torch.int64).sum()) if even and raw.storage_offset() % 8 == 0 else int(raw.sum())
+    return total + int(raw[even:].sum()) if even else total

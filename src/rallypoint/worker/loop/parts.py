@@ -1,0 +1,41 @@
+"""What a run is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from rallypoint.config import JobConfig
+from rallypoint.core.view import ViewNumber
+from rallypoint.data.loader import MicroBatches
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.observe.trace import Tracer
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.loop.allreduce import WorkerOptimizer
+from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.tensors import ModelTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The parts of one run on this worker.
+
+    Attributes:
+        optimizer: what steps on this worker; None where the servers step.
+        done: says that this worker holds the last version of a generation.
+        leads: is it this worker that evaluates (now) and saves (when the job is over)?
+    """
+
+    model: torch.nn.Module
+    tensors: ModelTensors
+    config: JobConfig
+    batches: MicroBatches
+    exchange: Exchange
+    source: DeltaSource
+    coordinator: CoordinatorLink
+    tracer: Tracer
+    done: Callable[[ViewNumber], None]
+    leads: Callable[[], bool]
+    optimizer: WorkerOptimizer | None = None

@@ -1,0 +1,35 @@
+"""Micro-batches of this worker, the next one loaded while versions come in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rallypoint.data.loader import MicroBatches
+from rallypoint.observe.trace import Tracer
+
+Place = tuple[int, int, int]  # step, replica, index of the micro-batch
+
+
+class Prefetch:
+    """Loads on the main thread, so that a data set may draw from the global random generators."""
+
+    def __init__(self, batches: MicroBatches, tracer: Tracer) -> None:
+        self._batches, self._tracer = batches, tracer
+        self._ready: tuple[Place, Any] | None = None
+
+    def load(self, place: Place) -> None:
+        """Load this micro-batch now, unless it is here."""
+        if self._ready is None or self._ready[0] != place:
+            self._ready = place, self._load(place)
+
+    def take(self, place: Place) -> Any:
+        """This micro-batch, loaded before or now."""
+        if self._ready is not None and self._ready[0] == place:
+            batch, self._ready = self._ready[1], None
+            return batch
+        return self._load(place)
+
+    def _load(self, place: Place) -> Any:
+        step, replica, index = place
+        with self._tracer.span("load", step=step, replica=replica):
+            return self._batches.load(step, replica, index)

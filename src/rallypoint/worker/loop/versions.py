@@ -1,0 +1,92 @@
+"""The versions that a worker's model goes through: the first ones uploaded, the others installed, some stored."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from rallypoint.core.worker import slots as machine
+from rallypoint.net.messages import NotStored
+from rallypoint.store.manifest import Compression
+from rallypoint.store.writer import SnapshotWriter
+from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.sources.delayed import DelayedSource
+
+
+class Versions:
+    """Moves versions between the exchange buffer and the model. Main thread only, between two micro-batches."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._exchange = parts, parts.exchange
+        self._writer: SnapshotWriter | None = None
+        self._buffers_at_start: list[torch.Tensor] = []
+        self._trace_steps = parts.coordinator.welcome.trace
+
+    def initialise(self) -> None:
+        """Upload what all begin with: the model as it is, or, where workers are stateful, what it has come to."""
+        exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
+        if optimizer is None:
+            exchange.initialise(tensors.part)
+            return
+        if optimizer.version < 0:
+            optimizer.version = exchange.holds = 0
+        else:
+            self.restore_buffers()
+        exchange.initialise(tensors.part, optimizer.record)
+
+    def install(self, version: int) -> None:
+        """Copy a version that has come into the model; nothing if meanwhile another one is to be installed."""
+        parts, exchange = self._parts, self._exchange
+        with parts.tracer.span("install", version=version):
+            vector, shards = exchange.begin_install(version), exchange.installing
+            if vector is None:
+                return
+            if isinstance(parts.source, DelayedSource):
+                parts.source.show_version()  # puts away what a replica has changed since the round began
+            if parts.optimizer is not None:
+                states, skipped = exchange.take_states()
+                parts.optimizer.install(version, vector, states, skipped=skipped)
+                exchange.holds = version
+            elif shards is None:
+                parts.tensors.read_from(vector)
+            else:
+                parts.tensors.read_shards_from(vector, shards)
+        parts.source.installed(shards)
+        self._buffers_at_start = [placed.tensor.clone() for placed in parts.tensors.buffers]
+        exchange.installed()
+        parts.tracer.on = self._trace_steps[0] <= exchange.step < self._trace_steps[1]
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Set the buffers to the version's: every replica starts from these, and an evaluation leaves none behind."""
+        for placed, start in zip(self._parts.tensors.buffers, self._buffers_at_start, strict=True):
+            placed.tensor.copy_(start)
+
+    def store(self, wanted: machine.Store) -> None:
+        """Store this worker's share of a snapshot, if the model is still at its version."""
+        parts = self._parts
+        assert parts.optimizer is not None
+        if parts.optimizer.version > wanted.version:
+            late = NotStored(wanted.snapshot, "a step was quicker than the word", parts.optimizer.version)
+            parts.coordinator.send(late)
+            return
+        me, about = self._exchange.me, parts.coordinator.welcome
+        shares = parts.tensors.layout.shards[wanted.writers.index(me) :: len(wanted.writers)]
+        if not shares:
+            return
+        if self._buffers_at_start:
+            self.restore_buffers()
+        if self._writer is None:
+            compression = cast(Compression, about.compression)
+            self._writer = SnapshotWriter(about.snapshots, compression, me, parts.coordinator.send)
+        with parts.tracer.span("capture", version=wanted.version):
+            self._writer.begin(wanted.snapshot, len(shares))
+            for shard in shares:
+                self._writer.put(parts.optimizer.record(shard))
+
+    def close(self) -> None:
+        """End the writer of snapshots, if there was one."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -1,0 +1,119 @@
+"""What workers compare of their data sets: the length, and a few samples, without a false alarm."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rallypoint.config import record_of, resolve
+from rallypoint.core.job import DataIdentity, JobRecord, disagreement
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.data.identity import identity_of
+
+LAYOUT = build_layout([TensorSpec("weight", (40,), "float32", 0)])
+
+
+def record(data: DataIdentity) -> JobRecord:
+    return record_of(resolve({}), LAYOUT, data=data)
+
+
+def difference(first: Any, other: Any) -> str | None:
+    return disagreement(record(identity_of(first)), record(identity_of(other)))
+
+
+class Drawn:
+    """A data set that makes its samples when they are asked for."""
+
+    def __init__(self, sample: Callable[[int], Any], length: int = 50) -> None:
+        self._sample, self._length = sample, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        return self._sample(index)
+
+
+def test_another_length_is_refused() -> None:
+    why = difference(list(range(200)), list(range(210)))
+    assert why is not None
+    assert why.startswith("a different data set: 210 samples here, 200 there: load the same files on every worker")
+
+
+def test_other_content_is_refused_by_the_first_sample_that_differs() -> None:
+    samples = torch.arange(120.0).view(40, 3)
+    other = samples.clone()
+    other[39, 2] += 1e-6
+    assert difference(samples, samples.clone()) is None
+    why = difference(torch.utils.data.TensorDataset(samples), torch.utils.data.TensorDataset(other))
+    assert why is None, "39 + 1e-6 is 39 in fp32"
+    other[39, 2] += 1.0
+    why = difference(torch.utils.data.TensorDataset(samples), torch.utils.data.TensorDataset(other))
+    assert why is not None
+    assert why.startswith("a different data set: sample 39 has other content: load the same files in the same order")
+
+
+def test_a_split_that_is_not_seeded_is_refused() -> None:
+    whole = list(range(1000))
+    first, other = (torch.utils.data.random_split(whole, [900, 100])[0] for _ in range(2))
+    assert "seed a random split" in str(difference(first, other))
+
+
+@pytest.mark.parametrize("draw", [
+    lambda i: i + random.random(), lambda i: i + np.random.rand(3), lambda i: {"x": torch.rand(2), "y": i},
+], ids=["python", "numpy", "torch"])  # fmt: skip
+def test_augmentation_from_the_global_generators_is_compared(draw: Callable[[int], Any]) -> None:
+    random.seed(1)
+    first = identity_of(Drawn(draw))
+    random.seed(2)
+    torch.manual_seed(2)
+    assert first == identity_of(Drawn(draw))
+    assert len(first.digests) == 8
+
+
+def test_a_sample_with_randomness_of_its_own_is_no_disagreement() -> None:
+    one, two = np.random.default_rng(1), np.random.default_rng(2)
+    first, other = Drawn(lambda i: one.random(3)), Drawn(lambda i: two.random(3))
+    assert identity_of(first) == DataIdentity(50)
+    assert difference(first, other) is None
+
+
+def test_samples_of_a_type_without_a_digest_are_compared_by_their_number_alone() -> None:
+    first, other = Drawn(lambda i: object()), Drawn(lambda i: [1, object()])
+    assert difference(first, other) is None
+    assert "samples here" in str(difference(first, Drawn(lambda i: object(), 49)))
+
+
+def test_all_that_default_collate_takes_has_a_digest() -> None:
+    everything = {
+        "t": torch.ones(2, 3).t(), "half": torch.ones(3, dtype=torch.bfloat16), "empty": torch.empty(0), "flag": True,
+        "n": np.float32(2), "a": np.arange(3), "text": "words", "raw": b"bytes", "none": None, "list": [1, (2.5, "x")],
+    }  # fmt: skip
+    assert len(identity_of(Drawn(lambda i: everything)).digests) == 8
+
+
+def test_looking_at_the_data_leaves_randomness_as_it_was() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    identity_of(Drawn(lambda i: (torch.rand(2), random.random(), np.random.rand())))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert np.random.get_state()[1].tolist() == before[2]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9])
+def test_a_short_data_set_is_read_where_it_has_samples(length: int) -> None:
+    positions = [position for position, _ in identity_of(list(range(length))).digests]
+    assert positions == list(range(length)) or (len(positions) == 8 and positions[-1] == length - 1)
+
+
+def test_a_record_of_before_that_has_no_data_agrees_with_any() -> None:
+    assert disagreement(record(DataIdentity()), record(identity_of([1, 2]))) is None
+    assert disagreement(record(identity_of([1, 2])), record(DataIdentity())) is None

@@ -1,0 +1,224 @@
+"""Evaluations: when they are due, what they see, what they may do to the model and to training's randomness."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.errors import UsageError
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.worker.loop.evaluations import Evaluations
+from rallypoint.worker.tensors import weights_hash
+
+DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
+Evaluation = Callable[[torch.nn.Module, int], Any]
+
+
+def build() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.5))
+
+
+def train(model: torch.nn.Module, evaluate: Evaluation | None = None, every: int = 2, **settings: Any) -> str:
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, **{"replicas": 2, "batch": 4, "steps": 6, **settings})
+        if evaluate is not None:
+            run.every(every)(lambda step: evaluate(model, step))
+        for micro in run:
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean())
+    return weights_hash(model)
+
+
+@contextmanager
+def unwatched(step: int) -> Iterator[None]:
+    yield
+
+
+def steps_evaluated(every: int, versions: list[tuple[int, int]], last: int = 1000) -> list[int]:
+    """At which of these (step, step of the version before it in the job) an evaluation runs."""
+    seen: list[int] = []
+    evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, steps=last, watch=unwatched)
+    evaluations.add(every, lambda step: seen.append(step))
+    for step, before in versions:
+        evaluations.run(evaluations.due(step, before), step, lambda values: None)
+    return seen
+
+
+def in_jumps(*steps: int) -> list[tuple[int, int]]:
+    return [(step, step - 1) for step in steps]
+
+
+def test_a_version_that_jumps_over_a_multiple_is_evaluated() -> None:
+    assert steps_evaluated(10, in_jumps(0, 4, 9, 12, 19, 31, 39, 41)) == [12, 31, 41]
+
+
+def test_each_multiple_is_evaluated_once_where_no_version_is_left_out() -> None:
+    assert steps_evaluated(3, in_jumps(*range(11)), last=10) == [3, 6, 9, 10]
+
+
+def test_what_is_computed_again_after_a_roll_back_is_evaluated_again() -> None:
+    assert steps_evaluated(4, in_jumps(0, 1, 2, 3, 4, 5, 2, 3, 4, 5, 6, 7, 8)) == [4, 4, 8]
+
+
+def test_a_worker_that_begins_in_the_middle_evaluates_at_the_next_multiple() -> None:
+    assert steps_evaluated(10, in_jumps(37, 38, 40, 41)) == [40]
+
+
+def test_an_evaluation_draws_the_same_numbers_whatever_came_before_and_training_does_not_notice() -> None:
+    drawn: dict[int, list[float]] = {}
+
+    def draws(model: torch.nn.Module, step: int) -> None:
+        drawn.setdefault(step, []).append(torch.rand(1).item())
+
+    undisturbed = train(build())
+    assert train(build(), draws) == undisturbed
+    assert train(build(), draws, every=3) == undisturbed
+    assert drawn.keys() == {2, 3, 4, 6}
+    assert len(set(drawn[6])) == 1, "one step, one seed"
+    assert len({values[0] for values in drawn.values()}) == 4
+
+
+def test_randomness_between_two_micro_batches_does_not_depend_on_evaluations() -> None:
+    def drawn_outside(evaluate: Evaluation | None) -> list[float]:
+        drawn, model = [], build()
+        with EmbeddedJob() as job:
+            run = job.train(model, DATA, batch=4, steps=4)
+            if evaluate is not None:
+                run.every(1)(lambda step: evaluate(model, step))
+            for micro in run:
+                with micro:
+                    micro.backward(model(micro.batch[0]).square().mean())
+                drawn.append(torch.rand(1).item())
+        return drawn
+
+    def reseeds(model: torch.nn.Module, step: int) -> None:
+        torch.manual_seed(step)
+
+    assert drawn_outside(reseeds) == drawn_outside(None)
+
+
+def test_an_evaluation_may_copy_and_save_the_model() -> None:
+    copies: list[torch.nn.Module] = []
+
+    def keep(model: torch.nn.Module, step: int) -> None:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copies.append(torch.load(file, weights_only=False))
+        copies.append(copy.deepcopy(model))
+
+    model = build()
+    train(model, keep)
+    assert len(copies) == 6
+    for copied in copies:
+        assert not any(module._forward_pre_hooks for module in copied.modules())
+    assert weights_hash(copies[-1]) == weights_hash(model)
+
+
+def test_the_loop_may_copy_and_save_the_model() -> None:
+    model = build()
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, batch=4, steps=2):
+            file = io.BytesIO()
+            torch.save(model, file)
+            file.seek(0)
+            loaded = torch.load(file, weights_only=False)
+            copied = copy.deepcopy(model)
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean())
+    for other in (loaded, copied):
+        other(torch.ones(2, 3))
+        assert "exchange" not in str(other[0]._forward_pre_hooks)
+
+
+def test_an_evaluation_that_leaves_other_weights_is_refused() -> None:
+    def writes(model: Any, step: int) -> None:
+        model[0].weight.data.mul_(0.5)
+
+    with pytest.raises(UsageError, match=r"parameter 0\.weight was changed at step 2 by the script.*on a copy"):
+        train(build(), writes)
+
+
+def test_an_evaluation_may_put_averaged_weights_in_and_the_own_ones_back() -> None:
+    def swaps(model: torch.nn.Module, step: int) -> None:
+        before = copy.deepcopy(model.state_dict())
+        model.load_state_dict({name: torch.zeros_like(value) for name, value in before.items()})
+        model.load_state_dict(before)
+
+    assert train(build(), swaps) == train(build())
+
+
+def test_an_evaluation_in_training_mode_leaves_no_statistics_behind() -> None:
+    def updates(model: torch.nn.Module, step: int) -> None:
+        model.train()
+        model(torch.randn(16, 3))
+
+    assert train(build(), updates) == train(build())
+
+
+def test_an_evaluation_that_needs_gradients_sends_none_of_them() -> None:
+    def attacks(model: torch.nn.Module, step: int) -> None:
+        with torch.enable_grad():
+            model(torch.ones(4, 3)).sum().backward()
+
+    assert train(build(), attacks) == train(build())
+
+
+def test_layers_that_stay_in_eval_mode_are_in_eval_mode_after_an_evaluation() -> None:
+    model, modes = build(), []
+    model[1].eval()
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, batch=4, steps=3)
+        run.every(1)(lambda step: None)
+        for micro in run:
+            with micro:
+                modes.append((model[0].training, model[1].training))
+                micro.backward(model(micro.batch[0]).square().mean())
+    assert modes == [(True, False)] * 3
+
+
+@pytest.mark.parametrize(
+    ("result", "sentence"),
+    [
+        (0.5, "returned a float: return a dict of numbers"),
+        ([1, 2], "returned a list: return a dict of numbers"),
+        ({"loss": torch.ones(2)}, r"returned a Tensor of shape \[2\] as 'loss': return names with one number each"),
+        ({"loss": "low"}, "returned a str as 'loss'"),
+        ({3: 0.5}, "returned a float as 3"),
+    ],
+    ids=str,
+)
+def test_a_result_that_is_no_dict_of_numbers_is_refused(result: Any, sentence: str) -> None:
+    with pytest.raises(UsageError, match=f"the evaluation at step 2 {sentence}"):
+        train(build(), lambda model, step: result)
+
+
+@pytest.mark.parametrize("result", [{"loss": torch.ones(1)}, {"loss": 1}, {}, None], ids=str)
+def test_numbers_of_any_kind_are_fine(result: Any) -> None:
+    train(build(), lambda model, step: result)
+
+
+@pytest.mark.parametrize("every", [0, -3, 1.5])
+def test_an_impossible_interval_is_refused(every: Any) -> None:
+    with pytest.raises(UsageError, match="give a positive number of steps"):
+        train(build(), lambda model, step: None, every=every)
+
+
+def test_a_run_whose_folder_cannot_be_made_says_so(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with EmbeddedJob() as job:
+        run: rp.Run = job.train(build(), DATA, batch=4, steps=1)
+        welcome = run._parts.coordinator.welcome
+        blocked = type(welcome)(folder=str(tmp_path / "file" / "run"))
+        monkeypatch.setattr(run._parts.coordinator, "welcome", blocked)
+        with pytest.raises(UsageError, match=r"the run's folder .*file/run cannot be made: Not a directory"):
+            _ = run.folder
+        monkeypatch.undo()

@@ -1,0 +1,138 @@
+"""What `job.train` and `micro.backward` are given by mistake: a sentence that says what to give instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.errors import ConfigError, DataError, ModelError, RallypointError, UsageError
+from rallypoint.launch.embedded import EmbeddedJob
+
+DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
+LR = torch.optim.lr_scheduler
+
+
+def train(model: Any = None, data: Any = DATA, loss: Any = None, **settings: Any) -> None:
+    model = torch.nn.Linear(3, 2) if model is None else model
+    with EmbeddedJob() as job:
+        for micro in job.train(model, data, **{"batch": 4, "steps": 2, **settings}):
+            with micro:
+                found = model(micro.batch[0]).square().mean()
+                micro.backward(found if loss is None else loss(found))
+
+
+def refused(error: type[RallypointError], sentence: str, *args: Any, **settings: Any) -> None:
+    with pytest.raises(error, match=sentence):
+        train(*args, **settings)
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (torch.utils.data.DataLoader(DATA), r"a DataLoader was given as the data set: give its data set \(loader.data"),
+        (Stream(), "an IterableDataset was given: .* give a map-style data set"),
+        (None, "a NoneType was given as the data set: give a map-style one"),
+        ({"x": [1, 2]}, "a dict was given as the data set"),
+        ((x for x in [1, 2]), "a generator was given as the data set"),
+        ([object(), object()], r"these samples cannot be made a batch of \(default_collate: .*collate_fn="),
+        ([torch.ones(i + 1) for i in range(9)], "these samples cannot be made a batch of .*tensors of one shape"),
+    ],
+    ids=["loader", "stream", "none", "dict", "generator", "objects", "shapes"],
+)
+def test_data_that_is_no_map_style_data_set(data: Any, sentence: str) -> None:
+    refused(DataError, sentence, None, data)
+
+
+def test_samples_of_unlike_shapes_are_made_a_batch_by_the_scripts_own_function() -> None:
+    data = [torch.ones(1 + i % 3) for i in range(9)]
+    shapes = []
+
+    def pad(samples: list[torch.Tensor]) -> list[torch.Tensor]:
+        shapes.append([len(sample) for sample in samples])
+        return [torch.stack([torch.nn.functional.pad(sample, (0, 3 - len(sample))) for sample in samples])]
+
+    train(None, data, collate_fn=pad)
+    assert all(len(batch) == 4 for batch in shapes)
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: print, "a builtin_function_or_method was given as the model: give a torch.nn.Module"),
+        (lambda: torch.nn.Linear(3, 2, device="meta"), "parameter weight is on the meta device and has no values"),
+        (lambda: torch.nn.LazyLinear(2), r"weight has no shape yet \(a lazy module\): run one batch through the model"),
+        (lambda: torch.nn.LazyBatchNorm1d(), "has no shape yet"),
+        (lambda: _expanded(), "parameter weight is an expanded view, whose elements share memory: make it one"),
+    ],
+    ids=["function", "meta", "lazy", "lazy buffers", "expanded"],
+)
+def test_models_that_cannot_be_trained(build: Any, sentence: str) -> None:
+    refused(ModelError, sentence, build())
+
+
+def _expanded() -> torch.nn.Module:
+    model = torch.nn.Linear(3, 2)
+    model.weight = torch.nn.Parameter(torch.ones(1, 3).expand(2, 3))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"optimizer": rp.AdamW(lr=lambda step: 0.1)}, r"optimizer\.lr is a builtins\.function: servers run sched"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)}, r"optimizer is a torch\.optim\.sgd\.SGD: use"),
+        ({"lr": 0.1}, r"unknown field `lr`: give it to the optimizer, optimizer=rp\.AdamW\(lr=1e-3\)"),
+        ({"batch_size": 4}, "unknown field `batch_size`: a replica's samples at a step are batch="),
+        ({"epochs": 4}, "unknown field `epochs`: give steps="),
+        ({"callback": print}, "unknown field `callback`: docs/usage.md has a table of its settings"),
+        ({"clip": print}, "clip is a builtins.builtin_function_or_method: settings are data"),
+    ],
+    ids=["lr", "optimizer", "lr outside", "batch_size", "epochs", "unknown", "object"],
+)
+def test_settings_that_are_none(settings: dict[str, Any], sentence: str) -> None:
+    refused(ConfigError, sentence, **settings)
+
+
+@pytest.mark.parametrize(
+    ("own", "schedule", "sentence"),
+    [
+        (lambda p: torch.optim.LBFGS(p), None, r"LBFGS\.step\(\) needs closure: the job steps once"),
+        (lambda p: torch.optim.SGD(p), lambda o: LR.ReduceLROnPlateau(o), "own_schedule is a ReduceLROnPlateau"),
+        (lambda p: torch.optim.SGD, None, r"own_optimizer is the class SGD: give a "),
+        (lambda p: rp.AdamW(), None, "own_optimizer is a AdamW"),
+        (lambda p: torch.optim.SGD(p), lambda o: (lambda step: 0.1), "own_schedule is a function"),
+    ],
+    ids=["closure", "plateau", "class", "ours", "function"],
+)
+def test_own_optimizers_that_the_job_cannot_step(own: Any, schedule: Any, sentence: str) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = own(list(model.parameters()))
+    given = {"own_optimizer": optimizer, "own_schedule": schedule(optimizer) if schedule else None}
+    refused(ConfigError, sentence, model, sync=rp.AllReduce(), **given)
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda found: found.item(), "needs the loss as a tensor, not as a float: pass it without"),
+        (lambda found: None, "needs the loss as a tensor, not as a NoneType"),
+        (lambda found: found.detach(), "step 0, replica 0: the loss depends on no trained parameter"),
+        (lambda found: torch.stack([found, found]), r"needs a scalar loss, not one of shape \[2\]: take its mean"),
+    ],
+    ids=["float", "none", "detached", "two"],
+)
+def test_losses_that_have_no_gradient(loss: Any, sentence: str) -> None:
+    refused(UsageError, sentence, loss=loss)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_of_one_element_is_a_loss(shape: tuple[int, ...]) -> None:
+    train(loss=lambda found: found.view(shape))
