@@ -62,6 +62,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
+from rallypoint.observe.observed import observed
 from rallypoint.store.retention import Retention
 
 SILENCE_S = 5.0  # without news for so long, say what the job waits for
@@ -113,7 +114,8 @@ class CoordinatorService:
     def start(self) -> None:
         """Begin to listen. AddressInUse when somebody does there already; DataError for an unreadable journal."""
         self._journal = Journal(self._join_info.folder)
-        self._machine = ClusterMachine(self._terms, recovered=self._journal.load(), resume=self._resume)
+        machine = ClusterMachine(self._terms, recovered=self._journal.load(), resume=self._resume)
+        self._machine = observed(machine, "coordinator")
         self._written = 0
         self._log = EventLog(self._join_info.folder)
         self._keeper: SnapshotKeeper | None = None

@@ -325,7 +325,7 @@ def _coordinator_arguments(plan: Launch, bind: str, *, again: bool = False) -> l
     }  # fmt: skip
     return [
         "--bind", bind, "--terms", msgspec.json.encode(terms).decode(),
-        "--reception", msgspec.json.encode(join_info).decode(),
+        "--join-info", msgspec.json.encode(join_info).decode(),
         *(["--resume", plan.resume] if plan.resume and not again else []),
     ]  # fmt: skip
 

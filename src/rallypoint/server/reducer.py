@@ -30,6 +30,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import COPY, NOT_FINITE, SKIP, Header, Kind, wants
 from rallypoint.net.messages import CaughtUp, Message, NotStored
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
+from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.averaged import AveragedShard
 from rallypoint.server.capture import Capture
@@ -127,7 +128,7 @@ class Reducer:
         self._pool, self._pools = pool, pools
         self._tickets.limit = config.hold_bytes
         self._snapshots_url = url
-        self._machine = ServerMachine(self._me, plan_of(config, shards))
+        self._machine = observed(ServerMachine(self._me, plan_of(config, shards)), self._me)
         self._cadence = self._machine.plan.cadence
         if any(map(has_state, config.codecs)):
             self._codec_states = CodecStates(self._me, ShardCodecStates(config), config.replicas, self._followers.tell)

@@ -16,6 +16,7 @@ from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.watch import watch
 
 TICK_S = 0.25
 
@@ -44,7 +45,7 @@ class SimulatedCoordinator:
         self, world: World, job: SimulatedJob, terms: Terms, store: SimulatedStore, disk: Disk, outcome: Outcome
     ) -> None:
         self.node, self.job, self.store, self.disk, self.outcome = Node(world, COORDINATOR), job, store, disk, outcome
-        self.machine = ClusterMachine(terms, recovered=disk.state)
+        self.machine = watch(ClusterMachine(terms, recovered=disk.state), COORDINATOR)
         self._written = 0
         self._members: dict[str, Wire] = {}
         world.acceptors[COORDINATOR] = self

@@ -18,6 +18,7 @@ from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
 from rallypoint.testing.simulation.member import COORDINATOR, Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.watch import watch
 
 RETRY_S = 0.1
 
@@ -67,7 +68,7 @@ class SimulatedServer:
         self.membership = Membership(self.node, "server", self._on_message, self._on_admitted, address=name)
 
     def _new_machine(self, plan: Plan) -> ServerMachine:
-        return ServerMachine(self.node.name, plan)
+        return watch(ServerMachine(self.node.name, plan), self.node.name)
 
     # ---- the coordinator's words ----
 

@@ -14,6 +14,7 @@ from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJ
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.watch import watch
 
 RETRY_S = 0.1
 
@@ -39,7 +40,7 @@ class SimulatedWorker:
         self._hesitate_s = hesitate_s
         self.holds = -1  # the version that the model is, where workers are stateful: also in a view in which it is void
         self._to_store: tuple[str, int, tuple[str, ...]] | None = None
-        self.machine = _machine_for(name, job)
+        self.machine = watch(_machine_for(name, job), name)
         self.slots: list[Content] = [GARBAGE] * job.shards
         self.model: list[Content] = []
         self.done = self.finished = self.leaving = False

@@ -21,6 +21,7 @@ from rallypoint.core.worker.handover import Paths
 from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
+from rallypoint.observe.observed import observed
 from rallypoint.observe.waits import wait_until
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.state import read_state
@@ -51,7 +52,7 @@ class Exchange:
         self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
         self._context, self._steps = context, config.rounds
         self._encoder = Encoder(layout, config)
-        self._machine = _machine_for(context.me, layout, config)
+        self._machine = observed(_machine_for(context.me, layout, config), context.me)
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._finished = False
