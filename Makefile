@@ -1,16 +1,19 @@
 # Two commands do everything on a fresh machine: `make train` and `make test`.
+# Tests run in JOBS processes: one more than there are cores, because many tests wait for others.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 ARGS ?=
+JOBS ?= $(shell $(PYTHON) -c 'import os; print(min(8, 1 + (os.cpu_count() or 1)))')
+PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test quick simulate chaos check format bench clean
+.PHONY: help setup train test test-all quick simulate chaos check format bench clean
 
 help: ## Show what can be made
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
 
 setup: $(VENV)/installed ## Make the environment in .venv (pinned versions)
 
@@ -26,11 +29,14 @@ $(VENV)/installed: pyproject.toml constraints.txt
 train: setup ## Train a small GPT on real text through 2 workers and 2 servers; ARGS="--data FOLDER" for your own
 	@$(BIN)/rallypoint train --workers 2 --servers 2 gpt $(ARGS)
 
-test: setup ## Run the tests; ARGS="-k name" for some of them
-	$(BIN)/python -m pytest $(ARGS)
+test: setup ## Run the tests, in a few minutes; ARGS="-k name" for some of them, JOBS=1 for one after another
+	$(PYTEST) -m "not slow" $(ARGS)
 
-quick: setup ## The tests that start no whole programs, in a few minutes
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+test-all: setup ## Run all tests, with the long plays and every variant, as CI does
+	$(PYTEST) $(ARGS)
+
+quick: setup ## Run the tests that start no whole programs
+	$(PYTEST) -m "not slow and not programs" $(ARGS)
 
 simulate: setup ## Play SEEDS=1000 seeded plans of faults on a simulated cluster
 	$(BIN)/python -m rallypoint.testing.simulation --seeds $(or $(SEEDS),1000)
@@ -38,12 +44,12 @@ simulate: setup ## Play SEEDS=1000 seeded plans of faults on a simulated cluster
 chaos: setup ## Kill 40 processes under a training run: the same bytes?
 	@$(BIN)/rallypoint chaos --kills 40 --resizes 4,1,3 --everything gpt --steps 1200 --validate-every 600 $(ARGS)
 
-check: setup ## Lint, types, import directions
+check: setup ## Lint, types, import directions, sizes, names
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests/test_layers.py
+	$(BIN)/python -m pytest tests/test_layers.py tests/test_house.py
 
-format: setup ## Sort imports, mend what ruff can mend
+format: setup ## Sort imports, fix what ruff can fix
 	$(BIN)/ruff check --fix .
 
 bench: setup ## Run the benchmarks one after another (root: they use network namespaces)

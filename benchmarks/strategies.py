@@ -12,7 +12,7 @@ many steps as DDP, each of its share of the batch; with local steps likewise. Wh
 
 Fair to DDP: its ranks have equal batches, because it cannot have others, so a slow worker sets its pace, by design.
 The others compute R replicas, R being as many as workers or, with half the batch, twice as many: what the limit says is
-faster in that case (the table has it). So a slow worker's replicas may be dealt to others, at the price of a gradient
+faster in that case (the table has it). So a slow worker's replicas may move to others, at the price of a gradient
 each; not where replicas keep something on their worker (error feedback, local steps), which wait for it as DDP does. A
 slow worker's every replica takes `--slow` times as long, padded by sleeping, as every worker's (see
 strategies_workloads.py); DDP's rank is padded by the same code.

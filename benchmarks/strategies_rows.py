@@ -54,7 +54,7 @@ class Row:
 
     @property
     def sticky(self) -> bool:
-        """Do replicas leave something on their worker, so that none is dealt elsewhere for speed's sake?"""
+        """Do replicas leave something on their worker, so that none is moved for speed's sake?"""
         kept = isinstance(self.sync, rp.LocalSteps) and self.sync.keep_inner
         return self.hook is not None or kept or has_state(self.settings.get("codec", Raw()))
 
@@ -172,7 +172,7 @@ def settings_with(row: Row, replicas: int) -> dict[str, Any]:
 def choose_replicas(row: Row, case: Case, slow: float, seconds: float, model: Sequence[tuple[int, ...]]) -> int:
     """R: as many as workers, or twice as many with half the batch, whichever the limit says is faster.
 
-    Twice as many can be dealt out more evenly when a worker is slow, but each sends its own contribution. DDP and those
+    Twice as many can be assigned more evenly when a worker is slow, but each sends its own contribution. DDP and those
     whose replicas stay where they are have nothing of that, and a quorum is about workers.
     """
     if row.sticky or row.leaves_one_out:

@@ -54,7 +54,7 @@ class Recorder:
         self._began: list[float] = []
         self._losses: list[float] = []
         with open("/proc/self/clear_refs", "w") as peak:
-            peak.write("5")  # the peak begins anew: ru_maxrss would remember our parent's
+            peak.write("5")  # the peak begins anew: ru_maxrss would include our parent's
         self._baseline = _memory("VmRSS")
 
     def step(self, step: int, loss: torch.Tensor, began: float) -> None:

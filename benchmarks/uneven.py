@@ -52,7 +52,7 @@ def command(
     console = Console(highlight=False)
     speeds = (_WORKERS - 1) / seconds + 1 / (slow * seconds)
     table = Table("", "replicas/s [min..max]", "of the sum of the speeds")
-    for name, backup in (("dealt by speed", False), ("and backup tasks", True)):
+    for name, backup in (("assigned by speed", False), ("and backup tasks", True)):
         found = sorted(rate(replicas, seconds, slow, steps, backup) for _ in range(rounds))
         middle = statistics.median(found)
         table.add_row(name, f"{middle:.1f} [{found[0]:.1f}..{found[-1]:.1f}]", f"{middle / speeds:.0%}")

@@ -19,7 +19,7 @@ from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 SCRIPT = '''
 import math, os, sys

@@ -22,7 +22,7 @@ from rallypoint.launch import launcher
 from rallypoint.launch.console import RunConsole
 from rallypoint.net.messages import Finished, Message
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 ROOT = Path(__file__).parent.parent
 LONG_RUN = """

@@ -21,7 +21,9 @@ import pytest
 import safetensors.torch
 import torch
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+from rallypoint.testing.programs import Program
+
+pytestmark = pytest.mark.programs
 
 PATIENCE_S = 90.0
 STEPS = 24
@@ -56,30 +58,45 @@ AnyCluster = TypeVar("AnyCluster", bound="Cluster")
 
 
 class Cluster:
-    """``rallypoint`` with a run's folder, as a user starts it; its workers stop at the step that the gate says."""
+    """``rallypoint`` with a run's folder, as a user starts it; its workers stop at the step that the gate says.
 
-    def __init__(self, home: Path) -> None:
-        self.home, self.folder = home, home / "run"
-        self._gate, self._output = home / "gate", home / "output"
+    Its processes are forked from a warm start, or `cold`: each imports torch for itself.
+    """
+
+    def __init__(self, home: Path, *, cold: bool = False) -> None:
+        self.home, self.folder, self._cold = home, home / "run", cold
+        self._gate, self._output, self.answer = home / "gate", home / "output", home / "answer"
         self.script = home / "script.py"
         self.script.write_text(SCRIPT)
-        self.launcher: subprocess.Popen[bytes] | None = None
+        self.launcher: Program | subprocess.Popen[bytes] | None = None
         self.seen: dict[int, psutil.Process] = {}
         self.open(0)
 
     # ---- starting and ending ----
 
     def run(self, *options: str) -> None:
-        self._start("run", "--folder", str(self.folder), *options, str(self.script), str(self._gate))
+        self.launcher = self._start(
+            self._output, "run", "--folder", str(self.folder), *options, str(self.script), str(self._gate)
+        )
 
     def resume(self) -> None:
-        self._start("resume", str(self.folder))
+        self.launcher = self._start(self._output, "resume", str(self.folder))
 
-    def _start(self, *arguments: str) -> None:
-        with self._output.open("ab") as output:
-            self.launcher = subprocess.Popen(
-                command(*arguments), stdout=output, stderr=subprocess.STDOUT, env={**os.environ, "COLUMNS": "200"}
-            )
+    def ask_for_a_snapshot(self) -> Program | subprocess.Popen[bytes]:
+        """``rallypoint snapshot``, which ends once there is one; it says to `answer` which."""
+        return self._start(self.answer, "snapshot", str(self.folder))
+
+    def ask(self, *arguments: str) -> int:
+        """Run another command to its end, which says to `answer` what it has to say; its exit status."""
+        self.answer.unlink(missing_ok=True)
+        return self._start(self.answer, *arguments).wait(PATIENCE_S)
+
+    def _start(self, output: Path, *arguments: str) -> Program | subprocess.Popen[bytes]:
+        env = {**os.environ, "COLUMNS": "200"}
+        if not self._cold:
+            return Program(["-m", "rallypoint.cli", *arguments], output, env)
+        with output.open("ab") as file:
+            return subprocess.Popen(command(*arguments), stdout=file, stderr=subprocess.STDOUT, env=env)
 
     def ended(self) -> int:
         """The launcher's exit status, once it and all of its children are gone."""
@@ -122,7 +139,9 @@ class Cluster:
             for child in psutil.Process(self.launcher.pid).children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess, KeyError):  # gone, or not yet what it will be
                     self.seen[child.pid] = child
-                    found[child.environ()["RALLYPOINT_ID"]] = child
+                    name = child.environ()["RALLYPOINT_ID"] if self._cold else child.name()
+                    if name == "coordinator" or name.startswith(("server", "worker")):
+                        found[name] = child
         return found
 
     def _alive(self) -> list[psutil.Process]:
@@ -178,9 +197,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "rallypoint.cli", *arguments]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path)
+@pytest.fixture(params=["warm", pytest.param("cold", marks=pytest.mark.slow)])
+def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, cold=request.param == "cold")
     yield cluster
     cluster.close()
 
@@ -290,17 +309,16 @@ def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undist
 def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
-    asked = subprocess.Popen(command("snapshot", str(cluster.folder)), stdout=subprocess.PIPE, text=True)
+    asked = cluster.ask_for_a_snapshot()
     for step in range(AT, STEPS - 1):  # it is taken at a version a little ahead: let them come there
         cluster.until_caught_up(step)
         with contextlib.suppress(subprocess.TimeoutExpired):
             asked.wait(0.5)
             break
-    said, _ = asked.communicate(timeout=PATIENCE_S)
-    assert asked.returncode == 0, cluster.output
+    assert asked.wait(PATIENCE_S) == 0, cluster.output
     taken = cluster.events("Snapshotted")[-1]
     assert taken["version"] > 0
-    assert said.startswith(f"{taken['snapshot']}: version {taken['version']}, ")
+    assert cluster.answer.read_text().startswith(f"{taken['snapshot']}: version {taken['version']}, ")
     before = cluster.processes()
     assert len(before) == 5
     assert cluster.launcher is not None
@@ -319,18 +337,12 @@ def test_an_exported_snapshot_is_the_model(undisturbed: Cluster) -> None:
     expected = torch.load(undisturbed.folder / "model.pt", weights_only=True)
     for name in ("exported.safetensors", "exported.pt"):
         to = undisturbed.home / name
-        done = subprocess.run(
-            command("export", str(undisturbed.folder), "--to", str(to)), capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert undisturbed.ask("export", str(undisturbed.folder), "--to", str(to)) == 0, undisturbed.answer.read_text()
         exported = safetensors.torch.load_file(to) if to.suffix != ".pt" else torch.load(to, weights_only=True)["model"]
         assert exported.keys() == expected.keys()
         assert all(torch.equal(exported[key], expected[key]) for key in expected)
 
 
 def test_a_run_that_is_over_cannot_be_asked_for_a_snapshot(undisturbed: Cluster) -> None:
-    done = subprocess.run(
-        command("snapshot", str(undisturbed.folder)), capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert done.returncode == 1
-    assert done.stderr == f"error: no run is under way in {undisturbed.folder}\n"
+    assert undisturbed.ask("snapshot", str(undisturbed.folder)) == 1
+    assert undisturbed.answer.read_text() == f"error: no run is under way in {undisturbed.folder}\n"

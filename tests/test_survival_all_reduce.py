@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command, undisturbed_run
+from test_survival import AT, STEPS, Cluster, alive, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 LOOKS_S = 1.5  # several times as long as the coordinator leaves between two looks at the clock
 ALL_REDUCE = ("--set", "sync.type=all-reduce")
@@ -105,11 +104,8 @@ def test_a_worker_killed_mid_step_is_replaced_by_one_that_gets_the_state_from_th
     assert "going back" not in cluster.output
 
 
-@pytest.mark.parametrize("replication", ["1", "2"])
-def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(
-    cluster: Cluster, under_sync: Cluster, replication: str
-) -> None:
-    cluster.run("--workers", "2", "--servers", "2", "--replication", replication, *ALL_REDUCE)
+def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(cluster: Cluster, under_sync: Cluster) -> None:
+    cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
     cluster.until_caught_up(AT)
     assert cluster.events("Members")[-1]["exposed"] == 0
     cluster.processes()["server0"].kill()
@@ -184,10 +180,7 @@ def test_what_is_exported_is_what_is_exported_under_sync(cluster: Cluster, under
     exported = []
     for run in (cluster, under_sync):
         to = run.home / "exported.pt"
-        done = subprocess.run(
-            command("export", str(run.folder), "--to", str(to)), capture_output=True, text=True, timeout=PATIENCE_S
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert run.ask("export", str(run.folder), "--to", str(to)) == 0, run.answer.read_text()
         exported.append(torch.load(to, weights_only=True))
     ours, theirs = exported
     assert ours["step"] == theirs["step"] == STEPS

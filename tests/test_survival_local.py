@@ -9,7 +9,7 @@ import pytest
 
 from test_survival import SCRIPT, STEPS, Cluster, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 AT = 9  # the second step of a round
 WAITING = """while micro.replica > 0 and micro.step >= int(gate.read_text()):

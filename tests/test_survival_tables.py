@@ -12,9 +12,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, command, undisturbed_run
+from test_survival import AT, PATIENCE_S, STEPS, Cluster, alive, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 WAIT = "while micro.replica > 0 and micro.step >= int(gate.read_text()): time.sleep(0.005)"
 SCRIPT = f"""
@@ -56,7 +56,7 @@ class TableCluster(Cluster):
         self.script.write_text(SCRIPT.replace(f"# {where}", WAIT))
 
     def resume_on(self, *options: str) -> None:
-        self._start("resume", str(self.folder), *options)
+        self.launcher = self._start(self._output, "resume", str(self.folder), *options)
 
     @property
     def tables(self) -> dict[str, torch.Tensor]:
@@ -122,14 +122,13 @@ def test_a_server_that_alone_held_its_rows_costs_steps_but_no_byte(
 def test_a_snapshot_goes_on_with_another_number_of_servers(cluster: TableCluster, undisturbed: TableCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
-    asked = subprocess.Popen(command("snapshot", str(cluster.folder)), stdout=subprocess.PIPE, text=True)
+    asked = cluster.ask_for_a_snapshot()
     for step in range(AT, STEPS - 1):  # it is taken at a version a little ahead: let them come there
         cluster.until_caught_up(step)
         with contextlib.suppress(subprocess.TimeoutExpired):
             asked.wait(0.5)
             break
-    asked.communicate(timeout=PATIENCE_S)
-    assert asked.returncode == 0, cluster.output
+    assert asked.wait(PATIENCE_S) == 0, cluster.output
     taken = cluster.events("Snapshotted")[-1]
     assert taken["version"] > 0
     before = cluster.processes()
@@ -165,8 +164,7 @@ def test_in_the_streaming_modes_a_kill_loses_no_contribution(cluster: TableClust
 
 def test_an_exported_table_is_one_tensor(undisturbed: TableCluster) -> None:
     to = undisturbed.home / "exported.safetensors"
-    done = subprocess.run(command("export", str(undisturbed.folder), "--to", str(to)), timeout=60, check=False)
-    assert done.returncode == 0
+    assert undisturbed.ask("export", str(undisturbed.folder), "--to", str(to)) == 0, undisturbed.answer.read_text()
     exported = safetensors.torch.load_file(to)
     assert torch.equal(exported["1.weight"], undisturbed.tables["users"])
     assert torch.equal(exported["2.weight"], undisturbed.tables["items"])

@@ -229,7 +229,7 @@ def export(
 @app.command(hidden=True)
 def coordinator(
     terms: Annotated[str, typer.Option(help="How the cluster is to behave (core.terms.Terms), as JSON.")] = "{}",
-    join_info: Annotated[str, typer.Option(help="What members are told (Reception), as JSON.")] = "{}",
+    join_info: Annotated[str, typer.Option(help="What members are told (JoinInfo), as JSON.")] = "{}",
     resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
     bind: Bind = "127.0.0.1:0",
 ) -> None:

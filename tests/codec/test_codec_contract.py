@@ -109,7 +109,7 @@ def test_edges_decode_to_finite_words_no_larger_than_what_was_sent(name: str, ed
 @pytest.mark.parametrize("name", FINITE_ONLY)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1234, WORDS - 1])
-def test_what_cannot_be_carried_is_refused_before_anything_is_remembered(name: str, poison: float, place: int) -> None:
+def test_what_cannot_be_carried_is_refused_before_the_codec_state_changes(name: str, poison: float, place: int) -> None:
     codec = encoder_of(name, WORDS)
     encoded(codec, gradient(WORDS))
     before = {key: tensor.clone() for key, tensor in codec.state().items()} if isinstance(codec, Stateful) else {}
@@ -198,7 +198,7 @@ def test_state_moves_to_another_codec_and_can_be_forgotten(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in STATEFUL if name != "powersgd"])
-def test_a_codec_with_memory_serves_its_own_shard_only(name: str) -> None:
+def test_a_codec_with_a_state_serves_its_own_shard_only(name: str) -> None:
     with pytest.raises(UsageError, match=r"serves a (shard|parameter)"):
         encoded(encoder_of(name, WORDS), gradient(WORDS + 1))
 

@@ -1,4 +1,4 @@
-"""What a codec remembers goes through bytes unharmed, and bytes that it cannot have written are refused."""
+"""A codec state goes through bytes unharmed, and bytes that the codec cannot have written are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ every = pytest.mark.parametrize("name", STATEFUL)
 
 
 def practised(name: str, steps: int = 5) -> Codec:
-    """One that has something to remember."""
+    """A codec with a state."""
     codec = encoder_of(name, WORDS)
     for step in range(steps):
         encoded(codec, gradient(WORDS, seed=step), seed=step)
@@ -35,7 +35,7 @@ def state_of(codec: Codec) -> bytes:
 
 
 @every
-def test_whoever_takes_a_memory_over_goes_on_as_its_owner_would_have(name: str) -> None:
+def test_whoever_takes_a_codec_state_over_goes_on_as_its_owner_would_have(name: str) -> None:
     owner, heir = practised(name), encoder_of(name, WORDS)
     data = state_of(owner)
     rest = load(heir, owner.code, memoryview(data + b"and what was sent"))
@@ -48,7 +48,7 @@ def test_whoever_takes_a_memory_over_goes_on_as_its_owner_would_have(name: str) 
 
 
 @every
-def test_a_memory_is_as_long_as_its_limits_say(name: str) -> None:
+def test_a_codec_state_is_as_long_as_its_limits_say(name: str) -> None:
     codec = practised(name)
     limits = limits_of(encoder_of(name, WORDS), WORDS)
     assert len(state_of(codec)) == state_bytes(codec) == limits.least
@@ -56,12 +56,12 @@ def test_a_memory_is_as_long_as_its_limits_say(name: str) -> None:
     limits.check(codec.code, limits.least)
     limits.check(codec.code, limits.most)
     for code, nbytes in ((codec.code, limits.least - 1), (codec.code, limits.most + 1), (codec.code + 1, limits.most)):
-        with pytest.raises(ProtocolError, match=r"a memory of .* are possible"):
+        with pytest.raises(ProtocolError, match=r"a codec state of .* are possible"):
             limits.check(code, nbytes)
 
 
 @every
-def test_bytes_that_are_no_memory_of_this_codec_are_refused_and_change_nothing(name: str) -> None:
+def test_bytes_that_are_no_state_of_this_codec_are_refused_and_change_nothing(name: str) -> None:
     codec = practised(name)
     data = state_of(codec)
     nan = struct.pack("<f", math.nan)
@@ -76,7 +76,7 @@ def test_bytes_that_are_no_memory_of_this_codec_are_refused_and_change_nothing(n
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name not in STATEFUL])
-def test_a_codec_that_remembers_nothing_has_no_memory_to_take(name: str) -> None:
+def test_a_codec_without_a_state_takes_none_over(name: str) -> None:
     assert not has_state(SPECS[name])
     with pytest.raises(ProtocolError, match="no state of codec"):
         load(build(SPECS[name], shape_for(SPECS[name], WORDS)), 0, memoryview(b""))
@@ -87,7 +87,7 @@ def test_a_codec_that_remembers_nothing_has_no_memory_to_take(name: str) -> None
     [(Int8(), {0, 1}), (TopK(), {0, 1}), (DGC(), {0, 1}), (PowerSGD(), {0}), (Raw(), set()),
      (Int8(error_feedback=False), set())],
 )  # fmt: skip
-def test_memories_are_of_the_shards_that_go_through_a_codec_that_remembers(
+def test_there_are_codec_states_of_the_shards_whose_codec_has_one(
     spec: CodecSpec, expected: set[int]
 ) -> None:
     config = resolve({"codec": spec, "shard_bytes": 64 << 10, "optimizer": rp.SGD(lr=0.1)})
@@ -100,5 +100,5 @@ def test_memories_are_of_the_shards_that_go_through_a_codec_that_remembers(
     assert {layout.shards[index].group for index in codec_states.among(layout)} == expected
     for shard in layout.shards:
         if shard.group not in expected:
-            with pytest.raises(ProtocolError, match="remember nothing"):
+            with pytest.raises(ProtocolError, match="has none in this job"):
                 codec_states.of(shard)

@@ -15,7 +15,8 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator import service
+from rallypoint.coordinator import announcer, owner, service
+from rallypoint.coordinator.inbox import Barrier
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -113,7 +114,7 @@ class House:
         member.link.start()
         self.members.append(member)
         if role == "observer":  # nothing tells it that it is heard of: what is announced before is not for it
-            until(lambda: {channel.name for channel in self.coordinator._observers} >= {id})
+            until(lambda: {channel.name for channel in self.coordinator._shell.announcer.observers} >= {id})
         return member
 
     def call(self, role: str, id: str, incarnation: int = 0) -> Channel:
@@ -136,7 +137,7 @@ class House:
     def settle(self) -> None:
         """Until the owner's thread has handled what had come."""
         handled = threading.Event()
-        self.coordinator._inbox.put(handled.set)
+        self.coordinator._owner.put(Barrier(handled.set))
         assert handled.wait(PATIENCE_S)
 
     def close(self) -> None:
@@ -220,7 +221,7 @@ def test_a_process_that_comes_again_before_it_was_missed_takes_the_place_of_its_
     assert isinstance(decode(again.receive_bytes(again.receive_header())), Admitted)
     until(lambda: first.connection._incoming._ended)  # type: ignore[attr-defined]
     house.settle()
-    assert set(house.coordinator._members) == {"worker0"}, "the old connection's end is not its end"
+    assert set(house.coordinator._shell.members) == {"worker0"}, "the old connection's end is not its end"
 
 
 def test_settings_that_the_config_refuses_close_the_connection_that_brought_them(house: House) -> None:
@@ -230,7 +231,7 @@ def test_settings_that_the_config_refuses_close_the_connection_that_brought_them
     worker.send_message(Propose(msgspec.structs.replace(bad, config={**bad.config, "replicas": -1})))
     assert "replicas" in refusal(worker)
     house.settle()
-    assert house.coordinator._machine.record is None
+    assert house.coordinator._shell.machine.record is None
 
 
 # ---- words for those who watch -----------------------------------------------------------------------------------
@@ -271,10 +272,10 @@ def test_a_step_whose_reports_cross_a_worker_s_handing_on_of_the_state_is_told(h
 def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: House, tmp_path: Path) -> None:
     house.open(join_info=JoinInfo(folder=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
-    server, worker, _ = house.begin()
-    worker.link.send(Metrics(1, {"val_loss": 0.5}))
+    server, worker, view = house.begin()
+    worker.link.send(Metrics(1, {"val_loss": 0.5}, view.generation))
     assert eyes.next(Metrics).values == {"val_loss": 0.5}
-    assert house.coordinator._metrics == {"val_loss": 0.5}, "kept for the next snapshot's manifest"
+    assert house.coordinator._shell.evaluations.of(1) == {"val_loss": 0.5}, "kept for the manifest of that version's snapshot"
     server.link.send(Skipped(1, (0,)))
     assert eyes.next(Skipped) == Skipped(1, (0,))
     server.link.send(Applied(1, 2, 12.5, {"worker0": 0.25}))
@@ -302,7 +303,7 @@ def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house
     second.link.close()
     assert eyes.next(Say).text.startswith("worker1 has left: ")
     assert eyes.next(Members).workers == ("worker0",)
-    assert view.generation == house.coordinator._machine.view.generation  # type: ignore[union-attr]
+    assert view.generation == house.coordinator._shell.machine.view.generation  # type: ignore[union-attr]
 
 
 # ---- nothing waits without a name (I8) ---------------------------------------------------------------------------
@@ -311,7 +312,7 @@ def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
     """Sentences come at every tick."""
-    monkeypatch.setattr(service, "SILENCE_S", 0.0)
+    monkeypatch.setattr(announcer, "SILENCE_S", 0.0)
     monkeypatch.setattr(service, "_TICKS", LONG * 50)  # a tick every 20 ms
     return 0.0
 
@@ -345,14 +346,14 @@ def test_a_member_s_own_words_about_a_wait_do_not_make_it_seem_shorter(house: Ho
     house.open()
     _, worker, view = house.begin()
     eyes = house.enter("observer", "eyes")
-    waiting_since = house.coordinator._last_news
+    waiting_since = house.coordinator._shell.announcer.last_news
     worker.link.send(Say("worker0 is waiting for version 1, 5 s so far"))
     eyes.next(Say)
-    assert house.coordinator._last_news == waiting_since
+    assert house.coordinator._shell.announcer.last_news == waiting_since
     for replica in (0, 1):
         worker.link.send(Report(0, replica, 1.0, 1.0, 1, generation=view.generation))
     eyes.next(StepDone)
-    assert house.coordinator._last_news > waiting_since
+    assert house.coordinator._shell.announcer.last_news > waiting_since
 
 
 def test_the_first_weights_are_waited_for_by_name(house: House, impatient: float, tmp_path: Path) -> None:
@@ -403,9 +404,8 @@ def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     folder = JoinInfo(folder=str(tmp_path))
     first = house.open(join_info=folder)
     house.begin()
-    first._machine.last_word = word
-    first._machine.revision += 1
-    first._write_state()  # and before it has told anybody, it dies
+    first._shell.machine.course.last_word = word
+    first._journal.save(first._shell.machine.state())  # and before it has told anybody, it dies
     house.close()
     house.__init__()  # type: ignore[misc]
     second = house.open(join_info=folder, heartbeat=0.5)
@@ -455,7 +455,7 @@ def test_a_journal_that_cannot_be_written_ends_the_job_with_a_sentence(house: Ho
     server, worker, view = house.begin()
     pages = coordinator._journal._db.execute("pragma page_count").fetchone()[0]
     coordinator._journal._db.execute(f"pragma max_page_count = {pages}")
-    before = coordinator._machine.view
+    before = coordinator._shell.machine.view
     for number in range(1, 400):  # every newcomer is a view: at some time the next one has no room
         house.call("worker", f"worker{number}").send_message(Propose(record()))
         house.settle()
@@ -488,17 +488,18 @@ def test_a_coordinator_that_was_paused_gives_nobody_up(house: House, monkeypatch
     """Stopped and continued, or kept waiting by a disk: it was deaf, they were not silent."""
     clock = Clock()
     monkeypatch.setattr(service, "time", clock)
+    monkeypatch.setattr(owner, "time", clock)
     coordinator = house.open(heartbeat=4.0)
     server, worker, view = house.begin()
     clock.ahead = 100.0
-    ticked = coordinator._machine._now
-    until(lambda: coordinator._machine._now > ticked)
+    ticked = coordinator._shell.machine.course.now
+    until(lambda: coordinator._shell.machine.course.now > ticked)
     house.settle()
-    assert coordinator._machine.view == view
-    assert set(coordinator._members) == {"server0", "worker0"}
+    assert coordinator._shell.machine.view == view
+    assert set(coordinator._shell.members) == {"server0", "worker0"}
     assert server.lost.empty()
     assert worker.lost.empty()
-    assert coordinator._machine._now - ticked < 4.0
+    assert coordinator._shell.machine.course.now - ticked < 4.0
 
 
 def test_a_member_that_is_silent_for_a_heartbeat_is_given_up_all_the_same(house: House) -> None:

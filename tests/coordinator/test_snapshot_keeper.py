@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from rallypoint.coordinator import inbox
+from rallypoint.coordinator.acts import AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
 from rallypoint.coordinator.snapshots import SnapshotKeeper
+from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.net.messages import Stored
+from rallypoint.store import retry
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.retention import Retention
 from rallypoint.store.snapshots import SnapshotStore
@@ -21,7 +25,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 from samples import JOB, records, take
 
 PATIENCE_S = 20.0
-Answer = tuple[Any, ...]
 
 
 class Keeper:
@@ -29,34 +32,40 @@ class Keeper:
 
     def __init__(self, folder: Path, retention: Retention | None = None) -> None:
         self.url = str(folder)
-        self.answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        self.answers: queue.SimpleQueue[inbox.Event] = queue.SimpleQueue()
         self.said: list[str] = []
-        self.keeper = SnapshotKeeper(self.url, "zstd", retention or Retention(), self.said.append)
+        self.keeper = SnapshotKeeper(self.url, "zstd", retention or Retention(), self.put)
+
+    def put(self, event: inbox.Event) -> None:
+        if isinstance(event, inbox.Said):
+            self.said.append(event.text)
+        else:
+            self.answers.put(event)
 
     def store(self, version: int) -> str:
         """As servers do: begin, write the parts, tell."""
         name = snapshot_id(version, 1)
-        self.keeper.begin(name)
+        self.keeper.do(BeginSnapshot(name))
         everything = list(records(version))
         for index in range(2):
             part = SnapshotStore(self.url).write_part(name, f"server{index}", everything[index::2], "zstd")
             entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
-            self.keeper.stored(Stored(name, part.files, entries))
+            self.keeper.do(AddPart(Stored(name, part.files, entries)))
         return name
 
-    def commit(self, name: str, version: int) -> Answer:
-        self.keeper.commit(
-            name, version, JOB, {"loss": 1.0}, "", done=lambda *what: self.answers.put(("done", *what)),
-            failed=lambda why: self.answers.put(("failed", why)),
-        )  # fmt: skip
+    def commit(
+        self, name: str, version: int, origin: str = "", metrics: dict[str, float] | None = None
+    ) -> inbox.Event:
+        loss = {"loss": 1.0} if metrics is None else metrics
+        self.keeper.do(CommitSnapshot(name, version, version, JOB, loss, origin))
         return self.answers.get(timeout=PATIENCE_S)
 
-    def find(self) -> Answer:
-        self.keeper.find(
-            found=lambda *what: self.answers.put(("found", *what)),
-            failed=lambda why: self.answers.put(("failed", why)),
-        )
+    def find(self) -> inbox.Event:
+        self.keeper.do(FindSnapshot())
         return self.answers.get(timeout=PATIENCE_S)
+
+    def on_disk(self) -> list[int]:
+        return [manifest.version for manifest in SnapshotStore(self.url).manifests()]
 
 
 @pytest.fixture
@@ -74,42 +83,40 @@ def broken(error: Exception) -> Callable[..., Any]:
 
 
 def test_what_all_servers_have_stored_is_committed_and_found_again(keeper: Keeper) -> None:
-    assert keeper.find() == ("found", "", -1), "there is none"
+    assert keeper.find() == inbox.SnapshotFound(""), "there is none"
     name = keeper.store(3)
-    done, nbytes, seconds = keeper.commit(name, 3)
-    assert (done, nbytes) == ("done", sum(SnapshotStore(keeper.url).load(name).files.values()))
-    assert seconds >= 0
-    assert keeper.find() == ("found", name, 3)
+    done = keeper.commit(name, 3)
+    assert isinstance(done, inbox.SnapshotCommitted)
+    assert done.nbytes == sum(SnapshotStore(keeper.url).load(name).files.values())
+    assert done.seconds >= 0
+    assert keeper.find() == inbox.SnapshotFound(name, 3)
 
 
 def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tmp_path: Path) -> None:
     keeper = Keeper(tmp_path, Retention(keep_last=1))
     for version in (1, 2, 3):
-        keeper.keeper.commit(
-            keeper.store(version), version, JOB, {}, snapshot_id(1, 1), done=lambda *what: keeper.answers.put(what),
-            failed=pytest.fail,
-        )  # fmt: skip
-        keeper.answers.get(timeout=PATIENCE_S)
+        assert isinstance(keeper.commit(keeper.store(version), version, snapshot_id(1, 1)), inbox.SnapshotCommitted)
     keeper.keeper.close()
-    assert [manifest.version for manifest in SnapshotStore(keeper.url).manifests()] == [1, 3]
+    assert keeper.on_disk() == [1, 3]
 
 
 def test_the_parts_of_a_snapshot_that_was_given_up_are_forgotten(keeper: Keeper) -> None:
     name = keeper.store(3)
-    keeper.keeper.begin(snapshot_id(4, 1))
-    assert keeper.commit(name, 3) == ("failed", "its parts have been forgotten")
-    keeper.keeper.stored(Stored(name, {}, {}))  # a straggler's word changes nothing
-    assert keeper.find() == ("found", "", -1)
+    keeper.keeper.do(BeginSnapshot(snapshot_id(4, 1)))
+    assert keeper.commit(name, 3) == inbox.SnapshotFailed(name, "its parts have been forgotten")
+    keeper.keeper.do(AddPart(Stored(name, {}, {})))  # a straggler's word changes nothing
+    assert keeper.find() == inbox.SnapshotFound("")
 
 
 def test_a_snapshot_that_lacks_a_part_is_not_committed(keeper: Keeper) -> None:
     name = snapshot_id(3, 1)
-    keeper.keeper.begin(name)
+    keeper.keeper.do(BeginSnapshot(name))
     part = SnapshotStore(keeper.url).write_part(name, "server0", list(records(3))[1:], "zstd")
     entries = {shard: (e.file, e.offset, e.length, e.checksum) for shard, e in part.shards.items()}
-    keeper.keeper.stored(Stored(name, part.files, entries))
-    failed, why = keeper.commit(name, 3)
-    assert (failed, "lacks 1 shards" in why) == ("failed", True)
+    keeper.keeper.do(AddPart(Stored(name, part.files, entries)))
+    failed = keeper.commit(name, 3)
+    assert isinstance(failed, inbox.SnapshotFailed)
+    assert "lacks 1 shards" in failed.reason
 
 
 @pytest.mark.parametrize(
@@ -126,16 +133,82 @@ def test_a_store_that_fails_is_an_answer_and_never_silence(
     name = keeper.store(3)
     with monkeypatch.context() as patch:
         patch.setattr(SnapshotStore, "commit", broken(error))
-        assert keeper.commit(name, 3) == ("failed", sentence)
-        patch.setattr(SnapshotStore, "latest_usable", broken(error))
-        assert keeper.find() == ("failed", f"the snapshots cannot be read: {sentence}")
+        assert keeper.commit(name, 3) == inbox.SnapshotFailed(name, sentence)
     name = keeper.store(4)
-    assert keeper.commit(name, 4)[0] == "done", "the next one is none the worse for it"
+    assert isinstance(keeper.commit(name, 4), inbox.SnapshotCommitted), "the next one is none the worse for it"
     monkeypatch.setattr(SnapshotStore, "retain", broken(error))
     name = keeper.store(5)
-    assert keeper.commit(name, 5)[0] == "done", "committed is committed"
-    assert keeper.find() == ("found", name, 5)
+    assert isinstance(keeper.commit(name, 5), inbox.SnapshotCommitted), "committed is committed"
+    assert keeper.find() == inbox.SnapshotFound(name, 5)
     assert keeper.said == [f"old snapshots could not be deleted: {sentence}"]
+
+
+# ---- a store that does not answer ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "DELAYS_S", (0.0, 0.0, 0.0))
+
+
+def _fails_at_first(times: int, error: Exception, call: Callable[..., Any]) -> Callable[..., Any]:
+    left = [times]
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise error
+        return call(*args, **kwargs)
+
+    return fails
+
+
+@pytest.mark.parametrize(
+    "error", [retry.StoreSilent("the bucket cannot be read: timed out"), RuntimeError("500 Internal Error")]
+)
+def test_a_store_that_does_not_answer_for_a_moment_is_asked_again(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None, error: Exception
+) -> None:
+    name = keeper.store(3)
+    keeper.commit(name, 3)
+    monkeypatch.setattr(SnapshotStore, "latest_usable", _fails_at_first(2, error, SnapshotStore.latest_usable))
+    assert keeper.find() == inbox.SnapshotFound(name, 3)
+    assert len(keeper.said) == 2
+    assert all("looking for the newest snapshot: " in said and "trying again in 0 s" in said for said in keeper.said)
+
+
+def test_a_store_that_stays_silent_ends_the_job_with_what_to_do(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None
+) -> None:
+    monkeypatch.setattr(SnapshotStore, "latest_usable", broken(RuntimeError("the bucket's own exception")))
+    assert keeper.find() == inbox.Ended(
+        "the snapshots cannot be read: RuntimeError: the bucket's own exception (4 tries, looking for the newest "
+        "snapshot): when it answers again, go on with `rallypoint resume`"
+    )
+
+
+@pytest.mark.parametrize("error", [DamagedSnapshot("file 3 is damaged"), SnapshotError("it is of format 9")])
+def test_what_no_patience_mends_is_not_tried_again(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, hasty: None, error: Exception
+) -> None:
+    monkeypatch.setattr(SnapshotStore, "latest_usable", broken(error))
+    assert keeper.find() == inbox.Ended(f"the snapshots cannot be read: {error}")
+    assert keeper.said == []
+
+
+# ---- the best one ----------------------------------------------------------------------------------------------
+
+
+def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_it(tmp_path: Path) -> None:
+    keeper = Keeper(tmp_path, Retention(keep_last=1, keep_best="loss"))
+    for version, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0)):
+        assert isinstance(keeper.commit(keeper.store(version), version, metrics={}), inbox.SnapshotCommitted)
+        keeper.keeper.do(Judge(version, {"loss": loss}))
+    keeper.keeper.do(Judge(9, {"loss": 0.0}))  # of a version of which there is no snapshot
+    assert keeper.find() == inbox.SnapshotFound(snapshot_id(4, 1), 4)
+    keeper.keeper.close()
+    assert keeper.on_disk() == [2, 4], "the best and the newest"
+    assert SnapshotStore(keeper.url).load(snapshot_id(2, 1)).metrics == {"loss": 1.0}
 
 
 def test_a_damaged_snapshot_is_passed_over_aloud(keeper: Keeper, tmp_path: Path) -> None:
@@ -145,7 +218,7 @@ def test_a_damaged_snapshot_is_passed_over_aloud(keeper: Keeper, tmp_path: Path)
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert keeper.find() == ("found", snapshot_id(1, 1), 1)
+    assert keeper.find() == inbox.SnapshotFound(snapshot_id(1, 1), 1)
     assert len(keeper.said) == 1
     assert keeper.said[0].startswith(f"snapshot {snapshot_id(2, 1)} is damaged: file {file.name}: ")
     assert keeper.said[0].endswith("; using the one before it")

@@ -10,7 +10,7 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _term
 from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
-from rallypoint.core.cluster.effects import Abort, Assist, Capture, Effect, FindSnapshot, Say
+from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Say
 from rallypoint.core.cluster.events import Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import Phase
@@ -57,13 +57,13 @@ def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings
     job = _begun(steps=5, workers=2)
     job.step(5, only="w1")
     before = job.view
-    job.machine._workers_max = 3
+    job.machine.course.workers_max = 3
     job.come("w2")
     assert job.view.generation == job.view.number > before.number
     assert (job.view.uploader, job.view.origin) == ("w1", "")
     assert [assignment.start for assignment in job.view.assignments] == [0]  # whoever is dealt anything begins at once
     assert sorted(job.view.assigned(0)) == ["w0", "w1", "w2"]
-    assert job.machine.furthest == 4  # it is at version 5, or 6
+    assert job.machine.course.furthest == 4  # it is at version 5, or 6
 
 
 def test_before_anybody_has_reported_it_is_whoever_brought_the_first_weights_that_has_the_state() -> None:
@@ -81,7 +81,7 @@ def test_who_dies_right_after_bringing_the_first_weights_may_have_left_them_in_p
     job = _Job(_terms(2, 1, snapshots=True), record=RECORD)
     capture = _of(Capture, job.come("s0", "w0", "w1"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
-    assert (job.view.uploader, job.machine._state_holders.reached) == ("w0", {"w0": 0})
+    assert (job.view.uploader, job.machine.course.recovery.reached) == ("w0", {"w0": 0})
     effects = _gone(job, "w0")
     assert _of(FindSnapshot, effects) == [FindSnapshot()]  # w1 would wait for shards that nobody brings
 
@@ -107,15 +107,14 @@ def test_one_that_was_without_replicas_for_a_while_has_to_be_given_the_state_aga
     job = _begun(steps=3)
     job.play(Leaving("w1"))
     view = job.view
-    job.machine._members.leaving.clear()
+    job.machine.course.members.leaving.clear()
     job.come("w2")
     assert job.view.generation > view.generation
     assert job.view.uploader == "w0"
 
 
-@pytest.mark.parametrize("replication", [1, 2])
-def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_that_joins(replication: int) -> None:
-    job = _begun(steps=4, replication=replication)
+def test_a_lost_server_costs_the_step_in_progress_and_no_more_and_so_does_one_that_joins() -> None:
+    job = _begun(steps=4)
     assert job.view.backup == {}
     assert job.machine.exposed == 0
     before = job.view
@@ -177,7 +176,7 @@ def test_when_nobody_has_the_state_the_last_snapshot_has_it() -> None:
     assert "the model's state is lost with the workers" in _of(Say, said)[0].text
     job.play(Found("step-00000002-1", 2))
     assert (job.view.origin, sorted(job.view.assigned(2))) == ("step-00000002-1", ["w2"])
-    assert job.machine.furthest == 1
+    assert job.machine.course.furthest == 1
 
 
 def test_when_nobody_has_the_state_and_there_is_no_snapshot_the_job_ends_with_a_sentence() -> None:
@@ -232,10 +231,15 @@ def test_the_next_coordinator_knows_who_has_the_state() -> None:
     assert again.view.origin == ""
 
 
-def test_a_straggler_is_not_overtaken() -> None:
-    job = _begun(steps=6, backup_tasks=True)
-    job.step(6, only="w0")
-    assert _of(Assist, job.tick(2.0)) == []
+@pytest.mark.parametrize(("terms", "sentence"), [
+    ({"backup_tasks": True}, "--backup-tasks is not supported under rp.AllReduce"),
+    ({"replication": 2}, "--replication 2 is not supported under rp.AllReduce"),
+])  # fmt: skip
+def test_terms_that_the_mode_does_not_support_end_the_job_before_it_begins(terms: dict[str, Any], sentence: str) -> None:
+    job = _Job(_terms(**terms), record=RECORD)
+    effects = job.come(*EVERYBODY)
+    (aborted,) = _of(Abort, effects)
+    assert aborted.reason.startswith(sentence)
 
 
 # ---- snapshots ----
@@ -253,7 +257,7 @@ def test_stateful_workers_store_a_share_each() -> None:
     (capture,) = _of(Capture, job.play(SnapshotWanted()))
     assert capture.writers == ("w0", "w1")
     _gone(job, "w1")
-    assert job.machine._snapshots.under_way(capture.snapshot) is None  # its share will not come
+    assert job.machine._snapshots.duty.under_way(capture.snapshot) is None  # its share will not come
 
 
 # ---- the shard's machine ----
@@ -375,7 +379,7 @@ def test_an_own_optimizer_is_part_of_the_job_s_record_and_needs_all_reduce() -> 
     config = resolve({"sync": AllReduce()})
     assert with_own_optimizer(config, "").own_optimizer == ""
     assert with_own_optimizer(config, "torch.optim.Muon").sync == AllReduce(own="torch.optim.Muon")
-    with pytest.raises(ConfigError, match=r"own_optimizer needs sync=rp\.AllReduce"):
+    with pytest.raises(ConfigError, match=r"own_optimizer= is not supported under .*needs sync=rp\.AllReduce"):
         with_own_optimizer(resolve({"optimizer": SGD()}), "torch.optim.Muon")
     with pytest.raises(ConfigError, match=r"leave it to job\.train"):
         with_own_optimizer(resolve({"sync": AllReduce(own="another")}), "")

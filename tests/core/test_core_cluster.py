@@ -45,7 +45,8 @@ from rallypoint.core.cluster.events import (
     Tick,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
+from rallypoint.core.cluster.snapshot_duty import SNAPSHOT_PATIENCE
+from rallypoint.core.cluster.snapshot_version import CAPTURE_AHEAD
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.trial import PAUSE_S, ROUNDS
@@ -93,7 +94,10 @@ class _Job:
         self.now = 1.0
 
     def play(self, *events: Event) -> list[Effect]:
-        effects = [effect for event in events for effect in self.machine.handle(event)]
+        effects = []
+        for event in events:
+            effects += self.machine.handle(event)
+            self.machine.validate()
         for admitted in _of(Admit, effects):
             self.incarnations[admitted.member] = admitted.incarnation
         return effects
@@ -411,7 +415,7 @@ def test_who_computes_makes_no_room_for_one_that_came_first_and_was_ready_last()
     assert sorted(assigned) == ["w0", "w2"]
     job.play(Proposed("w1", RECORD))
     assert job.view.assigned(0) == assigned
-    assert _again(job).machine._active() == ["w0", "w2"]
+    assert _again(job).machine.course.active() == ["w0", "w2"]
 
 
 def test_a_job_may_be_resized_and_the_next_coordinator_keeps_to_it() -> None:
@@ -419,12 +423,12 @@ def test_a_job_may_be_resized_and_the_next_coordinator_keeps_to_it() -> None:
     revision = job.machine.revision
     job.play(Resized(3))
     assert job.machine.revision > revision
-    assert job.machine._active() == ["w0", "w1", "w2"]
+    assert job.machine.course.active() == ["w0", "w1", "w2"]
     job.play(Resized(1))
     assert dict(job.view.assigned(0)) == {"w0": (0, 1, 2, 3)}
-    assert _again(job).machine._active() == ["w0"]
+    assert _again(job).machine.course.active() == ["w0"]
     job.play(Resized(0))
-    assert job.machine._active() == ["w0"]
+    assert job.machine.course.active() == ["w0"]
 
 
 def test_shards_that_would_be_lost_with_one_server_are_counted() -> None:
@@ -481,7 +485,7 @@ def test_whoever_comes_and_goes_every_replica_of_every_step_is_dealt_once(happen
         elif what == 1:
             effects = job.play(Left(name, "x"))
         elif what == 2:
-            effects = job.step(job.machine.furthest + 1)
+            effects = job.step(job.machine.course.furthest + 1)
         elif what == 3:
             effects = job.play(Leaving(name))
         elif what == 4:
@@ -489,10 +493,10 @@ def test_whoever_comes_and_goes_every_replica_of_every_step_is_dealt_once(happen
         for publish in _of(Publish, effects):
             assert publish.view.number > number
             number = publish.view.number
-        if not job.machine._active():
+        if not job.machine.course.active():
             assert job.view.assignments == ()
             continue
-        for step in range(job.machine.furthest + 1, job.machine.furthest + 8):
+        for step in range(job.machine.course.furthest + 1, job.machine.course.furthest + 8):
             assert sorted(r for own in job.view.assigned(step).values() for r in own) == [0, 1, 2, 3]
             assert sum(bool(own) for own in job.view.assigned(step).values()) <= 3
 
@@ -558,10 +562,9 @@ def test_a_worker_that_has_become_slow_is_dealt_less() -> None:
     job = _begun(_terms(2))
     job.rounds(1, ROUNDS, 0.8, slow=4.0)
     later = job.view.assignments[-1]
-    assert later.start == job.machine.furthest + AHEAD
+    assert later.start == job.machine.course.furthest + AHEAD
     assert _sizes(later.replicas) == {"w0": 1, "w1": 3}
     assert job.tick(2.5) == []  # the change has not come to count yet
-    assert set(job.machine.lateness()) == {"w0", "w1"}
     job.rounds(later.start - 1, ROUNDS + 2, 0.4, slow=4.0)
     assert _sizes(job.view.assigned(STEPS)) == {"w0": 1, "w1": 3}, "it has paid: it stays"
 
@@ -575,10 +578,10 @@ def test_a_deal_by_speed_that_does_not_make_steps_shorter_is_taken_back_and_trie
     job.rounds(start - 1, ROUNDS + 2, 0.8, slow=4.0)
     assert _sizes(job.view.assigned(start)) == {"w0": 1, "w1": 3}
     back = job.view.assignments[-1]
-    assert (back.start, back.replicas) == (job.machine.furthest + AHEAD, before)
+    assert (back.start, back.replicas) == (job.machine.course.furthest + AHEAD, before)
     quiet = int(PAUSE_S / 0.8) - 1
-    assert _of(Publish, job.rounds(job.machine.furthest + 1, quiet, 0.8, slow=4.0)) == []
-    assert len(_of(Publish, job.rounds(job.machine.furthest + 1, 3, 0.8, slow=4.0))) == 1
+    assert _of(Publish, job.rounds(job.machine.course.furthest + 1, quiet, 0.8, slow=4.0)) == []
+    assert len(_of(Publish, job.rounds(job.machine.course.furthest + 1, 3, 0.8, slow=4.0))) == 1
     assert _sizes(job.view.assignments[-1].replicas) == {"w0": 1, "w1": 3}
 
 
@@ -586,13 +589,13 @@ def test_a_worker_that_computed_nothing_because_it_was_slow_is_tried_again() -> 
     job = _begun(_terms(2), record=_record(steps=1000))
     job.rounds(1, ROUNDS, 0.8, slow=40.0)
     assert _sizes(job.view.assigned(100)) == {"w0": 0, "w1": 4}
-    job.rounds(job.machine.furthest + 1, 2 + ROUNDS + 1, 0.4, slow=40.0)
+    job.rounds(job.machine.course.furthest + 1, 2 + ROUNDS + 1, 0.4, slow=40.0)
     assert _sizes(job.view.assigned(100)) == {"w0": 0, "w1": 4}
     began = job.now
     while _sizes(job.view.assignments[-1].replicas) == {"w0": 0, "w1": 4}:
-        job.rounds(job.machine.furthest + 1, 1, 0.4)
+        job.rounds(job.machine.course.furthest + 1, 1, 0.4)
     assert 50.0 < job.now - began < 70.0
-    job.rounds(job.machine.furthest + 1, 2 + ROUNDS + 1, 0.2)
+    job.rounds(job.machine.course.furthest + 1, 2 + ROUNDS + 1, 0.2)
     assert _sizes(job.view.assigned(300)) == {"w0": 2, "w1": 2}
 
 
@@ -622,7 +625,7 @@ def test_a_deal_that_is_still_to_come_stays_when_a_server_goes() -> None:
     job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
     job.rounds(1, ROUNDS, 0.8, slow=4.0)
     later = job.view.assignments[-1]
-    assert later.start > job.machine.furthest
+    assert later.start > job.machine.course.furthest
     job.play(Left("s0", "its connection ended"))
     assert "s0" not in job.view.primary.values()
     assert job.view.assignments[-1] == later
@@ -842,7 +845,7 @@ def test_shards_that_are_lost_send_everybody_back_to_the_last_snapshot() -> None
     assert published.view.origin == "step-00000005-1"
     assert set(published.view.primary.values()) == {"s1"}
     assert sorted(r for own in published.view.assigned(5).values() for r in own) == [0, 1, 2, 3]
-    assert job.machine.furthest == 4
+    assert job.machine.course.furthest == 4
     assert job.play(Found("step-00000005-1", 5)) == []
 
 
@@ -913,7 +916,7 @@ def test_a_word_of_being_done_from_before_a_roll_back_does_not_count() -> None:
     assert job.play(Done("w0", stale.generation), Done("w1", stale.generation)) == []
     assert not job.view.ending
     assert job.play(Progress("w0", 17, 0, 0.1, stale.generation)) == []
-    assert job.machine.furthest == 4
+    assert job.machine.course.furthest == 4
 
 
 # ---- another coordinator (I7) ----
@@ -1117,7 +1120,7 @@ def test_a_snapshot_is_due_every_so_many_steps(terms: dict[str, Any], happens: l
         if captures:
             assert captures[0].version == step + CAPTURE_AHEAD
             job.store(captures[0])
-            job.machine._snapshots.last = (step + 1, job.now)
+            job.machine._snapshots.duty.last = (step + 1, job.now)
 
 
 def test_a_round_of_local_steps_counts_as_so_many_steps_for_a_snapshot() -> None:

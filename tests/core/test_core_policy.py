@@ -110,7 +110,7 @@ def test_under_a_bound_a_contribution_that_is_too_far_ahead_is_kept_until_its_tu
     effects = machine.handle(Contribute(0, 1, 1.0, 3))
     assert [effect.ticket for effect in effects if isinstance(effect, Take)] == [3, 2]
     assert [effect.version for effect in effects if isinstance(effect, Apply)] == [2, 3]
-    assert machine.clocks == [2, 1]
+    assert machine.clocks.steps == [2, 1]
 
 
 def test_without_a_bound_nobody_is_ever_told_to_wait() -> None:
@@ -134,7 +134,7 @@ def test_what_is_folded_counts_as_often_as_what_is_not() -> None:
     machine.handle(Contribute(0, 0, 1.0, 2))
     applied = [e for e in machine.handle(Contribute(0, 3, 1.0, 3)) if isinstance(e, Apply)]
     assert [effect.rate for effect in applied] == [3 / 4]
-    assert (machine.version, machine.clocks) == (1, [1, 0, 1, 1])
+    assert (machine.version, machine.clocks.steps) == (1, [1, 0, 1, 1])
     assert (machine.tally.applied, machine.tally.folded) == (1, 2)
 
 

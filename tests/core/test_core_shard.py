@@ -42,6 +42,7 @@ from rallypoint.core.shard.events import (
     Replicated,
 )
 from rallypoint.core.shard.machine import ShardMachine
+from rallypoint.testing.shard_play import missing
 
 
 def applied(
@@ -155,7 +156,7 @@ def test_there_is_one_update_per_step_and_versions_rise_by_one(
         expected += [Finish(step, total, decides), applied(step, 0.5 if decides else 1.0), Publish(step + 1)]
     assert outcome == expected
     assert bench.machine.version == len(steps)
-    assert bench.machine.missing == list(range(replicas))
+    assert missing(bench.machine) == list(range(replicas))
 
 
 @PURE
@@ -165,15 +166,15 @@ def test_only_a_replica_that_does_not_contribute_is_a_fault(storm: tuple[int, li
     bench = _ready(replicas)
     for arrivals in steps:
         for step, replica in arrivals:
-            before = (bench.machine.version, bench.machine.missing)
+            before = (bench.machine.version, missing(bench.machine))
             (stranger,) = bench.push(step, replicas + replica)
             fault = f"replica {replicas + replica} does not contribute to this shard (it has {replicas})"
             assert stranger == Drop(len(bench.tickets), fault)
-            assert (bench.machine.version, bench.machine.missing) == before
+            assert (bench.machine.version, missing(bench.machine)) == before
             effects = bench.push(step, replica)
             if step > before[0]:  # its worker may have seen the version of a newer primary
                 assert effects == [Drop(len(bench.tickets))]
-                assert (bench.machine.version, bench.machine.missing) == before
+                assert (bench.machine.version, missing(bench.machine)) == before
             else:
                 assert all(effect.fault == "" for effect in effects if isinstance(effect, Drop))
 
@@ -184,7 +185,7 @@ def test_the_next_in_order_is_added_at_once_and_missing_names_who_has_not_come(a
     bench = _ready(5)
     for count, replica in enumerate(arrivals):
         come = set(arrivals[:count])
-        assert bench.machine.missing == [r for r in range(5) if r not in come]
+        assert missing(bench.machine) == [r for r in range(5) if r not in come]
         in_turn = set(range(replica)) <= come
         first = bench.push(0, replica)[0]
         assert isinstance(first, Take if replica == 0 else Add) if in_turn else isinstance(first, Hold)
@@ -361,7 +362,7 @@ def _caught_up(expected: int = 1, decides: bool = False) -> _Pair:
     pair.run(Initialise(pair.ticket()))
     pair.run(FillBackup())
     pair.deliver()
-    assert pair.primary.caught_up
+    assert pair.primary.replication.caught_up
     return pair
 
 
@@ -369,12 +370,12 @@ def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     pair = _Pair()
     assert pair.run(FillBackup()) == []  # there is nothing to send yet
     assert pair.run(Initialise(pair.ticket())) == [Install(1), Publish(0)]
-    assert pair.primary.needs_sync
+    assert pair.primary.replication.needs_sync
     assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0), Publish(1)]
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.run(FillBackup()) == []
     assert pair.step(1)[1:] == [Finish(1, 1.0, False), applied(1, 1.0, replicate=True), Publish(2)]
-    assert not pair.primary.caught_up
+    assert not pair.primary.replication.caught_up
 
 
 def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None:
@@ -383,7 +384,7 @@ def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None
     pair.run(FillBackup())
     pair.step(0)
     assert pair.run(Acked(0)) == []  # version 1 has been published already
-    assert not pair.primary.caught_up
+    assert not pair.primary.replication.caught_up
     pair.step(1)
     assert pair.published == [0, 1]  # from the first acknowledgement on it is waited for
     assert pair.run(Acked(1)) == [CaughtUp()]
@@ -420,10 +421,10 @@ def test_whatever_happens_to_the_link_what_is_published_is_on_the_backup_that_ma
                     pair.out[lost.ticket] += 1
             pair.down.clear()
             pair.up.clear()
-            pair.primary.relinked()
+            pair.primary.replication.link_lost()
         elif what == "fill":
             pair.run(FillBackup())
-        if pair.primary.caught_up:
+        if pair.primary.replication.caught_up:
             assert pair.backup.version >= pair.primary.published
         assert pair.backup.version <= pair.primary.version
     assert pair.published == list(range(len(pair.published)))
@@ -437,9 +438,9 @@ def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_pas
     pair = _caught_up()
     pair.step(0)
     pair.down.clear()
-    pair.primary.relinked()
-    assert pair.primary.needs_sync
-    assert pair.primary.caught_up  # it may still be promoted: it holds all that has been published
+    pair.primary.replication.link_lost()
+    assert pair.primary.replication.needs_sync
+    assert pair.primary.replication.caught_up  # it may still be promoted: it holds all that has been published
     assert pair.run(Acked(1)) == []  # from the link that was lost
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.published == [0]
@@ -450,8 +451,8 @@ def test_after_a_lost_link_the_backup_gets_the_whole_state_again_and_nothing_pas
 
 def test_a_lost_link_before_the_first_state_was_sent_changes_nothing() -> None:
     pair = _Pair()
-    pair.primary.relinked()
-    assert pair.primary.needs_sync
+    pair.primary.replication.link_lost()
+    assert pair.primary.replication.needs_sync
     pair.run(Initialise(pair.ticket()))
     assert pair.run(FillBackup()) == [Fill(0)]
 
@@ -461,7 +462,7 @@ def test_a_new_backup_starts_from_nothing_and_holds_nothing_up() -> None:
     pair.step(0)
     assert pair.published == [0]
     assert pair.run(Assigned(primary=True, backup=True, fresh=True)) == [Publish(1)]
-    assert (pair.primary.caught_up, pair.primary.needs_sync) == (False, True)
+    assert (pair.primary.replication.caught_up, pair.primary.replication.needs_sync) == (False, True)
     assert pair.run(Acked(1)) == []  # from the one before
     assert pair.step(1)[-1] == Publish(2)
 
@@ -470,7 +471,7 @@ def test_without_a_backup_what_waited_for_it_is_published() -> None:
     pair = _caught_up()
     pair.step(0)
     assert pair.run(Assigned(primary=True, backup=False, fresh=False)) == [Publish(1)]
-    assert (pair.primary.caught_up, pair.primary.needs_sync) == (False, False)
+    assert (pair.primary.replication.caught_up, pair.primary.replication.needs_sync) == (False, False)
     assert pair.run(FillBackup()) == []
 
 
@@ -479,8 +480,8 @@ def test_a_view_that_changes_nothing_for_the_shard_changes_nothing() -> None:
     pair.run(Contribute(0, 1, 1.0, pair.ticket()))
     assert pair.run(Assigned(primary=True, backup=True, fresh=False)) == []
     assert pair.at_backup(Assigned(primary=False, backup=False, fresh=False)) == []
-    assert pair.primary.caught_up
-    assert pair.primary.missing == [0]
+    assert pair.primary.replication.caught_up
+    assert missing(pair.primary) == [0]
 
 
 def test_a_backup_applies_the_same_update_and_acknowledges_it() -> None:
@@ -534,7 +535,7 @@ def test_a_promoted_backup_may_be_one_version_ahead_of_what_was_published_and_pu
     pair.at_backup(pair.down.pop(0))  # and the acknowledgement is lost with the primary
     assert pair.published == [0]
     assert pair.backup.handle(Assigned(primary=True, backup=True, fresh=True)) == [Abandon(), Publish(1)]
-    assert pair.backup.needs_sync
+    assert pair.backup.replication.needs_sync
     assert pair.backup.handle(Contribute(0, 0, 1.0, 9)) == [Drop(9)]  # it is sent again, and not needed
 
 
@@ -550,8 +551,8 @@ def test_a_demoted_primary_drops_what_it_held_and_waits_for_the_state() -> None:
     pair.run(Contribute(0, 2, 1.0, held[0]))
     pair.run(Contribute(0, 0, 1.0, held[1]))
     assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [Drop(held[0]), Abandon()]
-    assert (pair.primary.version, pair.primary.published, pair.primary.caught_up) == (-1, -1, False)
-    assert pair.primary.missing == [0, 1, 2]
+    assert (pair.primary.version, pair.primary.published, pair.primary.replication.caught_up) == (-1, -1, False)
+    assert missing(pair.primary) == [0, 1, 2]
     assert pair.primary.handle(Loaded(7)) == [Acknowledge(7)]
     assert pair.primary.handle(Replicated(7, False, 50)) == [Take(50, 1.0), applied(7, 1.0), Acknowledge(8)]
 
@@ -643,5 +644,5 @@ def test_what_is_being_folded_when_a_backup_is_filled_is_in_its_state() -> None:
     (applied,) = (effect for effect in folded if isinstance(effect, Apply))
     assert (applied.version, applied.replicate) == (1, False)
     assert fill == Fill(1)
-    assert primary.clocks == [1, 0, 1], "told with the state: the backup drops both if they come again"
+    assert primary.clocks.steps == [1, 0, 1], "told with the state: the backup drops both if they come again"
     assert primary.handle(Fold()) == []

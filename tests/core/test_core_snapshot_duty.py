@@ -6,7 +6,8 @@ import pytest
 
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.cluster.events import SnapshotLost
-from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE, SnapshotDuty
+from rallypoint.core.cluster.snapshot_duty import SNAPSHOT_PATIENCE, SnapshotDuty
+from rallypoint.core.cluster.snapshot_version import CAPTURE_AHEAD, a_little_ahead, slowest_clock
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -62,23 +63,23 @@ def test_one_is_due_when_wanted_or_at_the_end_but_never_two_at_a_time() -> None:
 
 
 def test_the_version_is_a_little_ahead_of_the_furthest_step_and_never_past_the_last() -> None:
-    assert _duty().next_version(_record(), 4, ending=False) == 4 + CAPTURE_AHEAD
-    assert _duty().next_version(_record(), STEPS - 1, ending=True) == STEPS
+    assert _duty().next_version(_record(), 4, a_little_ahead, ending=False) == 4 + CAPTURE_AHEAD
+    assert _duty().next_version(_record(), STEPS - 1, a_little_ahead, ending=True) == STEPS
 
 
 def test_in_a_streaming_job_it_is_called_by_the_slowest_clock_never_lower_than_the_last_one() -> None:
     duty, record = _duty(), _record(Async())
     duty.computed(7, replica=0)
-    assert duty.next_version(record, 7, ending=False) == 0
+    assert duty.next_version(record, 7, slowest_clock, ending=False) == 0
     duty.computed(4, replica=1)
     duty.computed(3, replica=1)  # a backup task came late
-    assert duty.next_version(record, 7, ending=False) == 5
+    assert duty.next_version(record, 7, slowest_clock, ending=False) == 5
     duty.last = (6, 1.0)
-    assert duty.next_version(record, 7, ending=False) == 6
-    assert duty.next_version(record, STEPS - 1, ending=True) == STEPS
+    assert duty.next_version(record, 7, slowest_clock, ending=False) == 6
+    assert duty.next_version(record, STEPS - 1, slowest_clock, ending=True) == STEPS
     duty.computed(STEPS - 1, replica=0)
     duty.computed(STEPS - 1, replica=1)
-    assert duty.next_version(record, STEPS - 1, ending=False) == STEPS - 1
+    assert duty.next_version(record, STEPS - 1, slowest_clock, ending=False) == STEPS - 1
 
 
 def test_it_is_complete_when_every_shard_is_stored_however_often_a_part_comes() -> None:

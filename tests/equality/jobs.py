@@ -129,7 +129,7 @@ CASES = {
         _resnet, _classify,
         {**_RESNET_SETTINGS, "optimizer": rp.Adagrad(lr=0.02, initial_accumulator_value=0.1), "steps": 12},
     ),
-    "no credit out of turn": Case(
+    "one frame in flight, nothing held": Case(
         _sometimes, _sometimes_loss, {**_PLAIN, "replicas": 5, "hold_bytes": 0, "window": 1, "in_flight_bytes": 1}
     ),
     "gpt weighted and accumulated": Case(
@@ -187,7 +187,7 @@ LOCAL_CASES = {
         {**_PLAIN, "optimizer": rp.SGD(lr=0.05, momentum=0.9),
          "sync": rp.LocalSteps(steps=6, outer=rp.SGD(lr=1.0), keep_inner=False)},
     ),
-    # Of 12 steps each, of 22: the last tick has two, and moves everything.
+    # A round every 4 steps updates a third of the shards; the last round, of two steps, updates all.
     "fragments": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=12, fragments=3)}),
     "fragments, resnet": Case(
         _resnet, _classify,
@@ -197,7 +197,7 @@ LOCAL_CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "accumulate": 3, "clip": 1.0, "sync": rp.LocalSteps(steps=6, fragments=3)}, _weight,
     ),
-    # Ticks of three steps: norms at each, the blocks in turn at every second, the rest every 12; the last has one step.
+    # A round takes three steps: it updates the norms; every second round a block in addition; every fourth the rest.
     "periods": Case(_gpt, _gpt_loss, {
         **_LOCAL_GPT, "sync": rp.LocalSteps(steps=12), "groups": (
             rp.Group(match=("norm.*", "*.norm_*"), sync_every=3, weight_decay=0.0),
@@ -210,7 +210,7 @@ LOCAL_CASES = {
         {**_RESNET_SETTINGS, "replicas": 2, "steps": 12, "sync": rp.LocalSteps(steps=8, fragments=2),
          "groups": (rp.Group(match=("head.*", "stages.0.*"), sync_every=2),)},
     ),
-    # What a tick of four steps has come to is mixed in after three of the next one (in the last, of two, after one).
+    # Workers mix in a round's result three steps into the next round (in the last round, of two steps, after one).
     "delay": Case(_gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=12, fragments=3, delay=3)}),
     "delay, whole rounds": Case(
         _gpt, _gpt_loss, {**_LOCAL_GPT, "sync": rp.LocalSteps(steps=4, delay=1, mix=0.75)}

@@ -72,7 +72,7 @@ def test_a_memory_that_its_codec_cannot_have_closes_that_connection_only(
     worker, of = worker_of(job), limits(job)
     nbytes = of.least + more if more < 0 else of.most + more
     send(job, worker, Kind.MEMORY, nbytes, codec=of.code + code, base=copy)
-    assert f"a memory of {nbytes} bytes in codec {of.code + code}" in refusal(worker)
+    assert f"a codec state of {nbytes} bytes in codec {of.code + code}" in refusal(worker)
     job.settle()
     assert job.runs()
 
@@ -99,6 +99,6 @@ def test_a_job_whose_codecs_remember_nothing_takes_no_memories(caplog: pytest.Lo
     try:
         worker = worker_of(job)
         send(job, worker, Kind.RECALL)
-        assert "of which this job's workers remember nothing" in refusal(worker)
+        assert "whose codec has none in this job" in refusal(worker)
     finally:
         job.close()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rallypoint.config import record_of, resolve
+from rallypoint.coordinator.inbox import Barrier
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
@@ -40,12 +41,21 @@ from rallypoint.net.messages import (
     expect,
 )
 from rallypoint.net.transport import Connection
+from rallypoint.server.inbox import Gone, Linked, Wake
+from rallypoint.server.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.testing.contracts import receive
 
 PATIENCE_S = 10.0
 WORDS = 16
+
+
+def reducer(job: Job, server: int = 0) -> Reducer:
+    """A server's reducer: the job has begun."""
+    found = job.servers[server]._reducer
+    assert found is not None
+    return found
 
 
 class Eager:
@@ -86,7 +96,7 @@ class Job:
         self.view = message.view
         for server in self.servers:  # as the member itself they wait until they have heard of the view
             self.enter(server._gate.address, "worker", "worker0").send(Header(Kind.FOLLOW, self.view.number))
-            until(lambda server=server: len(server._reducer._followers) == 1)  # type: ignore[misc]
+            until(lambda server=server: server._reducer is not None and len(server._reducer.shell.followers) == 1)  # type: ignore[misc]
 
     def enter(self, address: str, role: str, id: str) -> Channel:
         connection = self.transport.connect(address, PATIENCE_S)
@@ -110,21 +120,25 @@ class Job:
 
     def settle(self) -> None:
         """Until those who own the machines have handled what has come: their inboxes answer in order."""
-        owners = [(self.coordinator._inbox, self.coordinator._thread)]
-        owners += [(server._reducer.inbox, server._reducer._thread) for server in self.servers]
-        for inbox, thread in owners:
-            handled = threading.Event()
-            inbox.put(handled.set)
+        handled = threading.Event()
+        self.coordinator._owner.put(Barrier(handled.set))
+        while not handled.wait(0.05):
+            assert self.coordinator._owner.is_alive(), "the coordinator's owner is dead"
+        waits = []
+        for server in self.servers:
+            server._owner.put(Wake(handled := threading.Event()))
+            waits.append((handled, server._owner.thread))
+        for handled, thread in waits:
             while not handled.wait(0.05):
                 assert thread.is_alive(), f"the owner '{thread.name}' is dead"
 
     def version(self, server: int, shard: int) -> int:
-        machine = self.servers[server]._reducer.machine.machine(shard)
+        machine = reducer(self, server).machine.machine(shard)
         assert machine is not None
         return machine.version
 
     def runs(self) -> bool:
-        return not self.coordinator._over.is_set() and self.coordinator._machine.phase.value == "running"
+        return not self.coordinator._over.is_set() and self.coordinator._shell.machine.phase.value == "running"
 
     def close(self) -> None:
         for channel in self.channels:
@@ -165,16 +179,16 @@ def test_a_refused_member_is_not_listened_to(job: Job, message: Message) -> None
         message = msgspec.structs.replace(message, generation=job.view.generation)
     job.stranger_says(message)
     assert job.runs()
-    assert "stranger" not in job.coordinator._machine._members.workers
-    assert job.coordinator._tally is not None
-    assert job.coordinator._tally.missing() == (0, [0, 1])
+    assert "stranger" not in job.coordinator._shell.machine.course.members.workers
+    assert job.coordinator._shell.announcer.tally is not None
+    assert job.coordinator._shell.announcer.tally.missing() == (0, [0, 1])
 
 
 def test_a_members_name_is_not_given_twice(job: Job) -> None:
     with pytest.raises(AccessDenied, match="the id worker0 is taken"):
         job.enter(job.coordinator.address, "worker", "worker0")
     job.member.send_message(Report(0, 0, 0.0, 1.0, 1, generation=job.view.generation))
-    until(lambda: job.coordinator._tally is not None and job.coordinator._tally.missing() == (0, [1]))
+    until(lambda: job.coordinator._shell.announcer.tally is not None and job.coordinator._shell.announcer.tally.missing() == (0, [1]))
 
 
 def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
@@ -186,8 +200,8 @@ def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
 
 def test_proposing_twice_does_not_start_the_job_again(job: Job) -> None:
     job.member.send_message(Propose(job.record))
-    wait_a_little(lambda: job.coordinator._machine.view != job.view)
-    assert job.coordinator._machine.view == job.view
+    wait_a_little(lambda: job.coordinator._shell.machine.view != job.view)
+    assert job.coordinator._shell.machine.view == job.view
 
 
 @pytest.mark.parametrize("role", ["worker", "server"])
@@ -219,7 +233,7 @@ def test_measures_of_a_step_that_never_comes_do_not_decide(job: Job) -> None:
     peer.send(Header(Kind.MEASURES, job.view.number, length=len(data), step=2**32 - 1), data)
     assert "measures of a step or of a shard that this job does not have" in refusal(peer)
     job.settle()
-    clip = job.servers[0]._reducer.machine._clip
+    clip = reducer(job).machine._clip
     assert clip is not None
     assert clip._verdicts == {}
 
@@ -233,14 +247,14 @@ def test_deeply_nested_measures_are_a_protocol_error(job: Job) -> None:
 
 def test_following_twice_is_following(job: Job) -> None:
     peer = job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    before = len(job.servers[0]._reducer._followers)
+    before = len(reducer(job).shell.followers)
     for _ in range(5):
         peer.send(Header(Kind.FOLLOW))
     payload = memoryview(bytes(4 * WORDS))
     peer.send(Header(Kind.PUSH, ViewNumber(), weight=1.0, length=len(payload)), payload)  # stale: answered at once
     assert peer.receive_header().kind is Kind.CREDIT
     job.settle()
-    followers = job.servers[0]._reducer._followers
+    followers = reducer(job).shell.followers
     assert len(followers) == before + 1
     peer.close()
     until(lambda: len(followers) == before)  # its end is the end of its following
@@ -252,11 +266,11 @@ def test_following_twice_is_following(job: Job) -> None:
 def test_a_server_is_in_step_only_for_its_own_shards(job: Job) -> None:
     theirs = job.view.shards_of("server1")
     assert theirs
-    before = set(job.coordinator._machine._views.caught_up)
+    before = set(job.coordinator._shell.machine.course.views.caught_up)
     job.servers[0].say(CaughtUp({shard: job.view.paired[shard] for shard in theirs}))
     assert job.servers[0]._link._channel.flush(PATIENCE_S)
     job.settle()
-    assert job.coordinator._machine._views.caught_up == before
+    assert job.coordinator._shell.machine.course.views.caught_up == before
     assert job.runs()
 
 
@@ -378,16 +392,16 @@ def test_a_wish_on_a_connection_that_was_replaced_does_not_count(streaming_job: 
 
 def test_of_two_connections_the_later_one_counts_in_whatever_order_they_are_heard_of(streaming_job: Job) -> None:
     """Both may have waited for the same view, each in its own thread."""
-    job, reducer = streaming_job, streaming_job.servers[0]._reducer
-    first = reducer._followers.channel("worker0")
+    job, owner, workers = streaming_job, streaming_job.servers[0]._owner, reducer(streaming_job).shell.workers
+    first = workers["worker0"]
     job.enter(job.servers[0]._gate.address, "worker", "worker0")
-    until(lambda: reducer._followers.channel("worker0") is not first)
-    second = reducer._followers.channel("worker0")
+    until(lambda: workers["worker0"] is not first)
+    second = workers["worker0"]
     assert first.number < second.number
-    reducer.inbox.put(lambda: reducer.linked(first, "worker0"))
-    reducer.inbox.put(lambda: reducer.gone(first, "worker0"))
+    owner.put(Linked(first, "worker0"))
+    owner.put(Gone(first, "worker0"))
     job.settle()
-    assert reducer._followers.channel("worker0") is second
+    assert workers["worker0"] is second
 
 
 def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:
@@ -401,9 +415,9 @@ def test_whoever_is_gone_wants_nothing(streaming_job: Job) -> None:
 
 def wanted(job: Job, shard: int) -> list[str]:
     """Who wants something of a shard of server 0."""
-    machine = job.servers[0]._reducer.machine.machine(shard)
+    machine = reducer(job).machine.machine(shard)
     assert machine is not None
-    return sorted(machine._wants)
+    return sorted(machine.wants)
 
 
 def version(channel: Channel) -> Header:
@@ -441,7 +455,7 @@ def test_a_proposal_without_settings_does_not_end_the_coordinator() -> None:
     channel = Channel(connection, "coordinator")
     channel.send_message(Propose(JobRecord({}, build_layout([TensorSpec("w", (4,), "float32", 0)]), 1)))
     assert "a job record whose settings are not resolved" in refusal(channel)
-    alive = coordinator._thread.is_alive()
+    alive = coordinator._owner.is_alive()
     for thing in (channel, server, coordinator):
         thing.close()
     assert alive

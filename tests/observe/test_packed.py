@@ -16,7 +16,7 @@ from rallypoint.core.policy import BoundedStaleness, Sync
 from rallypoint.core.shard.effects import Take
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import On
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.view import ViewNumber, assign_replicas
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Arriving, Slot
 from rallypoint.core.worker.streaming import StreamMachine
@@ -54,10 +54,10 @@ def test_a_machine_comes_back_with_all_that_it_holds(machine: Any) -> None:
 
 
 def test_what_a_machine_holds_twice_is_one_thing_again() -> None:
-    machine = ShardMachine(Sync(), 2)
-    machine.clocks = machine._since = [1, 2]
-    back = _there_and_back(pack_state(machine))
-    assert back.clocks is back._since
+    machine = ClusterMachine(Terms())
+    shared = machine.course
+    back = _there_and_back(pack_state([machine, {"the course": shared}]))
+    assert back[0].course is back[1]["the course"]
 
 
 def test_a_set_is_packed_in_one_order_whatever_its_own_is() -> None:
@@ -71,7 +71,11 @@ class Stranger:
     name: str = "x"
 
 
-@pytest.mark.parametrize("value", [Stranger(), print, object(), [Stranger()], {1: Stranger()}])
+def test_a_function_of_the_core_is_itself_again() -> None:
+    assert _there_and_back(pack(assign_replicas)) is assign_replicas
+
+
+@pytest.mark.parametrize("value", [Stranger(), print, _there_and_back, object(), [Stranger()], {1: Stranger()}])
 def test_what_is_not_of_the_core_is_refused_with_a_sentence(value: Any) -> None:
     with pytest.raises(PackingError, match=r"cannot be recorded: machines, their events and their effects consist of"):
         pack(value)
@@ -82,6 +86,7 @@ def test_what_is_not_of_the_core_is_refused_with_a_sentence(value: Any) -> None:
     (["core.worker.slots:Filled"], "Filled has 0 fields, and 1 here"),
     (["core.worker.slots:Slot", "WET"], r"holds \['WET'\], which is no Slot"),
     (["core.view:ViewNumber", 1], "ViewNumber has 1 fields, and 2 here"),
+    (["F", "os:abort"], r"names a function \['os:abort'\], which this version does not know"),
     (["r", 3], "is damaged: it has no value"),
     (["d", 1], "is damaged"),
     ([3, 4], "has no tag"),

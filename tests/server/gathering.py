@@ -102,7 +102,7 @@ class Gathering:
             on_message=self.announced.put, on_lost=self.announced.put,  # type: ignore[arg-type]
         )  # fmt: skip
         self._observer.start()
-        until(lambda: len(self.coordinator._observers) == 1)
+        until(lambda: len(self.coordinator._shell.announcer.observers) == 1)
 
     def add_servers(self, count: int) -> None:
         for _ in range(count):

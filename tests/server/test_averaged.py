@@ -108,6 +108,6 @@ def test_a_snapshot_is_a_beginning_like_what_a_worker_brings() -> None:
 
 def test_it_has_no_master_copy_and_no_optimizer_state() -> None:
     bench = _Bench()
-    assert bench.owned.master.numel() == 0
-    assert bench.owned._optimizer is None
+    assert not hasattr(bench.owned, "master")
+    assert not hasattr(bench.owned, "_optimizer")
     assert bench.owned.measured

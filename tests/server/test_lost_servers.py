@@ -54,7 +54,7 @@ def test_a_server_lost_in_the_middle_of_a_step_changes_no_byte_and_rolls_nothing
 
 def safely_lose(cluster: Gathering, victim: int) -> None:
     """Once every shard is on two servers: what is lost before has not been promised."""
-    until(lambda: cluster.coordinator._machine.exposed == 0, "some shards never had a backup in step")
+    until(lambda: cluster.coordinator._shell.machine.exposed == 0, "some shards never had a backup in step")
     cluster.servers[victim].close()
 
 
@@ -75,8 +75,8 @@ def test_a_server_that_joins_is_given_shards_and_outlives_the_one_it_took_them_f
 
 
 def view(cluster: Gathering) -> Any:
-    assert cluster.coordinator._machine.view is not None
-    return cluster.coordinator._machine.view
+    assert cluster.coordinator._shell.machine.view is not None
+    return cluster.coordinator._shell.machine.view
 
 
 @pytest.mark.parametrize("damage", ["a shard file", "the manifest"])
@@ -106,9 +106,9 @@ def test_when_the_newest_snapshot_is_damaged_the_one_before_it_gives_the_same_by
 
 def ask_for_a_snapshot(cluster: Gathering) -> None:
     """It is of a version a little ahead: returns once the server knows."""
-    before = cluster.servers[0]._reducer._capture.snapshot
+    before = cluster.servers[0]._reducer.capture.snapshot
     cluster._observer.send(SnapshotWanted())
-    until(lambda: cluster.servers[0]._reducer._capture.snapshot != before, "the server was never asked")
+    until(lambda: cluster.servers[0]._reducer.capture.snapshot != before, "the server was never asked")
 
 
 def a_second_snapshot(cluster: Gathering, folder: Path) -> Path:

@@ -40,7 +40,7 @@ def test_a_backup_that_applies_what_it_is_sent_holds_the_primarys_bytes(optimize
         backup.take(sent[0], 1.0)
         backup.apply(_apply(step, 1.0, replicate=False))
         assert torch.equal(backup.master, primary.master)
-        assert torch.equal(backup.wire[step + 1].tensor, primary.wire[step + 1].tensor)
+        assert torch.equal(backup.raw(step + 1)[1].tensor, primary.raw(step + 1)[1].tensor)
 
 
 def _owned(config: JobConfig, pool: BufferPool) -> OwnedShard:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,11 @@ from rallypoint.core.shard import clip
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Message
-from rallypoint.net.pool import BufferPool, BufferPools
 from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
+from rallypoint.server.job import ServerJob
 from rallypoint.server.reducer import Reducer
 
-PATIENCE_S = 20.0
 CONFIG = resolve({"replicas": 2, "steps": 5})
 LAYOUT = build_layout([TensorSpec("w", (8,), "float32", 0)], CONFIG.shard_bytes)
 FIRST, SECOND = ViewNumber(1, 1), ViewNumber(1, 2)
@@ -32,9 +31,6 @@ class _Context:
 
     def not_finite(self, verdict: clip.Verdict) -> None:
         pytest.fail("nothing here is not finite")
-
-    def failed(self, error: BaseException) -> None:
-        raise error
 
 
 class _Channel:
@@ -52,45 +48,39 @@ class _Channel:
 
 
 class _Server:
-    """A reducer with one shard, to which the test says what a connection's thread would."""
+    """A reducer with one shard; the test is its owner, and says what a connection's thread would."""
 
     def __init__(self) -> None:
-        self.reducer, self.channel = Reducer(me="s", tracer=Tracer("s"), context=_Context()), _Channel()
-        self.pool = BufferPool(LAYOUT.largest_shard)
-        record = record_of(CONFIG, LAYOUT)
-        self.do(lambda: self.reducer.prepare(record, CONFIG, self.pool, BufferPools(), None, ""))
-
-    def do(self, call: Callable[[], Any]) -> Any:
-        """On the owner's thread; what it returns."""
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.reducer.inbox.put(lambda: answers.put(call()))
-        return answers.get(timeout=PATIENCE_S)
+        self.job = ServerJob(record_of(CONFIG, LAYOUT), CONFIG)
+        self.queued: list[inbox.Event] = []
+        self.reducer = Reducer("s", self.job, _Context(), self.queued.append, Tracer("s"))
+        self.channel = _Channel()
 
     def adopt(self, number: ViewNumber) -> None:
         members = (Member("w", "here", incarnation=1),), (Member("s", "here", "s:1", 2),)
         view = View(number, number, *members, (Assignment(0, {"w": (0, 1)}),), {0: "s"}, {}, uploader="w")
-        self.do(lambda: self.reducer.adopt(view))
+        self.reducer.handle(inbox.Viewed(view))
 
     def bring(self, kind: Kind, number: ViewNumber, value: float, replica: int = 0) -> None:
-        buffer = self.pool.take()
+        buffer = self.job.pool.take()
         buffer.tensor.fill_(value)
         header = Header(kind, number, shard=0, replica=replica, length=LAYOUT.shards[0].nbytes, weight=1.0)
         channel: Any = self.channel
         if kind is Kind.INITIAL:
-            self.do(lambda: self.reducer.initialise(channel, header, buffer))
+            self.reducer.handle(inbox.Initial(channel, header, buffer))
         else:
-            self.do(lambda: self.reducer.contribute(channel, "w", header, buffer))
+            self.reducer.handle(inbox.Pushed(channel, "w", header, buffer))
 
     @property
     def version(self) -> int:
-        return int(self.do(lambda: self.reducer.machine.machine(0).version))  # type: ignore[union-attr]
+        machine = self.reducer.machine.machine(0)
+        assert machine is not None
+        return machine.version
 
 
 @pytest.fixture
-def server() -> Iterator[_Server]:
-    server = _Server()
-    yield server
-    server.reducer.stop()
+def server() -> _Server:
+    return _Server()
 
 
 def test_a_contribution_and_first_weights_of_a_past_that_is_void_count_for_nothing(server: _Server) -> None:
@@ -107,4 +97,4 @@ def test_a_contribution_and_first_weights_of_a_past_that_is_void_count_for_nothi
     assert server.version == 1
     credits = [frame for frame in server.channel.frames if frame.kind is Kind.CREDIT]
     assert sum(frame.replica for frame in credits) == 5, "whoever sent may send again"
-    assert len(server.pool.free) == server.pool.made - 2, "and only the two versions' buffers are held"
+    assert len(server.job.pool.free) == server.job.pool.made - 2, "and only the two versions' buffers are held"

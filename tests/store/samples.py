@@ -57,5 +57,5 @@ def same(found: Sequence[ShardRecord], expected: Sequence[ShardRecord]) -> bool:
 
 def _plain(record: ShardRecord) -> tuple[object, ...]:
     arrays = {name: (array.dtype.name, array.tobytes()) for name, array in record.arrays.items()}
-    memories = {replica: (array.dtype.name, array.tobytes()) for replica, array in record.codec_states.items()}
-    return record.shard, record.version, arrays, record.scalars, record.clocks, memories
+    codec_states = {replica: (array.dtype.name, array.tobytes()) for replica, array in record.codec_states.items()}
+    return record.shard, record.version, arrays, record.scalars, record.clocks, codec_states

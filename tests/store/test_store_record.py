@@ -88,7 +88,7 @@ def test_a_clock_below_zero_is_damage() -> None:
 @pytest.mark.parametrize(
     ("codec_states", "why"), [([0], "lacks the array"), ([1, 1], "lacks the array"), ([2], "not of bytes")]
 )
-def test_memories_that_are_not_there_or_not_bytes_are_damage(codec_states: list[int], why: str) -> None:
+def test_codec_states_that_are_not_there_or_not_bytes_are_damage(codec_states: list[int], why: str) -> None:
     arrays = [{"name": f"memory-{r}", "dtype": d, "elements": 0, "nbytes": 0} for r, d in ((1, "uint8"), (2, "int8"))]
     head = {"shard": 0, "version": 1, "compression": "none", "scalars": {}, "arrays": arrays, "memories": codec_states}
     packed = msgspec.msgpack.encode(head)
@@ -96,7 +96,7 @@ def test_memories_that_are_not_there_or_not_bytes_are_damage(codec_states: list[
         decode_record(struct.pack("<4sI", b"RPS1", len(packed)) + packed)
 
 
-def test_a_record_without_memories_or_clocks_is_written_as_it_always_was() -> None:
+def test_a_record_without_codec_states_or_clocks_is_written_as_it_always_was() -> None:
     data = encode_record(ShardRecord(0, 3, {}, {}), "none")
     (length,) = struct.unpack("<I", data[4:8])
     known = {"shard", "version", "compression", "scalars", "arrays"}

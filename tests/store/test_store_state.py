@@ -62,7 +62,7 @@ FORGED: dict[str, Callable[[ShardRecord], ShardRecord]] = {
     "a moment of the wrong type": lambda r: replace(r, arrays=r.arrays | {"own.exp_avg": _words(dtype="int64")}),
     "a number that the optimizer has not": lambda r: replace(r, scalars=r.scalars | {"lr": 1e9}),
     "clocks": lambda r: replace(r, clocks=(1, 2)),
-    "what codecs remember": lambda r: replace(r, codec_states={0: _words(4, "uint8")}),
+    "codec states": lambda r: replace(r, codec_states={0: _words(4, "uint8")}),
 }
 
 

@@ -195,7 +195,7 @@ def test_a_version_before_is_told_exactly_while_it_is_kept() -> None:
 @pytest.mark.parametrize(
     "optimizer", [rp.AdamW(lr=0.1), rp.SGD(lr=0.1), rp.Adagrad(lr=0.1, lr_decay=0.1)], ids=["adamw", "sgd", "adagrad"]
 )
-def test_a_backup_that_is_filled_and_fed_holds_the_primarys_rows_and_versions(optimizer: Any) -> None:
+def test_a_backup_that_is_filled_and_kept_up_holds_the_primarys_rows_and_versions(optimizer: Any) -> None:
     primary, backup = _part(optimizer), _part(optimizer)
     for version in (1, 2):
         _step(primary, version, [version, 4])

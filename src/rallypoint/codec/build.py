@@ -1,4 +1,4 @@
-"""The codec of a spec: with its memory for a worker, without for a server."""
+"""The codec of a spec: with its state for a worker, without for a server."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class ErrorFeedback:
         self.inner.decode_add(payload, into, weight)
 
     def state(self) -> dict[str, Tensor]:
-        """`residual` (1-D fp32), and what `inner` remembers as `inner.<name>`."""
+        """`residual` (1-D fp32), and the state of `inner` as `inner.<name>`."""
         inner = self.inner.state() if isinstance(self.inner, Stateful) else {}
         return {"residual": self._residual} | {_INNER + name: tensor for name, tensor in inner.items()}
 

@@ -62,7 +62,7 @@ class Codec(Protocol):
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A codec that remembers something of a shard from step to step."""
+    """A codec with state: it keeps something of a shard from step to step (a residual, momentum, factors)."""
 
     def state(self) -> dict[str, Tensor]:
         """The state by name; views, not copies."""

@@ -22,7 +22,7 @@ class ShardCodecs:
         self._made: dict[tuple[int, tuple[int, ...]], Codec] = {}
 
     def of(self, shard: Shard) -> Codec | None:
-        """The shard's codec, without a memory; None when it goes raw, as tables do, being sparse already."""
+        """The shard's codec, without state; None when it goes raw, as tables do, being sparse already."""
         if shard.role == "rows":
             return None
         spec = codec_of(self._config, shard.group)

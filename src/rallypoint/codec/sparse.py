@@ -183,7 +183,7 @@ def read_sparse(payload: memoryview, words: int) -> tuple[Array, Array]:
     count, tail = sent_bytes // _WORD_BYTES, len(body) - sent_bytes // 3
     counts = body[:head].view("<u4").astype(np.int64)
     if counts.sum() != count or count > words:
-        raise ProtocolError(f"a sparse payload announces {counts.sum()} of {words} words and brings {count}")
+        raise ProtocolError(f"a sparse payload announces {counts.sum()} of {words} words and carries {count}")
     places = body[tail:].view("<u2") + np.repeat(np.arange(len(counts)) * SEGMENT_WORDS, counts)
     if count and (places[-1] >= words or not (places[1:] > places[:-1]).all()):
         raise ProtocolError(f"a sparse payload's positions do not ascend, or pass the end of {words} words")
@@ -208,7 +208,7 @@ def largest(values: Tensor, ratio: float, *, seed: int, sampled: bool, scratch: 
 
 
 def _sampled_threshold(values: Tensor, ratio: float, seed: int) -> np.float32:
-    stride = max(1, int(values.numel() * ratio / _SAMPLED_HITS)) | 1  # odd: not in step with a matrix's rows
+    stride = max(1, int(values.numel() * ratio / _SAMPLED_HITS)) | 1  # odd: it shares no period with a matrix's rows
     offset = seed % min(stride, values.numel())
     sample = np.abs(values.numpy()[offset::stride])
     return _kth_largest(sample, min(len(sample), math.ceil(_OVERSAMPLING * ratio * len(sample))))
@@ -271,4 +271,4 @@ def _segments(words: int) -> int:
 
 def _check_sent(sent: Array) -> None:
     if not np.isfinite(sent).all():
-        raise ProtocolError("a sparse payload brings NaN or infinity, which its sender would have refused")
+        raise ProtocolError("a sparse payload holds NaN or infinity, which its sender would have refused")

@@ -1,7 +1,7 @@
-"""What a codec remembers of one shard of one replica, as bytes: for another worker, and for snapshots.
+"""Codec state as bytes: what a codec keeps of one shard of one replica, for another worker and for snapshots.
 
-A *memory* is the state after a step's contribution was encoded, and that contribution as it was sent: whoever takes the
-replica over may have to send it again (I2), and then it must be the same. The state's tensors come first, in the order
+It is the state after a step's contribution was encoded, and that contribution as it was sent: the worker that takes the
+replica over may have to send it again (I2), and it must be the same. The state's tensors come first, in the order
 of their names, little-endian; the payload is the rest, empty if that contribution went raw.
 """
 
@@ -24,7 +24,7 @@ from rallypoint.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class CodecState:
-    """A memory after `step` (in the shard's own count), by the codec of that number."""
+    """The codec state after `step` (in the shard's own count), by the codec of that number."""
 
     step: int
     code: int
@@ -33,18 +33,18 @@ class CodecState:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a memory of one shard can be: its codec's number, and from how many to how many bytes."""
+    """The codec states that one shard can have: its codec's number, and from how many to how many bytes."""
 
     code: int
     least: int
     most: int
 
     def check(self, code: int, nbytes: int) -> None:
-        """ProtocolError when that cannot be a memory of the shard."""
+        """ProtocolError when that cannot be a codec state of the shard."""
         if code != self.code or not self.least <= nbytes <= self.most:
             raise ProtocolError(
-                f"a memory of {nbytes} bytes in codec {code}: {self.least} to {self.most} in codec {self.code} are "
-                "possible"
+                f"a codec state of {nbytes} bytes in codec {code}: {self.least} to {self.most} in codec "
+                f"{self.code} are possible"
             )
 
 
@@ -55,7 +55,7 @@ def limits_of(codec: Codec, words: int) -> Limits:
 
 
 def state_bytes(codec: Codec) -> int:
-    """Bytes of what the codec remembers; 0 for one that does not."""
+    """Bytes of the codec's state; 0 for a codec without any."""
     return sum(t.numel() * t.element_size() for t in codec.state().values()) if isinstance(codec, Stateful) else 0
 
 
@@ -92,25 +92,25 @@ def _sensible(tensor: torch.Tensor) -> bool:
 
 
 class ShardCodecStates:
-    """Which shards of a job have memories, and what these can be. Threads may share it."""
+    """Which shards of a job have codec states, and of what size. Threads may share it."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config, self._codecs = config, ShardCodecs(config)
         self._limits: dict[tuple[int, tuple[int, ...]], Limits] = {}
 
     def has(self, shard: Shard) -> bool:
-        """Does a worker remember something of this shard?"""
+        """Has this shard a codec with state?"""
         return has_state(codec_of(self._config, shard.group)) and self._codecs.of(shard) is not None
 
     def of(self, shard: Shard) -> Limits:
-        """What a memory of this shard can be. ProtocolError when it has none."""
+        """The limits of this shard's codec state. ProtocolError when it has none."""
         if not self.has(shard):
-            raise ProtocolError(f"a memory of shard {shard.index}, of which this job's workers remember nothing")
+            raise ProtocolError(f"a codec state of shard {shard.index}, whose codec has none in this job")
         key = (shard.group, shard.shape)
         if key not in self._limits:
             self._limits[key] = limits_of(build(codec_of(self._config, shard.group), shard.shape), shard.words)
         return self._limits[key]
 
     def among(self, layout: Layout) -> tuple[int, ...]:
-        """The shards that have memories, ascending."""
+        """The shards that have codec states, ascending."""
         return tuple(shard.index for shard in layout.shards if self.has(shard))

@@ -1,4 +1,4 @@
-"""Which shards each round is for, where groups have periods of their own or fragments take turns."""
+"""Which shards each round updates, where rounds are staggered: by groups' periods and by fragments."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ from rallypoint.core.cadence import EVERY_ROUND, TOGETHER, Cadence, Period, cut_
 from rallypoint.core.layout import Shard
 from rallypoint.errors import ConfigError
 
-_LONGEST_CYCLE = 1 << 12  # ticks
+_LONGEST_CYCLE = 1 << 12  # rounds
 
 
 def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
-    """Which shards each round is for: those of groups with a period of their own by that; of the others runs of
-    consecutive ones, of about as many bytes each, take turns.
+    """The shards that each round updates.
 
-    Buffers take none, they are due in every round: they are small, and each of a replica's rounds begins with them.
-    ConfigError when there are more fragments than shards, or nothing would be due at some tick.
+    A group with a `sync_every` has that period. All other parameters are cut into `fragments` runs of consecutive
+    shards, of about as many bytes each; every round updates one run. Buffers are due in every round: they are small,
+    and each of a replica's rounds begins with them. ConfigError when there are more fragments than shards, or nothing
+    would be due in some round.
     """
     if config.local is None or not config.staggered:
         return TOGETHER
-    if config.local.delay and any(shard.role == "buffers" for shard in shards):
-        raise ConfigError(
-            "a delay is not supported for models with buffers in their state_dict (BatchNorm statistics): each tick "
-            "would have to begin with those of the one before; use delay=0, or GroupNorm and the like"
-        )
     fragments, size = config.local.fragments, config.steps_per_round
     own = {s.index: period for s in shards if (period := _own_period(config, s.group)) is not None}
     taking = [shard for shard in shards if shard.role == "parameters" and shard.index not in own]
@@ -45,7 +41,7 @@ def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
 
 
 def _own_period(config: JobConfig, group: int) -> Period | None:
-    """When a group with a period of its own is due; None if it has none."""
+    """When a group with a `sync_every` is due; None for the other groups."""
     if group < 2 or (every := config.groups[group - 2].sync_every) is None:
         return None
     size = config.steps_per_round
@@ -63,6 +59,6 @@ def _check_periods(periods: Sequence[Period], config: JobConfig) -> None:
     if (round := first_empty(periods)) is not None and round < config.rounds - 1:
         raise ConfigError(
             f"nothing would be synchronised after step {(round + 1) * size}, but with periods of {steps} steps and "
-            f"these offsets there is a tick every {size} steps (their greatest common divisor): let some group have "
+            f"these offsets there is a round every {size} steps (their greatest common divisor): let some group have "
             f"sync_every={size}, or use periods that are multiples of the shortest, and offsets that are too"
         )

@@ -6,6 +6,8 @@ import math
 
 from rallypoint.codec.spec import DGC
 from rallypoint.config.tree import JobConfig, schedule_of
+from rallypoint.core.layout import Layout
+from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import StepDecay
@@ -20,7 +22,9 @@ def check(config: JobConfig) -> None:
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
     _check_mode(config)
-    _check_own_optimizer(config)
+    _check_periods(config)
+    if why := refusal(config.mode.name, config.features):
+        raise ConfigError(why)
     if not (config.table_std >= 0 and math.isfinite(config.table_std)):
         raise ConfigError(f"table_std is {config.table_std}: use a finite number that is not negative")
     for name in ("hold_bytes", "in_flight_bytes"):
@@ -60,12 +64,14 @@ def _check_adagrad(spec: Adagrad) -> None:
         )
 
 
-def _check_own_optimizer(config: JobConfig) -> None:
-    for group in config.groups if config.own_optimizer else ():
-        if group.weight_decay is not None or group.lr_scale != 1.0:
-            raise ConfigError(
-                "groups cannot set a decay or a rate where own_optimizer steps: give them to its own param_groups"
-            )
+def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
+    """What a job asks for beside its mode: by its settings and by its model. ConfigError where they do not fit."""
+    found = {Feature.BUFFERS} if any(shard.role == "buffers" for shard in layout.shards) else set()
+    found |= {Feature.TABLES} if layout.tables else set()
+    features = config.features | found
+    if why := refusal(config.mode.name, features):
+        raise ConfigError(why)
+    return features
 
 
 def _check_mode(config: JobConfig) -> None:
@@ -78,7 +84,6 @@ def _check_mode(config: JobConfig) -> None:
             _check_fragments(config, local)
         case _:
             pass
-    _check_periods(config)
     policy = config.policy
     if isinstance(policy, Sync) and policy.quorum is not None and not 1 <= policy.quorum <= config.replicas:
         raise ConfigError(f"a quorum of {policy.quorum} of {config.replicas} replicas: use 1 to replicas, or None")
@@ -94,17 +99,6 @@ def _check_fragments(config: JobConfig, local: LocalSteps) -> None:
             f"delay={local.delay}, mix={local.mix}: the delay must be below the {config.steps_per_round} steps "
             "from one synchronisation to the next, and mix above 0 and at most 1"
         )
-    if not config.staggered:
-        return
-    if not local.keep_inner:
-        raise ConfigError(
-            "keep_inner=False with fragments, sync_every or delay: what a replica has moved goes on from tick to tick, "
-            "and so must its optimizer's state; leave keep_inner out, or synchronise everything at once"
-        )
-    if local.over != Sync():
-        raise ConfigError("fragments, sync_every and delay need over=rp.Sync(), without a quorum")
-    if config.nonfinite == "skip":
-        raise ConfigError("nonfinite='skip' is not supported with fragments, sync_every or delay: use 'stop'")
 
 
 def _check_periods(config: JobConfig) -> None:
@@ -112,8 +106,6 @@ def _check_periods(config: JobConfig) -> None:
         every, offset = group.sync_every, group.sync_offset
         if every is None and not offset:
             continue
-        if config.local is None:
-            raise ConfigError(f"group {', '.join(group.match)}: sync_every and sync_offset are for sync=rp.LocalSteps")
         if every is None or every < 1 or not 0 <= offset < every:
             raise ConfigError(
                 f"group {', '.join(group.match)}: sync_every={every}, sync_offset={offset}: use a period of at least "

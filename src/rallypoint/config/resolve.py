@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from rallypoint.config.cadence import cadence_of
-from rallypoint.config.checks import check
+from rallypoint.config.checks import check, features_with
 from rallypoint.config.tree import JobConfig
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout
+from rallypoint.core.modes import Feature, refusal
+from rallypoint.core.modes.refusals import of_another_mode
 from rallypoint.core.policy import AllReduce
 from rallypoint.errors import ConfigError
 
@@ -29,6 +31,9 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
 
 def parse(data: Mapping[str, Any]) -> JobConfig:
     """The configuration in a job record. ConfigError when it is none."""
+    sync = data.get("sync")
+    if isinstance(sync, Mapping) and (why := of_another_mode(str(sync.get("type", "sync")), sync.keys())):
+        raise ConfigError(why)
     try:
         config = msgspec.convert(data, JobConfig)
     except msgspec.ValidationError as error:
@@ -38,10 +43,11 @@ def parse(data: Mapping[str, Any]) -> JobConfig:
 
 
 def record_of(config: JobConfig, layout: Layout, frozen: Mapping[str, str] | None = None) -> JobRecord:
-    """What the members of the job must agree on."""
+    """What the members of the job must agree on. ConfigError when the model does not go with the settings."""
+    features = tuple(sorted(features_with(config, layout), key=list(Feature).index))
     return JobRecord(
-        msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round, config.sticky,
-        config.streaming, cadence_of(config, layout.shards), config.stateful_workers,
+        msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round,
+        cadence_of(config, layout.shards), config.mode, features,
     )  # fmt: skip
 
 
@@ -50,10 +56,8 @@ def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
 
     ConfigError where workers step none, or the configuration says something else.
     """
-    if kind and not isinstance(config.sync, AllReduce):
-        raise ConfigError(
-            "own_optimizer needs sync=rp.AllReduce(): in other modes it is the servers that step, with optimizer="
-        )
+    if kind and (why := refusal(config.mode.name, {Feature.OWN_OPTIMIZER})):
+        raise ConfigError(why)
     if config.own_optimizer not in ("", kind):
         raise ConfigError(f"sync.own is {config.own_optimizer}: leave it to job.train, which has own_optimizer")
     if not kind:

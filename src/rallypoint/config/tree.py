@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal, TypedDict
 
 import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
 from rallypoint.core.layout import SHARD_BYTES, Role
+from rallypoint.core.modes import Clock, Feature, ModeTraits, describe
 from rallypoint.core.optimizer import AdamW, Optimizer
-from rallypoint.core.policy import AllReduce, LocalSteps, Mode, ServerPolicy, Sync, server_policy
+from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule
 from rallypoint.core.typed import build_now
 
@@ -35,7 +37,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     sync_offset: int = 0
 
 
-class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Everything that decides what a job computes.
 
     Attributes:
@@ -44,7 +46,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         steps: updates to make.
         optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations; under
             AllReduce: what every worker does with the mean gradient).
-        sync: how workers and servers keep in step.
+        sync: how workers and servers synchronise: the mode.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
         seed: of the sample order and of every replica's randomness.
@@ -96,15 +98,25 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """When the servers apply contributions."""
         return server_policy(self.sync)
 
+    @cached_property
+    def features(self) -> frozenset[Feature]:
+        """What these settings ask for beside the mode."""
+        return features_of(self)
+
+    @cached_property
+    def mode(self) -> ModeTraits:
+        """The description of the mode."""
+        return describe(self.sync, self.features)
+
     @property
     def streaming(self) -> bool:
         """Does each replica have a clock of its own?"""
-        return self.policy.streaming
+        return self.mode.streaming
 
     @property
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer, each its own, and servers only average?"""
-        return isinstance(self.sync, AllReduce)
+        return self.mode.workers_hold_state
 
     @property
     def own_optimizer(self) -> str:
@@ -126,12 +138,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def staggered(self) -> bool:
-        """Under local steps: do replicas' own parameters go on from round to round? These are called ticks then.
-
-        They do where a round is for some of the parameters only, or comes to its end later.
-        """
-        own = any(group.sync_every is not None for group in self.groups)
-        return self.local is not None and (self.local.fragments > 1 or self.local.delay > 0 or own)
+        """Do a replica's own parameters go on from round to round, as each round is for some shards or mixed later?"""
+        return self.mode.clock is Clock.STAGGERED
 
     def steps_ahead(self, round: int) -> int:
         """How many of this round's steps replicas make before they hear of its version."""
@@ -163,12 +171,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def clips_on_servers(self) -> bool:
         """Is the gradient clipped by the norm of the mean? Otherwise each replica clips its own."""
-        return self.clip is not None and not self.streaming and self.local is None
+        return self.clip is not None and not self.mode.streaming and self.mode.pushes_gradients
 
     def contributors(self, role: Role) -> int:
         """How many replicas contribute to a shard: replica 0 alone to buffers, or (quorum) whoever comes first."""
-        anybody = isinstance(self.policy, Sync) and self.policy.quorum is not None
-        return self.replicas if role != "buffers" or anybody else 1
+        return self.replicas if role != "buffers" or self.mode.drops else 1
 
     @property
     def decides(self) -> bool:
@@ -176,13 +183,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Stopping needs none: a worker sees its own loss before it pushes anything of that replica.
         """
-        return not self.streaming and (self.clips_on_servers or self.nonfinite == "skip")
-
-    @property
-    def sticky(self) -> bool:
-        """Do replicas leave something of use on the worker that computes them: an optimizer's state, a residual?"""
-        residuals = any(has_state(codec) for codec in self.codecs)
-        return residuals or (self.local is not None and self.local.keep_inner)
+        return not self.mode.streaming and (self.clips_on_servers or self.nonfinite == "skip")
 
     @property
     def codecs(self) -> tuple[CodecSpec, ...]:
@@ -216,6 +217,28 @@ class Settings(TypedDict, total=False):
 
 
 build_now(JobConfig)  # every member's proposal is parsed, each on its connection's own thread
+
+
+def features_of(config: JobConfig) -> frozenset[Feature]:
+    """What the settings ask for beside the mode."""
+    local, policy, groups = config.local, config.policy, config.groups
+    asked = {
+        Feature.CLIP: config.clip is not None,
+        Feature.SKIP: config.nonfinite == "skip",
+        Feature.ACCUMULATE: config.accumulate > 1,
+        Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),
+        Feature.CODEC: any(codec != Raw() for codec in config.codecs),
+        Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),
+        Feature.DOWN: config.down != Raw(),
+        Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
+        Feature.FRESH_INNER: local is not None and not local.keep_inner,
+        Feature.FRAGMENTS: local is not None and local.fragments > 1,
+        Feature.SYNC_EVERY: any(group.sync_every is not None or group.sync_offset for group in groups),
+        Feature.DELAY: local is not None and local.delay > 0,
+        Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
+        Feature.COMPENSATION: isinstance(policy, Async) and policy.delay_compensation > 0,
+    }
+    return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 
 
 def schedule_of(optimizer: Optimizer) -> Schedule:

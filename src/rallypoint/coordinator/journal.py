@@ -16,7 +16,7 @@ JOURNAL = "journal.sqlite"
 _SCHEMA = """
 create table if not exists record (id integer primary key check (id = 1), body blob not null);
 create table if not exists state (id integer primary key check (id = 1), body blob not null);
-create table if not exists views (epoch integer, count integer, body blob, primary key (epoch, count));
+drop table if exists views;
 """
 
 
@@ -54,9 +54,6 @@ class Journal:
                 self._db.execute("delete from record")  # whoever brought it left before the job began
             elif not self._recorded:
                 self._db.execute("insert or replace into record values (1, ?)", (msgspec.msgpack.encode(state.record),))
-            if state.view is not None:
-                row = (state.view.number.epoch, state.view.number.count, msgspec.msgpack.encode(state.view))
-                self._db.execute("insert or replace into views values (?, ?, ?)", row)
             body = msgspec.msgpack.encode(msgspec.structs.replace(state, record=None))
             self._db.execute("insert or replace into state values (1, ?)", (body,))
             self._db.execute("commit")

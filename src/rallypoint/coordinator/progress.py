@@ -1,18 +1,21 @@
-"""From replicas' reports to steps: a step is done when enough have reported, its loss is their weighted mean."""
+"""From replicas' reports to steps: a step is done when enough have reported; its loss is their weighted mean."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
 
+from rallypoint.config import JobConfig
+from rallypoint.core.policy import Sync
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report, StepDone
 
 
 class StepTally:
-    """Collects reports; repeats of a (step, replica) are ignored (I2). `enough` is R, or a quorum.
+    """Counts each (step, replica) once (I2). `enough` reports complete a step: R of them, or a quorum.
 
-    A report belongs to a past (`Report.generation`), and counts unless that is void.
+    A report of a stale generation does not count. This is the tally of jobs with rounds: nobody begins a step before
+    the one before it is complete.
     """
 
     def __init__(self, replicas: int, enough: int | None = None) -> None:
@@ -38,30 +41,87 @@ class StepTally:
             return None
         self.done = report.step
         for old in [step for step in self._reports if step <= self.done]:
-            if old != report.step:
-                del self._reports[old]
-        del self._reports[report.step]
+            del self._reports[old]
         weight = sum(r.weight for r in reports.values())
         loss = sum(reports[replica].loss * reports[replica].weight for replica in sorted(reports)) / weight
         return StepDone(report.step, loss, sum(r.items for r in reports.values()), self.again)
 
     def counts(self, generation: ViewNumber) -> bool:
-        """Does what is reported of that past count?"""
+        """Does a claim made in that generation count?"""
         return generation in self._generations
 
+    def take_over(self, done: int, generation: ViewNumber) -> None:
+        """Go on where an earlier coordinator ended: it knew of reports of step `done` at most.
+
+        That step may not be complete: reports of it may still come.
+        """
+        self.rewind(max(-1, done - 1), generation)
+
     def rewind(self, done: int, generation: ViewNumber) -> None:
-        """The job goes on after step `done`: what was reported of later ones is void, and so are all earlier pasts."""
+        """The job goes on after step `done`: reports of later steps, and of earlier generations, are stale."""
         self.done, self._generations = done, {generation}
         self._reports.clear()
 
     def hand_over(self, generation: ViewNumber) -> None:
-        """All begin again from what one of them has come to: what is on its way of the steps before it holds."""
+        """A generation begins from what one worker has reached: reports of the steps before it still count."""
         self._generations.add(generation)
 
     def missing(self) -> tuple[int, list[int]]:
-        """The step in progress and the replicas that have not reported it."""
+        """The step that is waited for, and the replicas that have not reported it.
+
+        The furthest step that anybody reported: nobody could begin it before all others were complete.
+        """
         step = max(self.done + 1, *self._reports) if self._reports else self.done + 1
         return step, [r for r in range(self._replicas) if r not in self._reports.get(step, {})]
+
+
+class StreamTally(StepTally):
+    """The tally of streaming jobs: each replica has a clock of its own, and some are steps ahead of others.
+
+    The slowest replicas are waited for. Those ahead of them are not late: they may only wait (SSP).
+    """
+
+    def __init__(self, replicas: int) -> None:
+        super().__init__(replicas)
+        self._clocks: dict[int, int] = {}  # of each replica: the step after the last that it reported
+
+    def add(self, report: Report) -> StepDone | None:
+        if 0 <= report.replica < self._replicas and self.counts(report.generation):
+            self._clocks[report.replica] = max(self._clocks.get(report.replica, 0), report.step + 1)
+        return super().add(report)
+
+    def take_over(self, done: int, generation: ViewNumber) -> None:
+        """Only the furthest replica's step is known: others may be at any step before it."""
+        self.rewind(-1, generation)
+
+    def rewind(self, done: int, generation: ViewNumber) -> None:
+        super().rewind(done, generation)
+        self._clocks.clear()
+
+    def missing(self) -> tuple[int, list[int]]:
+        """The lowest clock and the replicas at it; those that have not reported yet before all others."""
+        unheard = [replica for replica in range(self._replicas) if replica not in self._clocks]
+        step = max(self.done + 1, min(self._clocks.values(), default=0))
+        if unheard:
+            return step, unheard
+        return step, [replica for replica, clock in sorted(self._clocks.items()) if clock <= step]
+
+
+def tally_for(config: JobConfig) -> StepTally:
+    """The tally of a job with these settings."""
+    if config.streaming:
+        return StreamTally(config.replicas)
+    return StepTally(config.replicas, _quorum(config))
+
+
+def items_of_step(config: JobConfig) -> int:
+    """Items (samples, tokens) that one step of training uses, of all replicas together (I1)."""
+    quorum = _quorum(config)
+    return (config.replicas if quorum is None else quorum) * config.batch * config.items_per_sample
+
+
+def _quorum(config: JobConfig) -> int | None:
+    return config.policy.quorum if isinstance(config.policy, Sync) else None
 
 
 _REMEMBERED = 256

@@ -1,8 +1,7 @@
-"""The coordinator's share of a snapshot: collects what servers have stored, writes the manifest, deletes old ones."""
+"""The coordinator's share of a snapshot: collects what was stored, writes the manifest, deletes old ones."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,12 +9,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rallypoint.core.job import JobRecord
+from rallypoint.coordinator import inbox
+from rallypoint.coordinator.acts import Act, AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
 from rallypoint.errors import RallypointError
 from rallypoint.net.messages import Stored
 from rallypoint.store.manifest import Manifest, ShardEntry
 from rallypoint.store.retention import Retention
+from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
+
+_JUDGED_LATE = 8  # complete snapshots whose evaluation may still be under way
 
 
 @dataclass
@@ -28,77 +31,92 @@ class _Parts:
 class SnapshotKeeper:
     """Commits snapshots and finds them again, on a thread of its own: a slow store delays nothing else.
 
-    `commit` and `find` answer through a callback, on that thread.
+    `do` is called by one thread. Answers go to `put`, from the keeper's thread.
     """
 
-    def __init__(self, url: str, compression: str, retention: Retention, say: Callable[[str], None]) -> None:
+    def __init__(self, url: str, compression: str, retention: Retention, put: Callable[[inbox.Event], None]) -> None:
         self._store = SnapshotStore(url)
-        self._compression, self._retention, self._say = compression, retention, say
+        self._compression, self._retention, self._put = compression, retention, put
         self._parts: dict[str, _Parts] = {}
-        self._lock = threading.Lock()
+        self._complete: dict[int, Manifest] = {}  # by step of training; only the keeper's thread looks here
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
 
-    def begin(self, snapshot: str) -> None:
-        """A snapshot is being taken: what is left of those before it is forgotten."""
-        with self._lock:
-            self._parts = {snapshot: _Parts()}
-
-    def stored(self, part: Stored) -> None:
-        """A server's part is in the store."""
-        with self._lock:
-            if (parts := self._parts.get(part.snapshot)) is not None:
-                parts.files.update(part.files)
-                parts.shards.update({shard: ShardEntry(*entry) for shard, entry in part.shards.items()})
-
-    def commit(
-        self, snapshot: str, version: int, record: JobRecord, metrics: dict[str, float], origin: str,
-        done: Callable[[int, float], None], failed: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        """Write the manifest, then `done(bytes, seconds since it began)`; or `failed(why)`.
-
-        The snapshot `origin` is kept: a server may still have to begin from it.
-        """
-        with self._lock:
-            parts = self._parts.pop(snapshot, None)
-        if parts is None:
-            failed("its parts have been forgotten")
-            return
-        manifest = Manifest(
-            id=snapshot, version=version, record=msgspec.to_builtins(record), created=time.time(), metrics=metrics,
-            compression=self._compression, shards=parts.shards, files=parts.files,
-        )  # fmt: skip
-        self._pool.submit(self._commit, manifest, origin, parts.began, done, failed)
-
-    def find(self, found: Callable[[str, int], None], failed: Callable[[str], None]) -> None:
-        """Look for the newest usable snapshot: ``found(id, version)``, ("", -1) if there is none."""
-        self._pool.submit(self._find, found, failed)
+    def do(self, act: Act) -> None:
+        """Take one act of the shell that is about snapshots."""
+        match act:
+            case BeginSnapshot(snapshot=snapshot):
+                self._parts = {snapshot: _Parts()}  # what is left of those before it is forgotten
+            case AddPart(part=part):
+                self._add(part)
+            case CommitSnapshot():
+                self._begin_commit(act)
+            case Judge():
+                self._pool.submit(self._judge, act)
+            case FindSnapshot():
+                self._pool.submit(self._find)
+            case _:
+                raise AssertionError(f"an act that is not about snapshots: {act}")
 
     def close(self) -> None:
         """End the thread, after what it is at."""
         self._pool.shutdown(wait=True)
 
-    def _commit(
-        self, manifest: Manifest, origin: str, began: float, done: Callable[[int, float], None],
-        failed: Callable[[str], None],
-    ) -> None:  # fmt: skip
+    def _add(self, part: Stored) -> None:
+        if (parts := self._parts.get(part.snapshot)) is not None:
+            parts.files.update(part.files)
+            parts.shards.update({shard: ShardEntry(*entry) for shard, entry in part.shards.items()})
+
+    def _begin_commit(self, act: CommitSnapshot) -> None:
+        parts = self._parts.pop(act.snapshot, None)
+        if parts is None:
+            self._put(inbox.SnapshotFailed(act.snapshot, "its parts have been forgotten"))
+            return
+        manifest = Manifest(
+            id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
+            metrics=dict(act.metrics), compression=self._compression, shards=parts.shards, files=parts.files,
+        )  # fmt: skip
+        self._pool.submit(self._commit, act, manifest, parts.began)
+
+    # ---- on the keeper's thread ----
+
+    def _commit(self, act: CommitSnapshot, manifest: Manifest, began: float) -> None:
         try:
             self._store.commit(manifest)
         except Exception as error:  # a remote filesystem raises anything; unanswered, the job would wait for ever
-            failed(_sentence(error))
+            self._put(inbox.SnapshotFailed(manifest.id, _sentence(error)))
             return
-        done(sum(manifest.files.values()), time.monotonic() - began)
+        nbytes, seconds = sum(manifest.files.values()), time.monotonic() - began
+        self._put(inbox.SnapshotCommitted(manifest.id, manifest.version, nbytes, seconds))
+        self._complete.pop(act.step, None)
+        self._complete[act.step] = manifest
+        while len(self._complete) > _JUDGED_LATE:
+            del self._complete[next(iter(self._complete))]
         try:
-            self._store.retain(self._retention, keep=(manifest.id, origin), thorough=False)
+            # `origin` is kept: a server may still have to begin from it.
+            self._store.retain(self._retention, keep=(manifest.id, act.origin), thorough=False)
         except Exception as error:
-            self._say(f"old snapshots could not be deleted: {_sentence(error)}")
+            self._put(inbox.Said(f"old snapshots could not be deleted: {_sentence(error)}"))
 
-    def _find(self, found: Callable[[str, int], None], failed: Callable[[str], None]) -> None:
-        try:
-            manifest = self._store.latest_usable(self._say)
-        except Exception as error:
-            failed(f"the snapshots cannot be read: {_sentence(error)}")
+    def _judge(self, act: Judge) -> None:
+        """The evaluation of a version ends after its snapshot is complete: the manifest is written once more."""
+        manifest = self._complete.get(act.step)
+        if manifest is None or manifest.metrics.items() >= act.metrics.items():
             return
-        found(*(("", -1) if manifest is None else (manifest.id, manifest.version)))
+        judged = msgspec.structs.replace(manifest, metrics={**manifest.metrics, **act.metrics})
+        try:
+            if self._store.amend(judged):
+                self._complete[act.step] = judged
+        except Exception as error:
+            self._put(inbox.Said(f"the figures of snapshot {manifest.id} could not be stored: {_sentence(error)}"))
+
+    def _find(self) -> None:
+        say = lambda text: self._put(inbox.Said(text))  # noqa: E731
+        try:
+            manifest = patiently(lambda: self._store.latest_usable(say), say, "looking for the newest snapshot")
+        except Exception as error:
+            self._put(inbox.Ended(f"the snapshots cannot be read: {_sentence(error)}"))
+            return
+        self._put(inbox.SnapshotFound("") if manifest is None else inbox.SnapshotFound(manifest.id, manifest.version))
 
 
 def _sentence(error: Exception) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import msgspec
 
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.layout import Layout, first_difference
+from rallypoint.core.modes import Feature, ModeTraits, refusal
 
 
 class JobRecord(msgspec.Struct, frozen=True):
@@ -19,10 +21,9 @@ class JobRecord(msgspec.Struct, frozen=True):
         rounds: contributions that each replica makes; under an aligned policy the job's last version.
         frozen: every frozen parameter's name, and a hash of its bytes.
         steps_per_round: steps of a replica between two of its contributions.
-        sticky: replicas leave something of use on the worker that computes them: none is moved for speed's sake.
-        streaming: each replica has a clock of its own; no version is common to all shards.
-        cadence: which shards each round is for; where they take turns, a version of the job is a tick.
-        stateful_workers: model and optimizer state are the workers', each has all of it, and servers only average.
+        cadence: the shards that each round updates.
+        mode: the description of the mode.
+        features: what the configuration and the model use beside it.
     """
 
     config: dict[str, Any]
@@ -30,10 +31,28 @@ class JobRecord(msgspec.Struct, frozen=True):
     rounds: int
     frozen: dict[str, str] = {}
     steps_per_round: int = 1
-    sticky: bool = False
-    streaming: bool = False
     cadence: Cadence = TOGETHER
-    stateful_workers: bool = False
+    mode: ModeTraits = ModeTraits()
+    features: tuple[Feature, ...] = ()
+
+    @property
+    def sticky(self) -> bool:
+        """Does a replica leave state on the worker that computes it?"""
+        return self.mode.leaves_state
+
+    @property
+    def streaming(self) -> bool:
+        """Does each replica have a clock of its own?"""
+        return self.mode.streaming
+
+    @property
+    def stateful_workers(self) -> bool:
+        """Do workers hold the model and step the optimizer?"""
+        return self.mode.workers_hold_state
+
+    def refusal_of(self, terms: Set[Feature]) -> str:
+        """Why this job cannot run on a cluster whose terms ask for these features; "" if it can."""
+        return refusal(self.mode.name, {*self.features, *terms})
 
 
 def disagreement(first: JobRecord, other: JobRecord) -> str | None:

@@ -42,15 +42,14 @@ class View(msgspec.Struct, frozen=True):
 
     Attributes:
         number: the higher wins.
-        generation: the first view after the last roll-back; whatever carries an older number is from a past that is
-            void.
-        paired: of each shard with a backup, the view in which these two became primary and backup: what either has
-            said of an earlier meeting does not count.
+        generation: the number of the first view after the last roll-back; whatever carries an older one is stale.
+        paired: of each shard with a backup, the view in which these two became primary and backup. What either said
+            of an earlier pairing is stale.
         origin: the snapshot that the servers start from in view `generation`; "" for the lead worker's first weights.
         workers, servers: all members, standby workers included.
         assignments: by ascending start; the last one whose start is not above a step counts for it.
         primary, backup: shard index to server id. A backup may still be on its way to hold what it needs.
-        uploader: the worker that brings the first weights, if `origin` is "".
+        uploader: the worker that uploads the first weights, if `origin` is "".
         ending: a worker holds the last version: whoever does not is to fetch it.
     """
 
@@ -108,14 +107,14 @@ class View(msgspec.Struct, frozen=True):
 def assign_replicas(
     replicas: int, workers: Sequence[str], speeds: Mapping[str, float] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Deal replicas 0..R-1 to `workers` in the order in which they will be needed.
+    """Assign replicas 0..R-1 to `workers` in the order in which they will be needed.
 
     Each replica goes to the worker that would finish it first (greedy list scheduling; equal speeds give a plain
     round-robin). Interleaving matters: contributions are summed in replica order (I3), so replica 1 should be computed
     beside replica 0, not after it. `speeds` are replicas per second; a worker beyond R gets none.
     """
     if not workers:
-        raise ValueError("there is no worker to deal replicas to")
+        raise ValueError("there is no worker to assign replicas to")
     cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
     busy = dict.fromkeys(workers, 0.0)
     assigned: dict[str, list[int]] = {worker: [] for worker in workers}
@@ -131,11 +130,11 @@ def reassign_orphans(
 ) -> dict[str, tuple[int, ...]]:
     """What `workers` compute when some of those in `assigned` are gone, with as few changes as possible.
 
-    A worker without replicas takes a gone one's whole hand; without one, each orphan goes to whoever would finish it
-    first. Survivors keep theirs: they may have computed them already. Raises ValueError when there is no worker.
+    An idle worker takes all replicas of one that is gone. Where none is idle, each orphan goes to the worker that
+    would finish it first. Survivors keep theirs: they may have computed them already. ValueError without a worker.
     """
     if not workers:
-        raise ValueError("there is no worker to deal replicas to")
+        raise ValueError("there is no worker to assign replicas to")
     patched = {worker: tuple(assigned.get(worker, ())) for worker in workers}
     orphaned = [own for worker, own in sorted(assigned.items()) if worker not in patched and own]
     idle = [worker for worker in workers if not patched[worker]]

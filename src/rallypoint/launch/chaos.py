@@ -13,7 +13,7 @@ import msgspec
 from rich.console import Console
 
 from rallypoint.config import JobConfig, parse
-from rallypoint.core.policy import Sync
+from rallypoint.core.modes import Bytes
 from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.launch.chaos_report import Event, Report, ledger_of, measure, show
 from rallypoint.launch.console import RunConsole
@@ -188,7 +188,7 @@ def chaos(plan: Launch, faults: Sequence[Fault], seed: int, console: Console, *,
     ledger = ledger_of(Path(plan.folder), config.rounds, samples)
     report = Report(
         events=measure(driver.events, ledger), undone=driver.left, hashes=(_hash(peace), _hash(plan)), ledger=ledger,
-        comparable=config.policy == Sync() and not config.sticky,
+        comparable=config.mode.bytes is Bytes.ALWAYS,
     )
     show(report, console)
     if json is not None:

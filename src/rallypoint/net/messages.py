@@ -139,10 +139,11 @@ class Resize(_Message, frozen=True):
 
 
 class Metrics(_Message, frozen=True):
-    """What an evaluation found after `step` updates."""
+    """What an evaluation found after `step` steps of training, in that generation."""
 
     step: int
     values: dict[str, float]
+    generation: ViewNumber = ViewNumber()
 
 
 class Say(_Message, frozen=True):
@@ -223,7 +224,9 @@ class Aborted(_Message, frozen=True):
 
 
 class Planned(_Message, frozen=True):
-    """The job that runs: what a progress line needs to know. A round is `steps_per_round` of the `steps`."""
+    """The job that runs: what a progress line needs to know. A round is `steps_per_round` of the `steps`.
+
+    Each step uses `items` of `item`; `done` steps were behind the job when this was said."""
 
     steps: int
     replicas: int
@@ -233,6 +236,8 @@ class Planned(_Message, frozen=True):
     workers: tuple[str, ...]
     servers: tuple[str, ...]
     steps_per_round: int = 1
+    items: int = 0
+    done: int = 0
 
 
 class StepDone(_Message, frozen=True):

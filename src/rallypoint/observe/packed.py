@@ -1,8 +1,9 @@
 """Machines, events and effects as plain msgpack data, and back.
 
 A value that msgpack knows stays what it is. Every other value becomes a list whose first item says what it is: ``["t",
-1, 2]`` is the tuple (1, 2), and ``["core.worker.slots:Filled", 3]`` is ``Filled(shard=3)``. Only the classes of
-`rallypoint.core` have such a tag. Nothing is pickled, and nothing that a file names is imported.
+1, 2]`` is the tuple (1, 2), and ``["core.worker.slots:Filled", 3]`` is ``Filled(shard=3)``. Only the classes
+and functions of `rallypoint.core` have such a tag. Nothing is pickled, and nothing that a file names is imported or
+called.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pkgutil
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from types import MappingProxyType
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import msgspec
@@ -31,12 +32,12 @@ class PackingError(RallypointError):
 
 
 @cache
-def known_classes() -> Mapping[str, type]:
-    """Every class that is defined in `rallypoint.core`, by its tag."""
-    found: dict[str, type] = {}
+def _known(kind: type) -> Mapping[str, Any]:
+    """Every class (`type`) or function that a module of `rallypoint.core` defines, by its tag."""
+    found: dict[str, Any] = {}
     for module in pkgutil.walk_packages(rallypoint.core.__path__, "rallypoint.core."):
         for value in vars(importlib.import_module(module.name)).values():
-            if isinstance(value, type) and value.__module__ == module.name:
+            if isinstance(value, kind) and value.__module__ == module.name:
                 found[_tag(value)] = value
     return MappingProxyType(found)
 
@@ -74,6 +75,8 @@ class _Packer:
             return ["t", *map(self.pack, value)]
         if kind is frozenset:
             return ["f", *self._sorted(value)]
+        if kind is FunctionType:
+            return ["F", _known_tag(value)]
         if issubclass(kind, enum.Enum):
             return [_known_tag(kind), value.name]
         if issubclass(kind, msgspec.Struct):
@@ -117,13 +120,14 @@ def _class_of(value: Any) -> type:
     return before
 
 
-def _tag(kind: type) -> str:
+def _tag(kind: Any) -> str:
     return f"{kind.__module__.removeprefix('rallypoint.')}:{kind.__qualname__}"
 
 
-def _known_tag(kind: type) -> str:
+def _known_tag(kind: Any) -> str:
+    """The tag of a class or a function. PackingError if it is not one of `rallypoint.core`."""
     tag = _tag(kind)
-    if known_classes().get(tag) is not kind:
+    if _known(type if isinstance(kind, type) else FunctionType).get(tag) is not kind:
         raise PackingError(
             f"a {kind.__module__}.{kind.__qualname__} cannot be recorded: machines, their events and their effects "
             "consist of numbers, texts, collections, and classes of rallypoint.core"
@@ -161,6 +165,8 @@ class _Unpacker:
                 return frozenset(map(self.unpack, parts))
             case "r":
                 return self._referenced(parts)
+            case "F":
+                return self._function(parts)
             case "l" | "s" | "d" | "C" | "q":
                 return self._collection(tag, parts)
             case _:
@@ -194,7 +200,7 @@ class _Unpacker:
         return value
 
     def _object(self, tag: str, parts: list[Any]) -> Any:
-        kind = known_classes().get(tag)
+        kind = _known(type).get(tag)
         if kind is None:
             raise PackingError(f"the recording holds a {tag}, which this version of Rallypoint does not know")
         if issubclass(kind, enum.Enum):
@@ -214,6 +220,12 @@ class _Unpacker:
         if has_dict:
             vars(value).update(self.unpack(parts[-1]))
         return value
+
+    def _function(self, parts: list[Any]) -> Any:
+        function = _known(FunctionType).get(parts[0]) if len(parts) == 1 else None
+        if function is None:
+            raise PackingError(f"the recording names a function {parts!r:.80}, which this version does not know")
+        return function
 
     def _member(self, kind: type[enum.Enum], parts: list[Any]) -> enum.Enum:
         if len(parts) != 1 or parts[0] not in kind.__members__:

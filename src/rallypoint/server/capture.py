@@ -1,4 +1,4 @@
-"""This server's part of a snapshot: which shards are still to be copied, and copies that wait for workers' memories.
+"""This server's part of a snapshot: which shards are still to be copied, and copies that wait for codec states.
 
 Copy-on-write: a shard is copied when its owner has nothing else to do and the store has caught up, or else right before
 its next update.
@@ -6,29 +6,26 @@ its next update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from rallypoint.config import JobConfig
-from rallypoint.core.layout import Shard
-from rallypoint.core.shard.server import Plan
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.codec_states import CodecStates
+from rallypoint.server.job import ServerJob
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
 
 class Capture:
-    """The reducer's thread owns it; `state(shard, version)` is a shard's state, whose arrays still change. `wake` is
+    """The owner's thread owns it; `state(shard, version)` is a shard's state, whose arrays still change. `wake` is
     called, from any thread, when `due` may have become true."""
 
     def __init__(
-        self, writer: SnapshotWriter, config: JobConfig, plan: Plan, shards: Sequence[Shard],
-        codec_states: CodecStates | None, state: Callable[[int, int], ShardRecord], tracer: Tracer,
-            wake: Callable[[], None],
+        self, writer: SnapshotWriter, job: ServerJob, codec_states: CodecStates | None,
+        state: Callable[[int, int], ShardRecord], tracer: Tracer, wake: Callable[[], None],
     ) -> None:  # fmt: skip
         writer.caught_up = wake
         self.snapshot = ""
-        self._writer, self._streaming, self._plan, self._shards = writer, config.streaming, plan, shards
+        self._writer, self._job = writer, job
         self._codec_states, self._state, self._tracer = codec_states, state, tracer
         self._to_copy: dict[int, int] = {}
 
@@ -57,7 +54,7 @@ class Capture:
         self._put_complete(shard, at_last=True)
 
     def codec_state_came(self, shard: int) -> None:
-        """A worker's copy of what it remembers has come, perhaps after the state was copied."""
+        """A worker's copy of a codec state has come, perhaps after the state was copied."""
         self._put_complete(shard, at_last=False)
 
     def disowned(self, shard: int) -> None:
@@ -79,12 +76,17 @@ class Capture:
         version = self._to_copy.pop(shard)
         with self._tracer.span("capture", shard=shard, version=version):
             record = self._writer.copy(self._state(shard, version))
-        goes_on = not self._streaming and 0 < version < self._plan.rounds_of(shard)
-        if self._codec_states is None or not goes_on or not self._codec_states.awaited(record, self._shards[shard]):
+        if not self._awaits_codec_states(shard, version, record):
             self._writer.put(record)
 
+    def _awaits_codec_states(self, shard: int, version: int, record: ShardRecord) -> bool:
+        """Workers send copies of their codec states at a version that all of them go on from, and at no other."""
+        goes_on = 0 < version < self._job.plan.rounds_of(shard) and self._job.versions_are_common
+        states = self._codec_states
+        return states is not None and goes_on and states.awaited(record, self._job.shards[shard])
+
     def _put_complete(self, shard: int, *, at_last: bool) -> None:
-        """With the next update, at last, all memories are here that were sent."""
+        """With the next update, at last, all codec states are here that were sent."""
         if self._codec_states is not None and (record := self._codec_states.complete(shard,
             at_last=at_last)) is not None:
             self._writer.put(record)

@@ -1,4 +1,4 @@
-"""What workers' codecs remember of replicas, while it is between two workers: see `core/shard/relay.py`."""
+"""Codec states of replicas on their way from one worker to another: see `core/shard/relay.py`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Send = Callable[[str, Header, memoryview | None], None]
 
 
 class CodecStates:
-    """The shell around `Relay`; the reducer's thread owns it.
+    """The shell around `Relay`; the owner's thread owns it.
 
     `send(worker, header, payload)` queues a frame to a worker that is connected; whoever sends fills in the view's
-    number. At most one memory of each replica is held for each shard that is primary here, and one copy for a snapshot:
-    workers send it before they contribute to the version that is stored.
+    number. At most one codec state of each replica is held for each shard that is primary here, and one copy for a
+    snapshot: workers send it before they contribute to the version that is stored.
     """
 
     def __init__(self, me: str, formats: ShardCodecStates, replicas: int, send: Send) -> None:
@@ -31,7 +31,7 @@ class CodecStates:
         self._formats, self._replicas, self._send = formats, replicas, send
         self._generation: ViewNumber | None = None
         self._copies: dict[Key, CodecState] = {}
-        self._records: dict[int, ShardRecord] = {}  # for a snapshot, but for the memories
+        self._records: dict[int, ShardRecord] = {}  # for a snapshot, but for the codec states
 
     def adopt(self, view: View) -> None:
         """A new view."""
@@ -45,7 +45,7 @@ class CodecStates:
         self._relay.contributed(header.shard, header.replica, header.step, worker, upcoming)
 
     def given(self, header: Header, data: memoryview, worker: str, upcoming: int) -> None:
-        """A worker hands a memory over, or says that it has nothing new."""
+        """A worker hands a codec state over, or says that it has nothing new."""
         self._send(worker, Header(Kind.TAKEN, shard=header.shard, replica=header.replica, step=header.step), None)
         codec_state = (header.step, CodecState(header.step, header.codec, data)) if data else None
         self._tell(self._relay.given(header.shard, header.replica, worker, upcoming, codec_state))
@@ -86,7 +86,7 @@ class CodecStates:
         self._records.clear()
 
     def restored(self, record: ShardRecord, place: Shard) -> None:
-        """A shard has come from a snapshot, and its memories with it: whoever is dealt the replicas will ask."""
+        """A shard came from a snapshot, and its codec states with it: whoever is assigned the replicas will ask."""
         for replica, array in record.codec_states.items():
             step = record.version - 1
             codec_state = CodecState(step, self._formats.of(place).code, array.data)

@@ -50,8 +50,7 @@ class Ledger:
 
     def account(self, machine: ShardMachine, step: int, rounds: int) -> None:
         """Now and then, and at the end, what has become of the contributions: where not every one is applied alike."""
-        ended = (machine.slowest if machine.policy.streaming else machine.version) >= rounds
-        if ended or step % _ACCOUNT_EVERY == 0:
+        if machine.slowest >= rounds or step % _ACCOUNT_EVERY == 0:
             tally = machine.tally
             self._say(Accounted(tally.applied, tally.folded, tally.dropped, tally.repeats, dict(tally.staleness)))
 
@@ -59,3 +58,10 @@ class Ledger:
         """Say the last entries again: a coordinator that took over may not have them."""
         for entry in self._entries:
             self._say(entry)
+
+    def rolled_back(self) -> None:
+        """A new generation: what was counted before is not said again."""
+        self._entries.clear()
+        self._arrivals.clear()
+        self._added.clear()
+        self._told.clear()

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rallypoint.codec.protocol import NonFinitePayload
 from rallypoint.codec.scratch import Scratch
-from rallypoint.codec.shards import down_codec
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.order import derive_seed
 from rallypoint.core.policy import Async
 from rallypoint.core.shard.effects import Apply
+from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer, state_names
+from rallypoint.server.gradient import GradientSum
+from rallypoint.server.wire import WireCopies
 from rallypoint.store.record import ShardRecord
 
 _WIRE = "wire-"
@@ -27,52 +27,36 @@ class OwnedShard:
     """Master weights, optimizer state, the sum in progress, and the wire copies of the last two versions."""
 
     def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
-        self.shard, self._seed = shard, config.seed
+        self.shard = shard
         self._pool = pool
-        none_here = shard.role == "buffers" or config.stateful_workers
+        none_here = shard.role == "buffers"
         self._optimizer = None if none_here else ShardOptimizer(config, shard.group, shard.words)
         self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
-        self.wire: dict[int, Buffer] = {}
-        self._codec = down_codec(config, shard, scratch)
-        self._encoded: dict[int, tuple[int, Buffer, int]] = {}
-        self._sum: Buffer | None = None
+        self.measured = self._optimizer is not None
+        self._sum = GradientSum(shard.words)
+        self._wire = WireCopies(shard, config, pool, scratch)
         # torch's foreach kernel adds Nesterov's momentum to the gradient itself; the backup is to get it without.
         self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov
         self._compensation = config.policy.delay_compensation if isinstance(config.policy, Async) else 0.0
-
-    @property
-    def measured(self) -> bool:
-        """Does this shard's gradient count in the global norm?"""
-        return self._optimizer is not None
-
-    @property
-    def gradient(self) -> torch.Tensor:
-        """The sum in progress, a view of its buffer."""
-        assert self._sum is not None
-        return self._sum.tensor[: self.shard.words]
+        self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
+        self.raw, self.encoded = self._wire.raw, self._wire.encoded
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """The version that all begin with has come: its buffer becomes the wire copy."""
         self.master.copy_(payload.tensor[: self.shard.words])
-        self._keep(version, payload, version)
+        self._wire.keep(version, payload, version)
 
     def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
         """The first contribution's buffer becomes the sum; `base`: see `compensate`."""
         if base is not None:
             self.compensate(payload, base)
-        self._sum = payload
-        if weight != 1.0:
-            self.gradient.mul_(weight)
+        self._sum.take(payload, weight)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Add a contribution. Times the weight first: each rounding is then the same however shards are cut."""
+        """Add a contribution; `base`: see `compensate`."""
         if base is not None:
             self.compensate(payload, base)
-        values = payload.tensor[: self.shard.words]
-        if weight != 1.0:
-            values.mul_(weight)
-        self.gradient.add_(values)
-        payload.release()
+        self._sum.add(payload, weight)
 
     def compensate(self, payload: Buffer, base: int) -> None:
         """Add lambda * g * g * (now - then) to a gradient g that was computed from version `base`.
@@ -80,20 +64,11 @@ class OwnedShard:
         Zheng et al., 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", equation 10. Nothing is
         added when `base` is not kept any more.
         """
-        if (then := self.wire.get(base)) is None or self._compensation == 0.0:
+        if base not in self._wire or self._compensation == 0.0:
             return
         gradient = payload.tensor[: self.shard.words]
-        moved = self.master - then.tensor[: self.shard.words]
+        moved = self.master - self._wire.values(base)
         gradient.addcmul_(moved.mul_(gradient), gradient, value=self._compensation)
-
-    def mean(self, total_weight: float) -> None:
-        """Turn the sum into the weighted mean."""
-        if total_weight != 1.0:
-            self.gradient.mul_(1.0 / total_weight)
-
-    def norm(self) -> float:
-        """The 2-norm of the finished gradient."""
-        return float(torch.linalg.vector_norm(self.gradient))
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
         """Update the master with the finished gradient, whose buffer becomes the new version's wire copy.
@@ -102,59 +77,33 @@ class OwnedShard:
         for the backup.
         """
         scale = update.scale
-        assert self._sum is not None
-        wire = self._pool.take() if update.replicate else self._sum
+        wire = self._pool.take() if update.replicate else self._sum.buffer
         if scale is not None and self._optimizer is None:
-            self.master.copy_(self.gradient)
+            self.master.copy_(self._sum.values)
         elif scale is not None and self._optimizer is not None:
+            gradient = self._sum.values
             if scale != 1.0:
-                self.gradient.mul_(scale)
-            gradient = self.gradient
+                gradient.mul_(scale)
             if update.replicate and self._spends_gradient:
                 gradient = wire.tensor[: self.shard.words].copy_(gradient)
             self._optimizer.apply(gradient, update.step, update.rate)
-        finished, self._sum = self._sum, None
+        finished = self._sum.leave()
         wire.tensor[: self.shard.words].copy_(self.master)
-        self._keep(update.version, wire, update.oldest)
+        self._wire.keep(update.version, wire, update.oldest)
         return (finished, self.shard.nbytes) if update.replicate else None
-
-    def abandon(self) -> None:
-        """Forget the sum in progress."""
-        if self._sum is not None:
-            self._sum.release()
-            self._sum = None
 
     def release(self) -> None:
         """Let go of every buffer."""
         self.abandon()
-        for buffer in (*self.wire.values(), *(encoded for _, encoded, _ in self._encoded.values())):
-            buffer.release()
-        self.wire.clear()
-        self._encoded.clear()
+        self._wire.release()
 
     def keeps(self, version: int) -> bool:
         """Is there a wire copy of `version`?"""
-        return version in self.wire
+        return version in self._wire
 
-    def raw(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as it is: codec number, buffer (not retained), bytes."""
-        return 0, self.wire[version], self.shard.nbytes
-
-    def encoded(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as followers get it, encoded once for all of them; raw where the codec refuses a NaN."""
-        if self._codec is None:
-            return self.raw(version)
-        if version not in self._encoded:
-            buffer = self._pool.take()
-            values = self.wire[version].tensor[: self.shard.words]
-            try:  # the backup would write the same bytes
-                seed = derive_seed(self._seed, "down", version, self.shard.index)
-                used = self._codec.encode(values, buffer.bytes, seed=seed)
-            except NonFinitePayload:
-                buffer.release()
-                return self.raw(version)
-            self._encoded[version] = (self._codec.code, buffer, used)
-        return self._encoded[version]
+    def named(self, header: Header) -> Header:
+        """The header of a version's frame: a version is a version."""
+        return header
 
     # ---- the whole state, for a backup or a snapshot ----
 
@@ -166,7 +115,7 @@ class OwnedShard:
             moments, scalars = self._optimizer.state()
             arrays |= moments
         if wires:
-            arrays |= {f"{_WIRE}{v}": buffer.tensor[: self.shard.words] for v, buffer in self.wire.items()}
+            arrays |= {f"{_WIRE}{v}": self._wire.values(v) for v in self._wire}
         plain = {name: array.numpy() for name, array in arrays.items()}
         return ShardRecord(self.shard.index, version, plain, scalars, tuple(clocks))
 
@@ -181,14 +130,7 @@ class OwnedShard:
         for name, values in (wires or {f"{_WIRE}{record.version}": self.master}).items():
             buffer = self._pool.take()
             buffer.tensor[: self.shard.words].copy_(values)
-            self.wire[int(name.removeprefix(_WIRE))] = buffer
-
-    def _keep(self, version: int, buffer: Buffer, oldest: int) -> None:
-        self.wire[version] = buffer
-        for old in [v for v in self.wire if v < oldest]:
-            self.wire.pop(old).release()
-            if old in self._encoded:
-                self._encoded.pop(old)[1].release()
+            self._wire.keep(int(name.removeprefix(_WIRE)), buffer, 0)
 
 
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:

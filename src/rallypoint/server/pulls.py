@@ -21,7 +21,7 @@ class _Pull:
 
 
 class Pulls:
-    """Those that wait, by shard; the reducer's thread owns them."""
+    """Those that wait, by shard; the owner's thread owns them."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer

@@ -13,6 +13,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.order import derive_seed
 from rallypoint.core.shard.effects import Apply
+from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim.rows import RowsOptimizer, state_names
 from rallypoint.store.record import ShardRecord
@@ -25,7 +26,7 @@ Undo = tuple[Ids, torch.Tensor]
 
 
 class OwnedRows:
-    """Master rows, their optimizer state, the sum in progress; beside `OwnedShard`, for a shard that is a table's part.
+    """Master rows, their optimizer state, the sum in progress, of a shard that is a table's part.
 
     A version is no wire copy here, but the master and, for each version kept before it, the rows that the next update
     changed, as they were (I5).
@@ -126,6 +127,10 @@ class OwnedRows:
         return 0, self._nothing, 0
 
     encoded = raw
+
+    def named(self, header: Header) -> Header:
+        """The header of a version's frame: a version is a version."""
+        return header
 
     def _encoded(self, gradient: RowSum) -> tuple[Buffer, int]:
         nbytes = gradient_bytes(len(gradient.ids), self.shard.columns)

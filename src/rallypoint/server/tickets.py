@@ -6,10 +6,9 @@ back when its payload has been used, or held within the job's limit of bytes tha
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.shard.links import Fence
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import Buffer
@@ -25,11 +24,10 @@ class _Arrived:
 
 
 class Tickets:
-    """The reducer's thread owns them. `view` tells the number of the view in force; `limit`: bytes held with credit
-    given."""
+    """The owner's thread owns them. `fence` knows the view in force; `limit`: bytes held with credit given."""
 
-    def __init__(self, view: Callable[[], ViewNumber]) -> None:
-        self._view, self.limit = view, 0
+    def __init__(self, fence: Fence, limit: int) -> None:
+        self._fence, self._limit = fence, limit
         self._arrived: dict[int, _Arrived] = {}
         self._last = 0
         self._held_bytes = 0
@@ -57,7 +55,7 @@ class Tickets:
     def hold(self, ticket: int) -> None:
         """The payload has to wait: its sender may go on while that is within the limit."""
         arrived = self._arrived[ticket]
-        if self._held_bytes + arrived.nbytes <= self.limit:
+        if self._held_bytes + arrived.nbytes <= self._limit:
             arrived.credited = True
             self._held_bytes += arrived.nbytes
             self.credit(arrived.channel)
@@ -76,4 +74,4 @@ class Tickets:
 
     def credit(self, channel: Channel) -> None:
         """One more payload may come."""
-        channel.send(Header(Kind.CREDIT, self._view(), replica=1), urgent=True)
+        channel.send(Header(Kind.CREDIT, self._fence.number, replica=1), urgent=True)

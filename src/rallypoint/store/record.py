@@ -20,7 +20,7 @@ from rallypoint.store.manifest import Compression
 
 MAX_ARRAY_BYTES = 1 << 30  # far above any shard; keeps a forged head from asking for all memory
 _MAGIC = b"RPS1"
-_MEMORY = "memory-"
+_STATE = "memory-"  # (the name on disk)
 _PREFIX = struct.Struct("<4sI")
 _ZSTD_LEVEL = 1  # trained weights are nearly noise: higher levels cost time and find nothing more
 _DTYPES = {
@@ -41,7 +41,7 @@ class ShardRecord:
         arrays: contiguous 1-D arrays by name: "master", and what the optimizer keeps ("exp_avg", ...).
         scalars: numbers of the optimizer, such as {"step": 12.0}.
         clocks: the next step of each replica, in a streaming job.
-        memories: what workers' codecs remember of the shard, by replica, as of this version (`codec/state.py`): uint8.
+        codec_states: of the shard, by replica, as of this version (`codec/state.py`): uint8.
     """
 
     shard: int
@@ -74,7 +74,7 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     scalars: dict[str, float]
     arrays: list[_Stored]
     clocks: tuple[_Count, ...] = ()
-    memories: tuple[_Count, ...] = ()  # the replicas whose memories are the last of the arrays
+    memories: tuple[_Count, ...] = ()  # the replicas whose codec states are the last of the arrays
 
 
 _heads = msgspec.msgpack.Decoder(_Head)
@@ -93,7 +93,7 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
     """
     if compression not in get_args(Compression):
         raise ConfigError(f"compression {compression!r} is unknown: use one of {', '.join(get_args(Compression))}")
-    named = record.arrays | {f"{_MEMORY}{replica}": array for replica, array in record.codec_states.items()}
+    named = record.arrays | {f"{_STATE}{replica}": array for replica, array in record.codec_states.items()}
     payloads = [_store(_little_endian(name, array), compression) for name, array in named.items()]
     arrays = [
         _Stored(name, array.dtype.name, array.size, len(payload))
@@ -120,12 +120,12 @@ def decode_record(data: bytes) -> ShardRecord:
         arrays[stored.name] = _restore(stored, payload, head.compression)
         position += stored.nbytes
     try:
-        memories = {replica: arrays.pop(f"{_MEMORY}{replica}") for replica in head.memories}
+        states = {replica: arrays.pop(f"{_STATE}{replica}") for replica in head.memories}
     except KeyError as error:
         raise DamagedSnapshot(f"a shard record lacks the array {error}") from None
-    if any(array.dtype != np.uint8 for array in memories.values()):
-        raise DamagedSnapshot("a shard record has a memory that is not of bytes")
-    return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks, memories)
+    if any(array.dtype != np.uint8 for array in states.values()):
+        raise DamagedSnapshot("a shard record has a codec state that is not of bytes")
+    return ShardRecord(head.shard, head.version, arrays, head.scalars, head.clocks, states)
 
 
 def _read_head(view: memoryview) -> tuple[_Head, int]:

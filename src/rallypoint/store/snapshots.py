@@ -33,6 +33,7 @@ from rallypoint.store.manifest import (
 )
 from rallypoint.store.retention import Retention as Retention
 from rallypoint.store.retention import newest_first, order, wanted
+from rallypoint.store.retry import StoreSilent
 
 if TYPE_CHECKING:
     from rallypoint.store.record import ShardRecord
@@ -105,6 +106,16 @@ class SnapshotStore:
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
         self._put(manifest.id, _LATEST, _latest_text(manifest.id))
 
+    def amend(self, manifest: Manifest) -> bool:
+        """Write a committed snapshot's manifest once more, with other metrics; False if the snapshot is gone.
+
+        Raises SnapshotFailed when the filesystem refuses.
+        """
+        if not self._is_committed(manifest.id):
+            return False
+        self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", encode_manifest(manifest))
+        return True
+
     def discard(self, snapshot_id: str) -> None:
         """Delete a snapshot or an attempt at one, the manifest first: half deleted is not committed."""
         _check_names(snapshot_id)
@@ -168,7 +179,7 @@ class SnapshotStore:
                 record = decode_record(data)
             except DamagedSnapshot as error:
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
-            # In a streaming job no version is common to all shards; shards that take turns have one each.
+            # In a streaming job no version is common to all shards; staggered shards have one each.
             right = job.cadence.updates_before(shard, manifest.version)
             version = record.version if job.streaming else right
             if (record.shard, record.version) != (shard, version):
@@ -211,7 +222,7 @@ class SnapshotStore:
         check = self.verify if thorough else self._check_sizes
         usable = next((manifest.id for manifest in newest if _passes(check, manifest)), None)
         if usable is None:
-            return  # nothing is sound: who knows what can still be rescued by hand
+            return  # nothing is sound: the user may still rescue something
         for snapshot_id in unwanted:
             if snapshot_id != usable:
                 self.discard(snapshot_id)
@@ -309,7 +320,7 @@ class SnapshotStore:
                 found = "it is missing" if isinstance(error, FileNotFoundError) else _reason(error)
                 raise DamagedSnapshot(_damage(snapshot_id, file, found)) from None
             where = self._files.where(f"{snapshot_id}/{file}".strip("/"))
-            raise SnapshotError(f"{where} cannot be read: {_reason(error)}") from None
+            raise StoreSilent(f"{where} cannot be read: {_reason(error)}") from None
 
 
 def _write_file(

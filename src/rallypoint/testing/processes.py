@@ -108,7 +108,8 @@ def fork_server() -> multiprocessing.context.ForkServerContext:
     """
     context = multiprocessing.get_context("forkserver")
     # (torch imports its compiler when the first optimizer is made: more than a second of every process)
-    context.set_forkserver_preload(["torch._dynamo", "rallypoint.testing.processes", "rallypoint.testing.reference"])
+    ours = ("rallypoint.testing.processes", "rallypoint.testing.reference", "rallypoint.launch.join", "rallypoint.cli")
+    context.set_forkserver_preload(["torch._dynamo", *ours])
     return context
 
 

@@ -2,8 +2,8 @@
 
 Algorithm 1 of Douillard et al. (2023), replicas one after the other: an inner optimizer over the model's own parameters
 makes the round's steps, the outer gradient is the weighted mean over replicas of start - local, an outer torch SGD
-applies it. With fragments (Douillard et al., 2025) or periods of groups the replicas' parameters go on from tick to
-tick, but for what is due; with a delay that is mixed in some steps later. As in `reference`, only what the job's
+applies it. With fragments (Douillard et al., 2025) or periods of groups the replicas' parameters go on from round to
+round, except what is due; with a delay that is mixed in some steps later. As in `reference`, only what the job's
 definition fixes is shared with the engine.
 """
 
@@ -111,7 +111,7 @@ class _Reference:
 
 
 class _Streaming(_Reference):
-    """A round is a tick: `G` steps of every replica, then the outer step of the shards that are due."""
+    """A staggered round: `G` steps of every replica, then the outer step of the shards that are due."""
 
     def __init__(
         self, model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, mode: LocalSteps,
@@ -121,7 +121,7 @@ class _Streaming(_Reference):
         shards = self.tensors.layout.shards
         self.shards = [shard for shard in shards if shard.role == "parameters"]
         self.when = self.periods()
-        self.late: list[tuple[Shard, torch.Tensor]] = []  # with a delay: what the tick before has come to
+        self.late: list[tuple[Shard, torch.Tensor]] = []  # with a delay: the result of the round before
         self.local = [self.vector() for _ in range(config.replicas)]
         self.start = [torch.nn.Parameter(self.local[0][s.start : s.stop].clone()) for s in self.shards]
         self.outer = plain_optimizer(mode.outer, [{"params": self.start, "weight_decay": mode.outer.weight_decay}])
@@ -167,11 +167,11 @@ class _Streaming(_Reference):
             for local in self.local:
                 local[shard.start : shard.stop] = values
         copy_all(self.buffers, kept)
-        self.load(self.local[0])  # after the last tick, at which all are due, it is every replica's
+        self.load(self.local[0])  # after the last round, at which all are due, it is every replica's
         return math.fsum(losses) / total
 
     def steps(self, steps: range, replica: int) -> float:
-        """A tick's steps of one replica; the sum of their losses."""
+        """A round's steps of one replica; the sum of their losses."""
         losses = []
         for index, step in enumerate(steps):
             if index == min(self.mode.delay, len(steps) - 1) and self.late:
@@ -198,6 +198,6 @@ class _Streaming(_Reference):
         return when
 
     def is_due(self, shard: int, end: int) -> bool:
-        """After so many steps: is it the shard's turn, or the end of the job?"""
+        """After so many steps: is the shard due, or is it the end of the job?"""
         every, offset = self.when[shard]
         return end == self.config.steps or end % every == offset

@@ -22,6 +22,11 @@ _END = "end"  # a follower that contributes nothing and wants the end of the job
 Name = tuple[int, int]  # (step, replica): a contribution
 
 
+def missing(machine: ShardMachine) -> list[int]:
+    """The replicas whose next contribution has not arrived."""
+    return [replica for replica in range(machine.expected) if not machine.knows(replica)]
+
+
 class PolicyBroken(AssertionError):
     """A shard under this policy does what it must not."""
 

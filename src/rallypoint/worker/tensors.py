@@ -10,7 +10,7 @@ import torch
 
 from rallypoint.config import JobConfig, group_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
-from rallypoint.core.policy import Async
+from rallypoint.core.modes import Feature, why_not
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
 
@@ -148,15 +148,7 @@ def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, config: JobConf
         return "it must be fp32, trainable and not empty"
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq:
         return "padding_idx, max_norm and scale_grad_by_freq are not supported with sparse=True"
-    if config.stateful_workers:
-        return "under rp.AllReduce the worker would have to hold it; use another mode, or sparse=False"
-    if config.local is not None:
-        return "under rp.LocalSteps the worker would have to hold it; use another mode, or sparse=False"
-    if isinstance(config.sync, Async) and config.sync.delay_compensation > 0:
-        return "delay compensation is not supported for it; set it to 0, or use sparse=False"
-    if config.streaming and config.clip is not None:
-        return "in a streaming mode its gradient cannot be clipped; set clip to None, or use sparse=False"
-    return refusal(config.optimizer)
+    return why_not(config.mode.name, Feature.TABLES, config.features) or refusal(config.optimizer)
 
 
 def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:

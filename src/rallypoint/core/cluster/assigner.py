@@ -16,7 +16,7 @@ Assigned = Mapping[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Assigner:
-    """What is known of the workers' speeds, and the deal that is on trial."""
+    """Knows the workers' speeds, and the assignment that is on trial."""
 
     _speeds: Speeds = field(default_factory=Speeds)
     _trial: Trial = field(default_factory=Trial)
@@ -41,28 +41,26 @@ class Assigner:
         self._speeds.restart()
         self._trial.restart()
 
-    def lateness(self) -> Mapping[str, tuple[float, float]]:
-        """Every worker's seconds per replica: median and 99th percentile of the last ones."""
-        return self._speeds.percentiles()
-
     # ---- what follows from it ----
 
     def assignments(
-        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, *, sticky: bool
+        self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, *, by_speed: bool
     ) -> tuple[Assignment, ...]:
-        """The deals when others compute than do now, with these `assigned`.
+        """The assignments when others compute than do now, with these `assigned`.
 
-        Where replicas are `sticky`, what they leave on their workers shall not move because one of them was slow just
-        when another has gone.
+        They follow speeds only where replicas may move `by_speed`, and where that has paid.
         """
-        speeds = self._speeds if self._trial.paid and not sticky else Speeds()
+        speeds = self._speeds if self._trial.paid and by_speed else Speeds()
         return following_assignments(assigned, workers, replicas, furthest, speeds)
 
     def better(
         self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, now: float
     ) -> tuple[str, tuple[Assignment, ...]] | None:
-        """Other deals among the same workers, and why: by speed if somebody has become slower or faster than what it
-        was dealt for; or back, if that has not paid. None when nothing is to change."""
+        """Other assignments among the same workers, and why; None when nothing is to change.
+
+        By speed, if a worker has become slower or faster than its assignment assumes; or the former one, if the trial
+        has not paid.
+        """
         start = furthest + AHEAD
         if (former := self._trial.verdict(now, start)) is not None:
             why = f"steps have not become shorter: from step {start} on replicas are dealt as before"

@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.events import SnapshotLost
+from rallypoint.core.cluster.snapshot_version import VersionRule
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 
 SNAPSHOT_PATIENCE = 10  # heartbeats without a part of a snapshot after which it is given up
-CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may have passed the version when the word arrives
 _ATTEMPTS = 10_000  # snapshots of one coordinator: their numbers go on where those of the one before ended
 
 
@@ -61,18 +61,9 @@ class SnapshotDuty:
         by_time = 0 < self.terms.snapshot_seconds <= now - when and since > 0
         return by_steps or by_time or self.wanted or (ending and not self.final)
 
-    def next_version(self, record: JobRecord, furthest: int, *, ending: bool) -> int:
-        """Which version the next one is to be of.
-
-        In a streaming job it is only a name: the step that every replica has come to, as far as is known here. Its
-        shards are as they are when the word arrives, each with the clocks of what is in it.
-        """
-        if not record.streaming:
-            return min(furthest + CAPTURE_AHEAD, record.rounds)
-        if ending:
-            return record.rounds
-        slowest = min(self._clocks.get(replica, 0) for replica in range(int(record.config["replicas"])))
-        return min(max(self.last[0], slowest), record.rounds - 1)
+    def next_version(self, record: JobRecord, furthest: int, rule: VersionRule, *, ending: bool) -> int:
+        """Which version the next one is of, by the job's rule."""
+        return rule(record, furthest, self.last[0], self._clocks, ending=ending)
 
     def begin(self, version: int, shards: Iterable[int], now: float) -> str:
         """One of `version` is being taken from now on, in place of any that was; its id."""
@@ -106,12 +97,12 @@ class SnapshotDuty:
         return version
 
     def abandon(self) -> None:
-        """Shards have changed hands: the one under way, if any, cannot be completed, and the next is due at once."""
+        """Shards have other homes: the one under way, if any, cannot be completed, and the next is due at once."""
         self.wanted = self.wanted or self.taking is not None
         self.taking = None
 
     def restart(self) -> None:
-        """The past is void, and with it whatever was being taken of it."""
+        """A new generation begins: whatever was being taken is stale."""
         self.taking = None
         self.final = not self.terms.snapshots
         self._clocks.clear()

@@ -61,10 +61,6 @@ class Speeds:
             if not own and now - self._last.get(worker, now) > _STALE_S:
                 self.forget(worker)
 
-    def percentiles(self) -> dict[str, tuple[float, float]]:
-        """Every worker's median and 99th percentile of seconds per replica."""
-        return {w: (_median(s), sorted(s)[min(len(s) - 1, int(0.99 * len(s)))]) for w, s in self._seconds.items() if s}
-
     def straggler(
         self, assigned: Mapping[str, Sequence[int]], step: int, workers: Sequence[str], now: float
     ) -> tuple[str, int, int] | None:

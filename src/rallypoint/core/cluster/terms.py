@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from rallypoint.core.modes import Feature
+
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """How a job's cluster is to behave.
@@ -31,3 +33,13 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     snapshot_steps: int = 0
     snapshot_seconds: float = 0.0
     snapshots: bool = False
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """What the terms ask for that not every mode supports."""
+        asked = {
+            Feature.REPLICATION: self.replication > 1,
+            Feature.BACKUP_TASKS: self.backup_tasks,
+            Feature.SNAPSHOTS: self.snapshots,
+        }
+        return frozenset(feature for feature, is_asked in asked.items() if is_asked)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from rallypoint.core.view import ViewNumber
+
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
@@ -33,12 +35,13 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all servers do with `step`: scale the gradient, or skip it (None)."""
+    """What all servers do with `step` of `generation`: scale the gradient, or skip it (None)."""
 
     step: int
     norm: float
     scale: float | None
     not_finite: tuple[int, ...] = ()
+    generation: ViewNumber = ViewNumber()
 
 
 def clip_scale(norm: float, clip: float | None) -> float:
@@ -59,8 +62,9 @@ _REMEMBERED = 2  # steps whose decision is kept: a server promoted in the middle
 
 @dataclass(slots=True)
 class ClipMachine:
-    """Measures in; Tell and Verdict out. `shards` are all parameter shards of the layout; `own`, those whose primary
-    is here, changes with the view.
+    """Measures in; Tell and Verdict out. A machine lives for one `generation`: after a roll-back there is a new one.
+
+    `shards` are all parameter shards of the layout; `own`, those whose primary is here, changes with the view.
 
     What is known is told again (`retell`) whenever servers have changed: a server that died may have told only some.
     """
@@ -69,6 +73,7 @@ class ClipMachine:
     own: frozenset[int]
     clip: float | None
     skip_not_finite: bool
+    generation: ViewNumber = ViewNumber()
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
     _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> whose measures the others have had of us
@@ -123,10 +128,22 @@ class ClipMachine:
         norm = total_norm(known[shard].norm for shard in self.shards)
         bad = tuple(sorted({replica for measure in known.values() for replica in measure.not_finite}))
         skip = self.skip_not_finite and (bool(bad) or not math.isfinite(norm))
-        verdict = Verdict(step, norm, None if skip else clip_scale(norm, self.clip), bad)
+        verdict = Verdict(step, norm, None if skip else clip_scale(norm, self.clip), bad, self.generation)
         self._verdicts[step] = verdict
         for old in [s for s in self._known.keys() | self._verdicts.keys() if s <= step - _REMEMBERED]:
             self._known.pop(old, None)
             self._verdicts.pop(old, None)
             self._told.pop(old, None)
         return [verdict]
+
+    def validate(self) -> None:
+        """AssertionError, with a sentence, unless the machine is in a state that it can come to."""
+        assert self.own <= self._expected, f"shards {sorted(self.own - self._expected)} are measured, and do not count"
+        newest = max(self._verdicts, default=-1)
+        for step, known in self._known.items():
+            assert known.keys() <= self._expected, f"step {step}: measures of shards that do not count: {sorted(known)}"
+            decided = step not in self._verdicts or len(known) == len(self.shards)
+            assert decided, f"step {step} was decided with {len(known)} of {len(self.shards)} measures"
+        for step, verdict in self._verdicts.items():
+            assert step > newest - _REMEMBERED, f"the verdict of step {step} is kept beside that of step {newest}"
+            assert verdict.generation == self.generation, f"{verdict} is of another generation than {self.generation}"

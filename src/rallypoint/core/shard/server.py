@@ -14,7 +14,7 @@ from rallypoint.core.policy import Policy
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
-from rallypoint.core.shard.machine import ShardMachine, Tally
+from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share of the links and of the memory
@@ -114,7 +114,7 @@ class ServerMachine:
     @property
     def caught_up(self) -> dict[int, ViewNumber]:
         """The shards whose backup may be promoted, and the view in which we and that backup met."""
-        return {i: self._backups[i][1] for i, machine in sorted(self._machines.items()) if machine.caught_up}
+        return {i: self._backups[i][1] for i, machine in sorted(self._machines.items()) if machine.replication.caught_up}
 
     def is_primary(self, index: int) -> bool:
         """Is this server the shard's primary?"""
@@ -154,21 +154,12 @@ class ServerMachine:
                         effects.append(effect)
         return effects
 
-    def want(self, event: shard_events.Want) -> list[Effect]:
-        """A follower wants a replica's next parameters of every shard that is primary here."""
-        return self._all_primaries(event)
-
     def unfollowed(self, follower: str) -> list[Effect]:
         """A follower is gone."""
         return self._all_primaries(shard_events.Unfollowed(follower))
 
     def _all_primaries(self, event: shard_events.Event) -> list[Effect]:
         return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
-
-    @property
-    def tally(self) -> Tally | None:
-        """What has become of the contributions to the first shard, if it is primary here."""
-        return self._machines[0].tally if self.is_primary(0) else None
 
     def measured(self, step: int, measure: Measure) -> list[Effect]:
         """A shard of ours has finished its sum."""
@@ -179,7 +170,12 @@ class ServerMachine:
         return [] if self._clip is None else list(self._clip.told(step, measures))
 
     def decided(self, verdict: Verdict) -> list[Effect]:
-        """Every server takes this verdict. To be called when the effects that brought it are done."""
+        """Every server takes this verdict. To be called when the effects that brought it are done.
+
+        A view may have come in between: a verdict of an older generation decides nothing (I10).
+        """
+        if self.view is None or verdict.generation != self.view.generation:
+            return []
         effects: list[Effect] = []
         for index, machine in sorted(self._machines.items()):
             if machine.decides:
@@ -197,7 +193,7 @@ class ServerMachine:
         self._linked.discard(server)
         for index, (backup, _) in self._backups.items():
             if backup == server:
-                self._machines[index].relinked()
+                self._machines[index].replication.link_lost()
                 self._filling.discard(index)
         return self._fill_some(self.held)  # what was under way there makes room for others
 
@@ -222,10 +218,10 @@ class ServerMachine:
     # ---- views ----
 
     def _new_generation(self, view: View, *, restore: bool) -> list[Effect]:
-        """Whatever was held is void: after a roll-back, or because we had been given up."""
+        """Let go of everything that is held: after a roll-back, or because this server had been given up."""
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
         self._filling.clear()
-        self._clip = self._new_clip()
+        self._clip = self._new_clip(view.generation)
         for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
             effects += self._assign(index, view)
         effects += self._share(view)
@@ -268,12 +264,11 @@ class ServerMachine:
         self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.measured
         return list(self._clip.retell())
 
-    def _new_clip(self) -> ClipMachine | None:
+    def _new_clip(self, generation: ViewNumber) -> ClipMachine | None:
         if not self.plan.decides:
             return None
-        return ClipMachine(
-            sorted(self.plan.measured), frozenset(), self.plan.clip, skip_not_finite=self.plan.skip_not_finite
-        )
+        skip = self.plan.skip_not_finite
+        return ClipMachine(sorted(self.plan.measured), frozenset(), self.plan.clip, skip, generation)
 
     def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
         """Let some more of these shards' backups have their first state, in the background of what else goes on."""
@@ -282,9 +277,36 @@ class ServerMachine:
             if len(self._filling) >= FILLS_AT_ONCE:
                 break
             machine = self._machines[index]
-            if not machine.needs_sync or self._backups[index][0] not in self._linked:
+            if not machine.replication.needs_sync or self._backups[index][0] not in self._linked:
                 continue
             if filled := machine.handle(shard_events.FillBackup()):
                 self._filling.add(index)
                 effects += [On(index, effect) for effect in filled]
         return effects
+
+    # ---- invariants ----
+
+    def validate(self) -> None:
+        """AssertionError, with a sentence, unless this machine and those of its shards are in a possible state."""
+        view, me = self.view, self.me
+        if view is None:
+            assert not self._machines, f"{me} holds shards {self.held} before any view"
+            return
+        named = {shard for shard in view.primary if me in (view.primary[shard], view.backup.get(shard))}
+        assert self._machines.keys() == named, f"{me} holds shards {self.held}, and view {view.number} says {named}"
+        for index, machine in self._machines.items():
+            assert machine.primary == (view.primary[index] == me), f"{me}, shard {index}: primary in no view"
+            backup = view.backup.get(index) if machine.primary else None
+            assert self._backups.get(index, (None,))[0] == backup, f"{me}, shard {index}: not the view's backup"
+            try:
+                machine.validate()
+            except AssertionError as error:
+                raise AssertionError(f"{me}, shard {index}: {error}") from None
+        assert len(self._filling) <= FILLS_AT_ONCE, f"{me} fills {sorted(self._filling)} at once"
+        for index in self._filling:
+            assert self._machines[index].replication.replicating, f"{me} fills shard {index}, which does not replicate"
+        if self._clip is not None:
+            own = frozenset(view.shards_of(me)) & self.plan.measured
+            assert self._clip.own == own, f"{me} measures shards {sorted(self._clip.own)} instead of {sorted(own)}"
+            assert self._clip.generation == view.generation, f"{me} decides for a generation that is over"
+            self._clip.validate()

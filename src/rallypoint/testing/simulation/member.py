@@ -6,6 +6,23 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.net.messages import (
+    Admitted,
+    Assist,
+    Beat,
+    Capture,
+    CaughtUp,
+    Done,
+    Hello,
+    Leaving,
+    Message,
+    NewView,
+    NotStored,
+    Prepare,
+    Propose,
+    Report,
+    Stored,
+)
 from rallypoint.testing.simulation.network import Node, Wire
 
 COORDINATOR = "coordinator"
@@ -31,7 +48,7 @@ class Membership:
     def send(self, message: Any) -> None:
         """Say something, now or when the coordinator can hear it."""
         if self._wire is not None and self._admitted:
-            self._wire.send(0, message)
+            self._wire.send(0, to_coordinator(message))
         else:
             self._unsent.append(message)
 
@@ -42,11 +59,11 @@ class Membership:
 
     def _beat(self) -> None:
         if self._wire is not None:
-            self._wire.send(0, ("beat",))
+            self._wire.send(0, Beat())
         self.node.later(BEAT_S, self._beat)
 
     def _connect(self) -> None:
-        hello = (self.role, self.node.name, self.address, self.incarnation)
+        hello = Hello(self.role, self.node.name, "host", b"", self.address, self.incarnation)
         self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
 
     def _failed(self, reason: str) -> None:
@@ -64,7 +81,7 @@ class Membership:
 
     def _receive(self, message: Any) -> None:
         match message:
-            case ("admit", incarnation):
+            case Admitted(incarnation=incarnation):
                 new, self.incarnation = incarnation != self.incarnation, incarnation
                 self._admitted = True
                 if new:
@@ -72,7 +89,45 @@ class Membership:
                 self._on_admitted(new)
                 while self._unsent:
                     self.send(self._unsent.popleft())
-            case ("refuse", _):
-                pass  # the wire ends; we come again, as somebody new
             case _:
-                self._on_message(message)
+                self._on_message(from_coordinator(message))
+
+
+# The simulated worker and server speak in tuples; the coordinator's shell in the real messages.
+
+
+def to_coordinator(said: Any) -> Message:
+    """What a simulated member says, as the message that a real one sends."""
+    match said:
+        case ("propose", record):
+            return Propose(record)
+        case ("progress", step, replica, seconds, generation):
+            return Report(step, replica, 0.0, 1.0, 1, seconds, generation)
+        case ("in step", backups):
+            return CaughtUp(backups)
+        case ("leaving",):
+            return Leaving()
+        case ("done", generation):
+            return Done(generation)
+        case ("captured", id, indices):
+            return Stored(id, {}, {index: ("", 0, 0, "") for index in indices})
+        case ("snapshot lost", id, reason, passed):
+            return NotStored(id, reason, passed)
+        case _:
+            assert isinstance(said, Message), f"a member says {said}"
+            return said
+
+
+def from_coordinator(message: Message) -> Any:
+    """What a simulated member hears."""
+    match message:
+        case NewView(view=view):
+            return ("view", view)
+        case Prepare(record=record):
+            return ("prepare", record)
+        case Assist(step=step, replica=replica):
+            return ("assist", step, replica)
+        case Capture(snapshot=id, version=version, writers=writers):
+            return ("capture", id, version, writers)
+        case _:
+            return message

@@ -263,8 +263,7 @@ class Simulation:
         for server in self.servers.values():
             for shard in server.machine.held if server.node.alive else ():
                 machine = server.machine.machine(shard)
-                waiting = {} if machine is None else machine._wants
-                stuck = [who for who, wanted in waiting.items() if machine is not None and machine._may_have(wanted)]
+                stuck = [] if machine is None else machine.wants.ready(machine) if machine.published >= 0 else []
                 assert not stuck, f"{server.node.name} has forgotten what {stuck} want of shard {shard}"
 
     def _final_contents(self, shard: int) -> list[int]:
@@ -302,14 +301,13 @@ class Simulation:
             if server.node.alive:
                 held = {i: server.machine.machine(i) for i in server.machine.held}
                 lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
-                    f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} missing {m.missing} "
-                    f"strict {m._needs_ack} acked {m._acked} unfilled {m.needs_sync} awaiting {m.awaiting} "
-                    f"clocks {m.clocks} wants {m._wants}"
+                    f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} sum {m._sum} held {m._held} "
+                    f"{m.replication} awaiting {m.awaiting} clocks {m.clocks} wants {m.wants}"
                     for i, m in held.items() if m is not None))  # fmt: skip
         if self.coordinator is not None:
             machine = self.coordinator.machine
             lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
-                         f"done {machine._members.done}, waits for {machine.waiting_for()}")  # fmt: skip
+                         f"done {machine.course.members.done}, waits for {machine.waiting_for()}")  # fmt: skip
         return "\n".join([*lines, *self.outcome.said])
 
 

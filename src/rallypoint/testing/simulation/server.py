@@ -179,7 +179,7 @@ class SimulatedServer:
         content = self.held[index].wire[reply.version]
         self._check_published(index, reply.version)
         if reply.last:
-            assert machine.clocks == [self.job.steps] * machine.expected, f"{reply} before {machine.clocks}"
+            assert machine.clocks.steps == [self.job.steps] * machine.expected, f"{reply} before {machine.clocks}"
             self.job.check_end(index, content)
         elif reply.replica < machine.expected:
             self._check_read(index, reply, content)

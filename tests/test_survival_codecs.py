@@ -1,4 +1,4 @@
-"""What codecs remember of a replica goes with it: while its owner lives, a replica may move, and no byte changes."""
+"""Codec states move with their replica: as long as no worker is killed, moving a replica changes no byte."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rallypoint.launch.launcher import CLUSTER_FILE
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
-from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, command, undisturbed_run
+from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 CODECS = {
     "int8": "codec={'type': 'int8', 'block': 32}, clip=0.5,",
@@ -29,7 +29,7 @@ every_codec = pytest.mark.parametrize("codec", CODECS)
 
 
 class CodecStateCluster(Cluster):
-    """Its workers remember something of their replicas."""
+    """Its codec keeps a state for each replica."""
 
     def __init__(self, home: Path, codec: str) -> None:
         super().__init__(home)
@@ -43,7 +43,7 @@ class CodecStateCluster(Cluster):
         """Ask for a snapshot in this step, and let the workers come as far as it takes; what is said of it."""
         self.until_caught_up(step)
         before = len(self.events("Snapshotted"))
-        asked = subprocess.Popen(command("snapshot", str(self.folder)), stdout=subprocess.DEVNULL)
+        asked = self.ask_for_a_snapshot()
         for later in range(step, STEPS - 1):
             self.until_caught_up(later)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -99,7 +99,7 @@ Hashes = Callable[[str], str]
 
 
 @every_codec
-def test_a_worker_that_is_told_to_go_leaves_its_memories_behind(
+def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
     cluster_of: Make, undisturbed: Hashes, codec: str
 ) -> None:
     cluster = cluster_of(codec)
@@ -135,7 +135,7 @@ def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
 
 
 @every_codec
-def test_replicas_that_move_between_the_living_take_along_what_is_remembered(
+def test_replicas_that_move_between_living_workers_take_their_codec_states_along(
     cluster_of: Make, undisturbed: Hashes, codec: str
 ) -> None:
     cluster = cluster_of(codec)
@@ -151,7 +151,7 @@ def test_replicas_that_move_between_the_living_take_along_what_is_remembered(
 
 
 @every_codec
-def test_a_snapshot_has_what_was_remembered_and_a_resumed_run_ends_with_the_same_bytes(
+def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_bytes(
     cluster_of: Make, undisturbed: Hashes, codec: str
 ) -> None:
     cluster = cluster_of(codec)
@@ -183,7 +183,9 @@ def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undi
 
 
 @every_codec
-def test_what_a_killed_worker_remembered_is_lost_and_the_job_ends_without_it(cluster_of: Make, codec: str) -> None:
+def test_the_codec_states_of_a_killed_worker_are_lost_and_the_job_ends_without_them(
+    cluster_of: Make, codec: str
+) -> None:
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)

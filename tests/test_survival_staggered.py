@@ -1,4 +1,4 @@
-"""Layers at their own frequency, mixed in late, under fire: a death costs what is its own, a server's nothing."""
+"""Staggered rounds with a delay, under kills: a worker's death costs no round, a server's death changes no byte."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import pytest
 
 from test_survival import SCRIPT, STEPS, Cluster, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
-AT = 9  # the second step of a tick
+AT = 9  # the second step of a round
 WAITING = """while micro.replica > 0 and micro.step >= int(gate.read_text()):
                 gate.with_name(f"waiting-{micro.replica}-{micro.step}").touch()"""
 SYNC = """clip=0.5, sync=rp.LocalSteps(steps=4, delay=1), groups=(rp.Group(match=("2.*",), sync_every=2),),"""
 
 
 class StaggeredCluster(Cluster):
-    """Its workers have ticks of two steps, in which the last layer is moved, and at every second one the first."""
+    """Its rounds take two steps. Each round updates the last layer, every second round the first layer too."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(home)
@@ -27,16 +27,16 @@ class StaggeredCluster(Cluster):
         assert script.count("LocalSteps") == script.count("touch()") == 1
         self.script.write_text(script)
 
-    def until_in_tick(self) -> None:
-        """Until replica 1 waits in the middle of a tick, a step of its own already made."""
+    def until_in_round(self) -> None:
+        """Until replica 1 waits in the middle of a round, after a local step."""
         self.open(AT)
         self.until(lambda: self.home.joinpath(f"waiting-1-{AT}").exists())
 
-    def check_ticks(self) -> None:
-        """Every tick came to its end with all three replicas."""
+    def check_rounds(self) -> None:
+        """Every round ended with all three replicas."""
         assert [event["step"] for event in self.events("StepDone")] == [*range(1, STEPS, 2)]
         assert {(event["step"], event["replicas"]) for event in self.events("Applied")} == {
-            (tick, 3) for tick in range(STEPS // 2)
+            (round, 3) for round in range(STEPS // 2)
         }
 
 
@@ -54,23 +54,23 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StaggeredC
         yield cluster
 
 
-def test_a_worker_killed_in_the_middle_of_a_tick_costs_no_tick_and_no_contribution(cluster: StaggeredCluster) -> None:
+def test_a_worker_killed_in_the_middle_of_a_round_costs_no_round_and_no_contribution(cluster: StaggeredCluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
-    cluster.until_in_tick()
+    cluster.until_in_round()
     cluster.processes()["worker1"].kill()
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
     assert "worker1 was killed (SIGKILL): starting another" in cluster.output
     assert "Traceback" not in cluster.output
-    cluster.check_ticks()
+    cluster.check_rounds()
 
 
-def test_a_server_killed_in_the_middle_of_a_tick_changes_no_byte(
+def test_a_server_killed_in_the_middle_of_a_round_changes_no_byte(
     cluster: StaggeredCluster, undisturbed: StaggeredCluster
 ) -> None:
-    """What it alone had of the tick is computed again, from where each replica had begun it."""
+    """Workers compute again what only the dead server had: each replica goes back to the round's beginning."""
     cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
-    cluster.until_in_tick()
+    cluster.until_in_round()
     cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
     cluster.processes()["server0"].kill()
     cluster.open(STEPS)
@@ -79,4 +79,4 @@ def test_a_server_killed_in_the_middle_of_a_tick_changes_no_byte(
     assert "going back" not in cluster.output
     assert "Traceback" not in cluster.output
     assert cluster.hash == undisturbed.hash
-    cluster.check_ticks()
+    cluster.check_rounds()

@@ -13,7 +13,7 @@ import pytest
 
 from test_survival import AT, STEPS, Cluster, undisturbed_run
 
-pytestmark = pytest.mark.slow  # each starts whole programs
+pytestmark = pytest.mark.programs
 
 SCRIPT = f"""
 import sys, time
@@ -52,7 +52,7 @@ class CountingCluster(Cluster):
         self.script.write_text(SCRIPT)
 
     def until_at(self, step: int) -> None:
-        """Until both workers wait in the middle of this step, or of a later one (replicas may be dealt anew)."""
+        """Until both workers wait in the middle of this step, or of a later one (replicas may be reassigned)."""
         self.open(step)
         self.until(lambda: all((self.home / f"worker{i} waits before {step}").exists() for i in range(2)))
 

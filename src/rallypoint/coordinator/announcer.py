@@ -1,0 +1,122 @@
+"""What those who watch are told: the plan, who is here, steps as they are done, and what the job waits for (I8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rallypoint.config import JobConfig, parse
+from rallypoint.coordinator.acts import Act, Log, Send
+from rallypoint.coordinator.inbox import Connection
+from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.job import JobRecord
+from rallypoint.core.view import View
+from rallypoint.net.messages import Applied, Members, Message, Planned, Report, Say, Waiting
+
+SILENCE_S = 5.0  # without news for so long, say what the job waits for
+
+
+class Announcer:
+    """Turns what happens into messages for observers and the event log. `now` is in seconds, of any clock."""
+
+    def __init__(self, machine: ClusterMachine, now: float) -> None:
+        self._machine = machine
+        self.observers: list[Connection] = []
+        self.tally: StepTally | None = None
+        self.planned: Planned | None = None
+        self.config = JobConfig()
+        self._late = Lateness()
+        self._announced: Members | None = None
+        self.last_news = self._last_said = now
+
+    # ---- what is told ----
+
+    def announce(self, message: Message, now: float) -> list[Act]:
+        """Tell all observers, and the log."""
+        self._last_said = now
+        if not isinstance(message, Say):  # a member that says what it waits for is no end of the waiting
+            self.last_news = now
+        return self._tell(message)
+
+    def _tell(self, message: Message) -> list[Act]:
+        return [Log(message), *(Send(observer, message) for observer in self.observers)]
+
+    def observe(self, connection: Connection) -> list[Act]:
+        """Somebody watches from now on."""
+        self.observers.append(connection)
+        return [] if self.planned is None else [Send(connection, self.planned)]
+
+    def plan(self, record: JobRecord, view: View, now: float, *, taking_over: bool = False) -> list[Act]:
+        """The job is known: say what it is. Does nothing the second time.
+
+        `taking_over`: an earlier coordinator began it, and reports of the step in progress may be lost with it.
+        """
+        if self.planned is not None:
+            return []
+        self.config, layout = parse(record.config), record.layout
+        config, furthest = self.config, self._machine.course.furthest
+        self.tally = tally_for(config)
+        begin = self.tally.take_over if taking_over else self.tally.rewind
+        begin(furthest, view.generation)
+        self.planned = Planned(
+            steps=config.steps, replicas=config.replicas, item=config.item,
+            words=layout.words + sum(table.numel for table in layout.tables),
+            shards=len(layout.shards), workers=tuple(m.id for m in view.workers),
+            servers=tuple(m.id for m in view.servers), steps_per_round=config.steps_per_round,
+            items=items_of_step(config), done=config.steps_at(furthest + 1),
+        )  # fmt: skip
+        return self.announce(self.planned, now)
+
+    def members(self, view: View, now: float) -> list[Act]:
+        """Say who is here, if that has changed."""
+        busy = {worker for assignment in view.assignments for worker, own in assignment.replicas.items() if own}
+        workers = [member.id for member in view.workers]
+        told = Members(
+            str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
+            tuple(member.id for member in view.servers), self._machine.exposed,
+        )  # fmt: skip
+        if told == self._announced:
+            return []
+        self._announced = told
+        return self.announce(told, now)
+
+    def report(self, report: Report, now: float) -> list[Act]:
+        """A replica's step has been reported: say so if that completes the step."""
+        if self.tally is None or (done := self.tally.add(report)) is None:
+            return []
+        return self.announce(msgspec.structs.replace(done, step=self.config.steps_at(done.step + 1) - 1), now)
+
+    def applied(self, message: Applied) -> list[Act]:
+        """The ledger: for the log."""
+        self._late.add(message.late)
+        return [Log(message)]
+
+    # ---- what is waited for ----
+
+    def waiting(self, now: float) -> list[Act]:
+        """Say what the job waits for, if nothing has been said for a while."""
+        if now - self._last_said < SILENCE_S:
+            return []
+        self._last_said = now
+        what = self._machine.waiting_for() or self._who_is_late()
+        return self._tell(Waiting(f"waiting for {what}, {now - self.last_news:.0f} s so far"))
+
+    def _who_is_late(self) -> str:
+        view = self._machine.view
+        if self.tally is None or view is None:
+            return "its members to come back"
+        if not view.assignments:
+            return "the first weights to be stored"
+        step, replicas = self.tally.missing()
+        steps = self.config.steps_of(step)
+        what = f"step {step}" if len(steps) < 2 else f"round {step} (steps {steps[0]} to {steps[-1]})"
+        who = self._named(view, step, replicas) or "nobody yet"
+        return f"{what}: replica {', '.join(map(str, replicas))} on {who} has not reported"
+
+    def _named(self, view: View, step: int, replicas: Sequence[int]) -> str:
+        late = [worker for worker, own in view.assigned(step).items() if set(own) & set(replicas)]
+        hosts = {member.id: member.host for member in view.workers}
+        figures = {worker: f" ({of})" if (of := self._late.of(worker)) else "" for worker in late}
+        return ", ".join(f"{worker} on {hosts.get(worker, '?')}{figures[worker]}" for worker in late)

@@ -1,0 +1,65 @@
+"""A coordinator's connections: who may come in, what they say as events, how they are told something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rallypoint.coordinator import inbox
+from rallypoint.coordinator.checks import checked
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Kind
+from rallypoint.net.gate import Gate
+from rallypoint.net.messages import Hello, Welcome, decode
+from rallypoint.net.transport import Transport
+
+ROLES = ("worker", "server", "observer")
+
+
+class Connections:
+    """Listens at `bind` from the constructor on: AddressInUse when somebody does there already.
+
+    `put` is called from each connection's own thread. `refusal(hello)` says why somebody may not come in, "" if it
+    may; `welcome` is what it is told then.
+    """
+
+    def __init__(
+        self, transport: Transport, bind: str, token: str, *, put: Callable[[inbox.Event], None],
+        refusal: Callable[[Hello], str], welcome: Welcome,
+    ) -> None:  # fmt: skip
+        self._put, self._refusal, self._welcome = put, refusal, welcome
+        self._gate = Gate(transport, bind, token, self._admit, self._serve)
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        return self._gate.address
+
+    def close(self) -> None:
+        """Stop listening, end every connection."""
+        self._gate.close()
+
+    def _admit(self, hello: Hello) -> Welcome:
+        if hello.role not in ROLES:
+            raise AccessDenied(f"there is no role {hello.role}")
+        if why := self._refusal(hello):
+            raise AccessDenied(why)
+        return self._welcome
+
+    def _serve(self, channel: Channel, hello: Hello) -> None:
+        self._put(inbox.Opened(channel, hello))
+        reason = "it closed its connection"
+        try:
+            while True:
+                header = channel.receive_header()
+                if header.kind is not Kind.CONTROL:
+                    raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
+                self._put(inbox.Received(channel, hello, checked(decode(channel.receive_bytes(header)), hello)))
+        except LinkError as error:
+            reason = str(error)
+            raise
+        except ProtocolError as error:
+            reason = f"it broke the protocol: {error}"
+            raise
+        finally:
+            self._put(inbox.Closed(channel, hello, reason))

@@ -1,0 +1,323 @@
+"""The coordinator without I/O: connections and messages in, acts out. The TCP service and the simulation both run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from rallypoint.coordinator import inbox
+from rallypoint.coordinator.acts import (
+    Act,
+    AddPart,
+    BeginSnapshot,
+    Close,
+    CommitSnapshot,
+    FindSnapshot,
+    Judge,
+    Over,
+    Refuse,
+    Save,
+    Send,
+)
+from rallypoint.coordinator.announcer import Announcer
+from rallypoint.coordinator.evaluations import Evaluations
+from rallypoint.coordinator.inbox import Connection
+from rallypoint.core.cluster import effects as cluster_effects
+from rallypoint.core.cluster import events as cluster_events
+from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.job import JobRecord
+from rallypoint.core.view import Member, View
+from rallypoint.net.messages import (
+    Aborted,
+    Accounted,
+    Admitted,
+    Applied,
+    Assist,
+    Beat,
+    Capture,
+    CaughtUp,
+    Done,
+    Finished,
+    GiveUp,
+    Hello,
+    Leaving,
+    Message,
+    Metrics,
+    NewView,
+    NotStored,
+    Prepare,
+    Propose,
+    Report,
+    Resize,
+    Say,
+    Skipped,
+    Snapshotted,
+    Stored,
+)
+
+TICKS = 8  # in the time after which a silent member is given up
+_LATE_TICK = 2  # so many times later than it should be, a tick comes after a pause of ours
+
+
+class CoordinatorShell:
+    """Who is connected, what each member is told, and in which order.
+
+    `handle` takes one event of `coordinator.inbox` at the time `now` (seconds of a clock that never goes back) and
+    returns the acts to be done, in order. A `Save` comes before whatever it is about: the next coordinator must know
+    at least as much as the members (I7).
+    """
+
+    def __init__(
+        self, terms: Terms, now: float, *, recovered: ClusterState | None = None,
+        resume: tuple[JobRecord, str, int] | None = None,
+    ) -> None:  # fmt: skip
+        self.machine = ClusterMachine(terms, recovered, resume)
+        self.members: dict[str, Connection] = {}
+        self.last_word: Finished | Aborted | None = None
+        self.announcer = Announcer(self.machine, now)
+        self.evaluations = Evaluations()
+        self._terms, self._now = terms, now
+        self._ticked = self._awake = now
+        self._written = 0
+        self._capture: Capture | None = None  # the last snapshot that was asked for
+        self._end_at = 0.0
+
+    def start(self) -> list[Act]:
+        """What is to be done before anything else."""
+        acts = self._save()
+        if self.machine.last_word is not None:  # whoever was here before us may not have told everybody
+            self.last_word = _message(self.machine.last_word)
+            self._end_at = self._now + self._terms.heartbeat
+        if self.machine.record is not None and self.machine.view is not None:
+            acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
+        return acts
+
+    def handle(self, event: inbox.Event, now: float) -> list[Act]:
+        """Take one event."""
+        self._now = now
+        match event:
+            case inbox.Ticked():
+                return self._tick()
+            case inbox.Opened(connection=connection, hello=hello):
+                return self._opened(connection, hello)
+            case inbox.Received(connection=connection, hello=hello, message=message):
+                return self._received(connection, hello, message)
+            case inbox.Closed(connection=connection, hello=hello, reason=reason):
+                return self._closed(connection, hello, reason)
+            case inbox.SnapshotCommitted(snapshot=snapshot):
+                done = Snapshotted(snapshot, event.version, event.nbytes, event.seconds)
+                return [*self._announce(done), *self._drive(cluster_events.Committed(snapshot))]
+            case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
+                return self._drive(cluster_events.SnapshotLost(snapshot, reason))
+            case inbox.SnapshotFound(snapshot=snapshot, version=version):
+                return self._drive(cluster_events.Found(snapshot, version))
+            case inbox.Ended(reason=reason):
+                return self._end(Aborted(reason))
+            case inbox.Said(text=text):
+                return self._announce(Say(text))
+
+    # ---- connections ----
+
+    def _opened(self, connection: Connection, hello: Hello) -> list[Act]:
+        if self.last_word is not None:
+            self.announcer.observers.append(connection)  # to be flushed before the end
+            return [Send(connection, self.last_word)]
+        if hello.role == "observer":
+            return self.announcer.observe(connection)
+        acts: list[Act] = []
+        if (old := self.members.get(hello.id)) is not None:
+            if not hello.incarnation:
+                return [Refuse(connection, taken(hello.id))]
+            acts.append(Close(old))  # the same process came again before we noticed that it had gone
+        self.members[hello.id] = connection
+        member = Member(hello.id, hello.host, hello.address, hello.incarnation)
+        return [*acts, *self._drive(cluster_events.Joined(member, hello.role))]
+
+    def _closed(self, connection: Connection, hello: Hello, reason: str) -> list[Act]:
+        if connection in self.announcer.observers:
+            self.announcer.observers.remove(connection)
+        if self.members.get(hello.id) != connection:
+            return []
+        del self.members[hello.id]
+        return self._drive(cluster_events.Left(hello.id, reason))
+
+    # ---- messages ----
+
+    def _received(self, connection: Connection, hello: Hello, message: Message) -> list[Act]:
+        if hello.role == "observer":
+            if isinstance(message, Resize):
+                return self._drive(cluster_events.Resized(message.workers))
+            return self._drive(cluster_events.SnapshotWanted())
+        if self.members.get(hello.id) != connection:
+            return []  # it was refused: what it says does not count
+        acts = self._drive(cluster_events.Heard(hello.id))
+        match message:
+            case Beat():
+                return acts
+            case Report():
+                done = (hello.id, message.step, message.replica, message.seconds, message.generation)
+                acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))
+                return [*acts, *self.announcer.report(message, self._now)]
+            case Metrics():
+                return [*acts, *self._evaluated(message)]
+            case Applied():
+                return [*acts, *self.announcer.applied(message)]
+            case Say() | Skipped() | Accounted():
+                return [*acts, *self._announce(message)]
+            case Stored():
+                return [*acts, AddPart(message), *self._drive(_claim(hello.id, message))]
+            case _:
+                return [*acts, *self._drive(_claim(hello.id, message))]
+
+    def _evaluated(self, message: Metrics) -> list[Act]:
+        """Figures count for the version that they are of, if its generation counts."""
+        tally = self.announcer.tally
+        if tally is None or not tally.counts(message.generation):
+            return []
+        figures = self.evaluations.add(message.step, message.values)
+        return [*self._announce(message), Judge(message.step, figures)]
+
+    # ---- the machine ----
+
+    def _drive(self, event: cluster_events.Event) -> list[Act]:
+        effects = self.machine.handle(event)
+        acts = [*self._save(), *self._run(effects)]
+        if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
+            acts += self.announcer.members(self.machine.view, self._now)
+        return acts
+
+    def _save(self) -> list[Act]:
+        if self.machine.revision == self._written:
+            return []
+        self._written = self.machine.revision
+        state = self.machine.state()
+        # Once a worker holds the last version, the model is worth more than a successor that knows all.
+        ending = state.last_word is not None or (state.view is not None and state.view.ending)
+        return [Save(state, needed=not ending)]
+
+    def _run(self, effects: Sequence[cluster_effects.Effect]) -> list[Act]:
+        acts: list[Act] = []
+        for effect in effects:
+            acts += self._acts_of(effect)
+        return acts
+
+    def _acts_of(self, effect: cluster_effects.Effect) -> list[Act]:
+        match effect:
+            case cluster_effects.Refuse(member=member, reason=reason):
+                connection = self.members.pop(member, None)
+                return [] if connection is None else [Refuse(connection, reason)]
+            case cluster_effects.Admit(member=member, incarnation=incarnation):
+                return self._send(Admitted(incarnation), member)
+            case cluster_effects.Prepare(server=server, record=record):
+                return self._send(Prepare(record), server)
+            case cluster_effects.Publish(view=view, members=members):
+                return self._publish(view, members)
+            case cluster_effects.Assist(worker=worker, step=step, replica=replica):
+                return self._send(Assist(step, replica), worker)
+            case cluster_effects.Say(text=text):
+                return self._announce(Say(text))
+            case cluster_effects.Finish() | cluster_effects.Abort():
+                return self._end(_message(effect))
+            case cluster_effects.Capture(snapshot=snapshot, version=version, writers=writers):
+                self._capture = Capture(snapshot, version, writers)
+                asked = self._send(self._capture, *writers)
+                return [BeginSnapshot(snapshot), *asked, *self._ask_workers_for_codec_states()]
+            case cluster_effects.Commit(snapshot=snapshot, version=version):
+                return [self._commit(snapshot, version)]
+            case cluster_effects.FindSnapshot():
+                return [FindSnapshot()]
+
+    def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
+        assert self.machine.record is not None
+        acts = self.announcer.plan(self.machine.record, view, self._now)
+        tally = self.announcer.tally
+        if tally is not None and not tally.counts(view.generation):
+            if self.machine.handed_over:
+                tally.hand_over(view.generation)
+            else:
+                tally.rewind(self.machine.course.furthest, view.generation)
+                self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
+        acts += self._send(NewView(view), *members)
+        # There may be new workers that have not heard of a snapshot that is being taken.
+        return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]
+
+    def _ask_workers_for_codec_states(self) -> list[Act]:
+        """Codec states belong to a snapshot. (Workers that write one themselves have been asked.)"""
+        view = self.machine.view
+        if self._capture is None or self._capture.version == 0 or view is None:
+            return []
+        if not self.machine.course.strategies.workers_have_codec_states:
+            return []
+        return self._send(self._capture, *(worker.id for worker in view.workers))
+
+    def _commit(self, snapshot: str, version: int) -> CommitSnapshot:
+        assert self.machine.record is not None
+        view = self.machine.view
+        step = self.announcer.config.steps_at(version)
+        origin = "" if view is None else view.origin
+        return CommitSnapshot(snapshot, version, step, self.machine.record, self.evaluations.of(step), origin)
+
+    # ---- time and the end ----
+
+    def _tick(self) -> list[Act]:
+        if self.last_word is not None:
+            return [Over(_failure(self.last_word))] if self._now >= self._end_at else []
+        acts = self._drive(cluster_events.Tick(self._time_awake()))
+        return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
+
+    def _time_awake(self) -> float:
+        """The time without our own pauses (stopped, or a disk that hung): who was not heard then was not silent."""
+        self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / TICKS)
+        self._ticked = self._now
+        return self._awake
+
+    def _end(self, word: Finished | Aborted) -> list[Act]:
+        if self.last_word is not None:
+            return []
+        self.last_word = word
+        return [*self._send(word, *self.members), *self._announce(word), Over(_failure(word))]
+
+    # ---- words ----
+
+    def _send(self, message: Message, *members: str) -> list[Act]:
+        return [Send(self.members[member], message) for member in members if member in self.members]
+
+    def _announce(self, message: Message) -> list[Act]:
+        return self.announcer.announce(message, self._now)
+
+
+def taken(id: str) -> str:
+    """Why a second process of this id is refused."""
+    return f"the id {id} is taken: give every member one of its own"
+
+
+def _claim(sender: str, message: Message) -> cluster_events.Event:
+    """What the machine is told when a member says this."""
+    match message:
+        case Propose(record=record):
+            return cluster_events.Proposed(sender, record)
+        case CaughtUp(backups=backups):
+            return cluster_events.CaughtUp(sender, backups)
+        case Leaving():
+            return cluster_events.Leaving(sender)
+        case Stored(snapshot=snapshot, shards=shards):
+            return cluster_events.Captured(sender, snapshot, tuple(shards))
+        case NotStored(snapshot=snapshot, reason=reason, passed=passed):
+            return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
+        case Done(generation=generation):
+            return cluster_events.Done(sender, generation)
+        case GiveUp(reason=reason):
+            return cluster_events.Failed(sender, reason)
+        case _:
+            raise AssertionError(f"a message that nobody takes: {message}")
+
+
+def _message(word: cluster_effects.Finish | cluster_effects.Abort) -> Finished | Aborted:
+    return Finished(word.lead) if isinstance(word, cluster_effects.Finish) else Aborted(word.reason)
+
+
+def _failure(word: Finished | Aborted) -> str | None:
+    return word.reason if isinstance(word, Aborted) else None

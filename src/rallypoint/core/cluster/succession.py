@@ -1,0 +1,167 @@
+"""Which view follows the one in force: after a join or a loss, at a better assignment, at a new generation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from rallypoint.core.cluster import events
+from rallypoint.core.cluster.assigner import Assigner
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.effects import Abort, Assist, Effect, FindSnapshot, Publish, Say
+from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
+from rallypoint.core.cluster.snapshots import Snapshots
+from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.view_change import says_nothing_new
+from rallypoint.core.view import Assignment, View, ViewNumber
+
+
+@dataclass(slots=True)
+class Succession:
+    """Publishes views. When the model's state is lost it begins a new generation, or looks for a snapshot first."""
+
+    course: Course
+    snapshots: Snapshots
+    assigner: Assigner
+
+    # ---- the view that follows ----
+
+    def advance(self, *, assignments: tuple[Assignment, ...] | None = None, ending: bool = False) -> list[Effect]:
+        """Publish the view that follows from who is here now, if it says something new.
+
+        With `assignments`, these instead of those that follow. `ending`: a worker holds the last version.
+        """
+        course = self.course
+        if course.phase is Phase.RECOVERING and course.recovery.workers_end_it:
+            return self.recover()
+        if course.phase is not Phase.RUNNING or course.view is None or course.record is None:
+            return []
+        before, ending = course.view, course.view.ending or ending
+        assignments = self._assignments(before) if assignments is None else assignments
+        if course.recovery.needs_new_generation(before, assignments, course.members, ending=ending):
+            return self.recover(ending=ending)
+        view = course.views.following(course.record.layout.shards, course.members, assignments, ending=ending)
+        if view is None:  # shards are lost
+            return self.recover()
+        if says_nothing_new(view, before, course.furthest):
+            return []
+        if course.storing_first_weights and view.primary != before.primary:
+            return self.new_generation("")
+        if view.assigned(course.furthest + 1).keys() != before.assigned(course.furthest + 1).keys():
+            self.assigner.others_compute()
+        return self._publish(view, abandon=view.primary != before.primary)
+
+    def caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> list[Effect]:
+        """A primary says that its backups of these shards hold all that it has published."""
+        course = self.course
+        if course.view is None or course.phase is not Phase.RUNNING:
+            return []
+        if not course.views.backups_caught_up(server, backups):
+            return []
+        course.changed()
+        return self.advance()
+
+    # ---- assignments ----
+
+    def improve(self) -> list[Effect]:
+        """Assign replicas by the workers' speeds, or as before if that has not paid; help stragglers."""
+        return [*self._reassign_if_uneven(), *self._assist_straggler()]
+
+    def _assignments(self, before: View | None) -> tuple[Assignment, ...]:
+        course = self.course
+        active = course.active()
+        if not active or course.record is None or course.storing_first_weights:
+            return ()
+        assigned = before.assigned(course.furthest + 1) if before is not None else {}
+        if before is not None and assigned.keys() == set(active):
+            return before.assignments_from(course.furthest + 1)  # no worker has come or gone
+        by_speed = course.strategies.by_speed
+        return self.assigner.assignments(assigned, active, course.replicas, course.furthest, by_speed=by_speed)
+
+    def _reassign_if_uneven(self) -> list[Effect]:
+        course = self.course
+        if course.view is None or course.record is None or not course.strategies.by_speed:
+            return []
+        if len(course.view.assignments) > 1 and course.view.assignments[-1].start > course.furthest:
+            return []  # the last change has not come to count yet
+        assigned = course.view.assigned(course.furthest + 1)
+        better = self.assigner.better(assigned, course.active(), course.replicas, course.furthest, course.now)
+        if better is None:
+            return []
+        why, assignments = better
+        return [Say(why), *self.advance(assignments=assignments)]
+
+    def _assist_straggler(self) -> list[Effect]:
+        course = self.course
+        if not course.strategies.backup_tasks or course.view is None:
+            return []
+        assigned = course.view.assigned(course.furthest)
+        found = self.assigner.straggler(assigned, course.furthest, course.active(), course.now)
+        return [] if found is None else [Assist(*found)]
+
+    # ---- new generations ----
+
+    def recover(self, *, ending: bool = False) -> list[Effect]:
+        """The model's state is lost, or somebody has to be given it: begin a new generation, from what is left."""
+        course = self.course
+        before, computing = course.phase, course.computing()
+        course.members.done.clear()
+        if not course.begun:
+            return self.new_generation("")
+        self.snapshots.duty.abandon()
+        course.phase = Phase.RECOVERING
+        match course.recovery.plan(course.members, course.active(), computing):
+            case Wait():
+                return []
+            case FromSnapshot(lost=lost):
+                return [*([Say(lost)] if before is Phase.RUNNING else []), FindSnapshot()]
+            case FromWorker(uploader=uploader, version=version):
+                course.phase, course.furthest = Phase.RUNNING, version - 1
+                return self.new_generation("", uploader=uploader, ending=ending)
+
+    def found(self, event: events.Found) -> list[Effect]:
+        """The newest usable snapshot is known: begin a new generation from it. Abort if there is none."""
+        course = self.course
+        if course.phase is not Phase.RECOVERING or not course.members.servers:
+            return []
+        if event.snapshot == "":
+            return [Abort(course.recovery.no_snapshot)]
+        course.phase = Phase.RUNNING
+        course.furthest = event.version - 1
+        self.snapshots.duty.last = (event.version, course.now)
+        said = Say(f"going on from snapshot {event.snapshot}: version {event.version}")
+        return [said, *self.new_generation(event.snapshot)]
+
+    def new_generation(self, origin: str, *, uploader: str = "", ending: bool = False) -> list[Effect]:
+        """Publish a view that makes everything before it stale.
+
+        All begin from snapshot `origin`, or from what `uploader` (by default the first active worker) uploads.
+        """
+        course = self.course
+        assert course.record is not None
+        course.recovery.begins(stored=origin != "")
+        self.assigner.restart()
+        self.snapshots.duty.restart()
+        if not course.members.servers or (origin == "" and not course.active()):
+            course.phase = Phase.GATHERING  # nobody to begin with
+            return []
+        first = uploader or min(course.active(), default="")
+        writers = course.recovery.first_writers(first, list(course.members.servers))
+        fresh = origin == "" and uploader == "" and course.terms.snapshots
+        capture = self.snapshots.capture(0, writers) if fresh else []
+        # A stale assignment says nothing about who has computed what.
+        view = course.views.first(
+            course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin
+        )
+        return [*self._publish(msgspec.structs.replace(view, ending=ending), abandon=False), *capture]
+
+    def _publish(self, view: View, *, abandon: bool) -> list[Effect]:
+        course = self.course
+        course.views.adopt(view)
+        course.recovery.published(view)
+        course.changed()
+        if abandon:
+            self.snapshots.duty.abandon()
+        return [Publish(view, (*(m.id for m in view.servers), *(m.id for m in view.workers)))]

@@ -1,0 +1,27 @@
+"""Modes as data: one description per mode, and one table of which features each mode supports."""
+
+from __future__ import annotations
+
+from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.refusals import refusal, why_not
+from rallypoint.core.modes.table import CONFLICTS, TABLE, YES, Conflict, No, Only
+from rallypoint.core.modes.traits import Bytes, Clock, Contribution, Holder, ModeName, ModeTraits, describe
+
+__all__ = [
+    "CONFLICTS",
+    "TABLE",
+    "YES",
+    "Bytes",
+    "Clock",
+    "Conflict",
+    "Contribution",
+    "Feature",
+    "Holder",
+    "ModeName",
+    "ModeTraits",
+    "No",
+    "Only",
+    "describe",
+    "refusal",
+    "why_not",
+]

@@ -1,0 +1,49 @@
+"""What a job may ask for beside its mode: the rows of the table."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Feature(enum.Enum):
+    """One thing that a job may use. The value is how a user writes it.
+
+    The features of a job come from its configuration, its model, the terms of its cluster and its script. A script
+    cannot be asked before it runs: what only it decides (`EVALUATION`) is in the table because it works in every mode.
+    """
+
+    # the configuration
+    CLIP = "clip="
+    SKIP = 'nonfinite="skip"'
+    ACCUMULATE = "accumulate="
+    GROUPS = "weight_decay= or lr_scale= of a group"
+    CODEC = "a lossy codec="
+    CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"
+    DOWN = "a lossy down="
+    OWN_OPTIMIZER = "own_optimizer="
+    # settings of rp.LocalSteps and its groups
+    FRESH_INNER = "keep_inner=False"
+    FRAGMENTS = "fragments="
+    SYNC_EVERY = "sync_every= of a group"
+    DELAY = "delay="
+    # settings of rp.Async
+    FOLD = "fold="
+    COMPENSATION = "delay_compensation="
+    # the model
+    BUFFERS = "buffers (BatchNorm statistics)"
+    TABLES = "tables (embeddings whose rows only the servers keep)"
+    # the cluster
+    SNAPSHOTS = "snapshots"
+    ON_DEMAND = "a snapshot on demand"
+    RESUME = "resume"
+    REPLICATION = "--replication 2"
+    BACKUP_TASKS = "--backup-tasks"
+    STANDBY = "--standby"
+    RESIZE = "workers that join"
+    BY_SPEED = "assignment by speed"
+    # the script
+    EVALUATION = "run.every"
+
+
+STAGGERS = frozenset({Feature.FRAGMENTS, Feature.SYNC_EVERY, Feature.DELAY})  # what makes rounds staggered
+UNASKED = frozenset({Feature.BY_SPEED})  # done where the table has it, not where it has not: nobody can ask for it

@@ -1,0 +1,68 @@
+"""Which of a job's features its mode does not support, in sentences; and the table as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Set
+
+from rallypoint.core.modes.features import UNASKED, Feature
+from rallypoint.core.modes.table import CONFLICTS, TABLE, Cell, No, Only
+from rallypoint.core.modes.traits import ModeName, name_of
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
+
+
+def refusal(mode: ModeName, features: Set[Feature]) -> str:
+    """The sentence why a job cannot have these `features` in this mode; "" if it can."""
+    return next(_refusals(mode, frozenset(features) - UNASKED), "")
+
+
+# Settings that are a field of one mode's class: the others' classes do not know them.
+_FIELDS = {
+    "keep_inner": Feature.FRESH_INNER, "fragments": Feature.FRAGMENTS, "delay": Feature.DELAY, "fold": Feature.FOLD,
+    "delay_compensation": Feature.COMPENSATION,
+}  # fmt: skip
+_TYPES: dict[str, Mode] = {
+    "sync": Sync(), "bounded-staleness": BoundedStaleness(1), "async": Async(), "all-reduce": AllReduce(),
+    "local-steps": LocalSteps(1),
+}  # fmt: skip
+
+
+def of_another_mode(kind: str, fields: Iterable[str]) -> str:
+    """Why a `sync` of this type cannot have a field that another mode has; "" if it has none of them."""
+    mode = _TYPES.get(kind)
+    if mode is None:
+        return ""
+    known, name = set(type(mode).__struct_fields__), name_of(mode)
+    strange = {_FIELDS[field] for field in fields if field in _FIELDS and field not in known}
+    return refusal(name, strange)
+
+
+def why_not(mode: ModeName, feature: Feature, features: Set[Feature] = frozenset()) -> str:
+    """The reason alone why `feature` does not work in this mode beside these others; "" if it does."""
+    together = frozenset({*features, feature})
+    return next((why for pair, why in _unsupported(mode, together) if feature in pair), "")
+
+
+def _refusals(mode: ModeName, features: frozenset[Feature]) -> Iterator[str]:
+    for pair, why in _unsupported(mode, features):
+        where = f"under rp.{mode.value}" if len(pair) == 1 else f"together with {pair[1].value}"
+        yield f"{pair[0].value} is not supported {where}: {why}"
+
+
+def _unsupported(mode: ModeName, features: frozenset[Feature]) -> Iterator[tuple[tuple[Feature, ...], str]]:
+    """The features (one, or two that conflict) that are not supported, and why."""
+    for feature in Feature:
+        if feature in features and (why := _why_not(TABLE[feature][mode], features)):
+            yield (feature,), why
+    for conflict in CONFLICTS:
+        if mode in conflict.modes and {conflict.first, conflict.second} <= features:
+            yield (conflict.first, conflict.second), conflict.why
+
+
+def _why_not(cell: Cell, features: frozenset[Feature]) -> str:
+    match cell:
+        case No(why=why):
+            return why
+        case Only(beside=beside, why=why) if beside not in features:
+            return why
+        case _:
+            return ""

@@ -1,0 +1,187 @@
+"""FEATURE x MODE: what works in which mode, and why the rest does not. The only place that says so.
+
+`config` refuses from it, the coordinator refuses a cluster's terms from it, `docs/modes.md` prints it, and
+`tests/modes` runs a job for every cell that is supported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rallypoint.core.modes.features import Feature
+from rallypoint.core.modes.traits import ModeName
+
+
+@dataclass(frozen=True, slots=True)
+class Yes:
+    """It works, and keeps what the mode promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class No:
+    """It is refused; `why` says the reason, and what to do."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """It works together with another feature; `why` says what to do without."""
+
+    beside: Feature
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Two features that do not go together; in these modes only, where there are any."""
+
+    first: Feature
+    second: Feature
+    why: str
+    modes: frozenset[ModeName] = frozenset(ModeName)
+
+
+Cell = Yes | No | Only
+YES = Yes()
+
+_M, _F = ModeName, Feature
+_LOCAL = {_M.LOCAL, _M.STAGGERED, _M.LOCAL_QUORUM, _M.LOCAL_ASYNC}
+_STREAMING = frozenset({_M.SSP, _M.ASYNC, _M.LOCAL_ASYNC})
+
+_OF_LOCAL = No("it is for sync=rp.LocalSteps; leave it out")
+_OF_ASYNC = No("it is a setting of rp.Async; leave it out")
+_OVER_SYNC = No("it needs over=rp.Sync() without a quorum; use that, or leave it out")
+_OWN_CLOCKS = No("each replica goes on at its own clock and nobody waits for a straggler; leave --backup-tasks out")
+_INNER_STATE = "the inner optimizer's state stays on the worker that computes a replica; "
+_ONLY_FRESH_TASKS = Only(_F.FRESH_INNER, _INNER_STATE + "use keep_inner=False, or leave --backup-tasks out")
+_ONLY_FRESH_SPEED = Only(_F.FRESH_INNER, _INNER_STATE + "with keep_inner=False replicas move")
+_STAYS = No("what a replica has changed stays on the worker that computes it; replicas do not move")
+
+
+def _row(others: Cell = YES, cells: Mapping[ModeName, Cell] | None = None) -> dict[ModeName, Cell]:
+    return {mode: (cells or {}).get(mode, others) for mode in ModeName}
+
+
+def _local(cell: Cell) -> dict[ModeName, Cell]:
+    return dict.fromkeys(_LOCAL, cell)
+
+
+def _staggering() -> dict[ModeName, Cell]:
+    over = {_M.LOCAL_QUORUM: _OVER_SYNC, _M.LOCAL_ASYNC: _OVER_SYNC}
+    return _row(_OF_LOCAL, {_M.LOCAL: YES, _M.STAGGERED: YES, **over})
+
+
+def _of_async() -> dict[ModeName, Cell]:
+    return _row(_OF_ASYNC, {_M.ASYNC: YES, _M.LOCAL_ASYNC: YES})
+
+
+TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
+    _F.CLIP: _row(),
+    _F.SKIP: _row(
+        YES,
+        {_M.STAGGERED: No("what a replica has changed since its last round would be lost with the step; use 'stop'")},
+    ),
+    _F.ACCUMULATE: _row(),
+    _F.GROUPS: _row(),
+    _F.CODEC: _row(),
+    _F.CODEC_STATE: _row(),
+    _F.DOWN: _row(),
+    _F.OWN_OPTIMIZER: _row(
+        No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
+        {_M.ALL_REDUCE: YES},
+    ),
+    _F.FRESH_INNER: _row(
+        _OF_LOCAL,
+        {
+            **_local(YES),
+            _M.STAGGERED: No(
+                "what a replica has changed goes on from round to round, and so must its optimizer's state; leave "
+                "keep_inner out, or synchronise everything at once"
+            ),
+        },
+    ),
+    _F.FRAGMENTS: _staggering(),
+    _F.SYNC_EVERY: _staggering(),
+    _F.DELAY: _staggering(),
+    _F.FOLD: _of_async(),
+    _F.COMPENSATION: _of_async(),
+    _F.BUFFERS: _row(),
+    _F.TABLES: _row(
+        YES,
+        {
+            **_local(No("under rp.LocalSteps the worker would have to hold it; use another mode, or sparse=False")),
+            _M.ALL_REDUCE: No("under rp.AllReduce the worker would have to hold it; use another mode, or sparse=False"),
+        },
+    ),
+    _F.SNAPSHOTS: _row(),
+    _F.ON_DEMAND: _row(),
+    _F.RESUME: _row(),
+    _F.REPLICATION: _row(
+        YES,
+        {
+            _M.ALL_REDUCE: No(
+                "every worker holds the whole state, so nothing is lost with a server; leave --replication out"
+            )
+        },
+    ),
+    _F.BACKUP_TASKS: _row(
+        YES,
+        {
+            **dict.fromkeys(_STREAMING, _OWN_CLOCKS),
+            _M.ALL_REDUCE: No("a worker that is overtaken could not follow any more; leave --backup-tasks out"),
+            _M.LOCAL: _ONLY_FRESH_TASKS,
+            _M.LOCAL_QUORUM: _ONLY_FRESH_TASKS,
+            _M.STAGGERED: No(
+                "what a replica has changed stays on the worker that computes it; leave --backup-tasks out"
+            ),
+        },
+    ),
+    _F.STANDBY: _row(),
+    _F.RESIZE: _row(),
+    _F.BY_SPEED: _row(
+        YES,
+        {
+            _M.LOCAL: _ONLY_FRESH_SPEED,
+            _M.LOCAL_QUORUM: _ONLY_FRESH_SPEED,
+            _M.LOCAL_ASYNC: _ONLY_FRESH_SPEED,
+            _M.STAGGERED: _STAYS,
+        },
+    ),
+    _F.EVALUATION: _row(),
+}
+
+CONFLICTS = (
+    Conflict(
+        _F.BACKUP_TASKS, _F.CODEC_STATE,
+        "what the codec remembers of a replica is on the worker that computes it; use a codec without state "
+        "(error_feedback=False), or leave --backup-tasks out",
+    ),
+    Conflict(
+        _F.BY_SPEED, _F.CODEC_STATE,
+        "what the codec remembers of a replica is on the worker that computes it; replicas do not move",
+    ),
+    Conflict(
+        _F.FOLD, _F.REPLICATION,
+        "the backup must hear of each contribution, so none can be folded into another's update; use fold=1, or leave "
+        "--replication out",
+    ),
+    Conflict(
+        _F.GROUPS, _F.OWN_OPTIMIZER,
+        "groups cannot set a decay or a rate where own_optimizer steps; give them to its own param_groups",
+    ),
+    Conflict(
+        _F.TABLES, _F.COMPENSATION,
+        "delay compensation is not supported for it; set it to 0, or use sparse=False",
+    ),
+    Conflict(
+        _F.TABLES, _F.CLIP,
+        "in a streaming mode its gradient cannot be clipped; set clip to None, or use sparse=False",
+        _STREAMING,
+    ),
+    Conflict(
+        _F.BUFFERS, _F.DELAY,
+        "each round would have to begin with those of the one before; use delay=0, or GroupNorm and the like",
+    ),
+)  # fmt: skip

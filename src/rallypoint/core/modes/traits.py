@@ -1,0 +1,154 @@
+"""The description of a mode: what all other files have to know of it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Set
+
+import msgspec
+
+from rallypoint.core.modes.features import STAGGERS, Feature
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Mode, Sync
+
+
+class ModeName(enum.Enum):
+    """The columns of the table. The value is how a user writes it."""
+
+    SYNC = "Sync()"
+    QUORUM = "Sync(quorum=k)"
+    SSP = "BoundedStaleness(s)"
+    ASYNC = "Async()"
+    ALL_REDUCE = "AllReduce()"
+    LOCAL = "LocalSteps(H)"
+    STAGGERED = "LocalSteps(H) with fragments, sync_every or delay"
+    LOCAL_QUORUM = "LocalSteps(H, over=Sync(quorum=k))"
+    LOCAL_ASYNC = "LocalSteps(H, over=Async())"
+
+
+class Clock(enum.Enum):
+    """What a version of the job counts."""
+
+    STEP = "steps"
+    ROUND = "rounds of H steps"
+    STAGGERED = "staggered rounds"
+    REPLICA = "each replica's own contributions"
+
+
+class Holder(enum.Enum):
+    """Who holds the parameters and the optimizer's state, so that losing the others loses nothing."""
+
+    SERVERS = "servers"
+    WORKERS = "workers"
+
+
+class Contribution(enum.Enum):
+    """What a replica pushes."""
+
+    GRADIENT = "gradient"
+    MOVEMENT = "start - local"
+
+
+class Bytes(enum.Enum):
+    """Does the job end with the same bytes, on any number of workers and servers?"""
+
+    ALWAYS = "whatever is killed"
+    UNDISTURBED = "while no worker dies and nothing rolls back"
+    NO = "no"
+
+
+class ModeTraits(msgspec.Struct, frozen=True, kw_only=True):
+    """One mode, as far as anybody but the policies and the workers' sources has to know.
+
+    Attributes:
+        name: the column of the table.
+        clock: what a version of the job counts.
+        holder: who holds the parameters and the optimizer's state.
+        contribution: what a replica pushes.
+        drops: a contribution that comes late may be dropped.
+        bytes: are the bytes at the end promised?
+        leaves_state: a replica leaves state on the worker that computes it: the inner optimizer's, or a codec's.
+    """
+
+    name: ModeName = ModeName.SYNC
+    clock: Clock = Clock.STEP
+    holder: Holder = Holder.SERVERS
+    contribution: Contribution = Contribution.GRADIENT
+    drops: bool = False
+    bytes: Bytes = Bytes.ALWAYS
+    leaves_state: bool = False
+
+    @property
+    def streaming(self) -> bool:
+        """Does each replica have a clock of its own, so that no version is common to all shards?"""
+        return self.clock is Clock.REPLICA
+
+    @property
+    def workers_hold_state(self) -> bool:
+        """Do workers hold the model and step the optimizer, each its own copy, while servers only average?"""
+        return self.holder is Holder.WORKERS
+
+    @property
+    def pushes_gradients(self) -> bool:
+        """Is a contribution one step's gradient (and not what H local steps have changed)?"""
+        return self.contribution is Contribution.GRADIENT
+
+
+MODES = {
+    traits.name: traits
+    for traits in (
+        ModeTraits(),
+        ModeTraits(name=ModeName.QUORUM, drops=True, bytes=Bytes.NO),
+        ModeTraits(name=ModeName.SSP, clock=Clock.REPLICA, bytes=Bytes.NO),
+        ModeTraits(name=ModeName.ASYNC, clock=Clock.REPLICA, bytes=Bytes.NO),
+        ModeTraits(name=ModeName.ALL_REDUCE, holder=Holder.WORKERS),
+        ModeTraits(
+            name=ModeName.LOCAL, clock=Clock.ROUND, contribution=Contribution.MOVEMENT, bytes=Bytes.UNDISTURBED,
+            leaves_state=True,
+        ),
+        ModeTraits(
+            name=ModeName.STAGGERED, clock=Clock.STAGGERED, contribution=Contribution.MOVEMENT,
+            bytes=Bytes.UNDISTURBED, leaves_state=True,
+        ),
+        ModeTraits(
+            name=ModeName.LOCAL_QUORUM, clock=Clock.ROUND, contribution=Contribution.MOVEMENT, drops=True,
+            bytes=Bytes.NO, leaves_state=True,
+        ),
+        ModeTraits(
+            name=ModeName.LOCAL_ASYNC, clock=Clock.REPLICA, contribution=Contribution.MOVEMENT, bytes=Bytes.NO,
+            leaves_state=True,
+        ),
+    )
+}  # fmt: skip
+
+
+def name_of(sync: Mode, features: Set[Feature] = frozenset()) -> ModeName:
+    """The mode that a job's `sync=` is, with these of its features."""
+    match sync:
+        case AllReduce():
+            return ModeName.ALL_REDUCE
+        case BoundedStaleness(staleness=0) | Sync(quorum=None):
+            return ModeName.SYNC
+        case Sync():
+            return ModeName.QUORUM
+        case BoundedStaleness():
+            return ModeName.SSP
+        case Async():
+            return ModeName.ASYNC
+        case LocalSteps(over=Async()):
+            return ModeName.LOCAL_ASYNC
+        case LocalSteps(over=Sync(quorum=None)):
+            return ModeName.STAGGERED if STAGGERS & features else ModeName.LOCAL
+        case LocalSteps():
+            return ModeName.LOCAL_QUORUM
+
+
+def describe(sync: Mode, features: Set[Feature] = frozenset()) -> ModeTraits:
+    """The description of `sync`, in a job with these `features`."""
+    traits = MODES[name_of(sync, features)]
+    leaves_state = Feature.CODEC_STATE in features or (traits.leaves_state and Feature.FRESH_INNER not in features)
+    if leaves_state == traits.leaves_state:
+        return traits
+    promised = Bytes.UNDISTURBED if leaves_state else Bytes.ALWAYS
+    return msgspec.structs.replace(
+        traits, leaves_state=leaves_state, bytes=Bytes.NO if traits.bytes is Bytes.NO else promised
+    )

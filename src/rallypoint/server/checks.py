@@ -1,0 +1,108 @@
+"""What a frame of each kind may carry in this job. Nothing from the network is trusted (I9): ProtocolError otherwise."""
+
+from __future__ import annotations
+
+import msgspec
+
+from rallypoint.codec.rows import gradient_bytes
+from rallypoint.codec.state import ShardCodecStates
+from rallypoint.core.layout import Shard
+from rallypoint.core.shard.clip import Measure
+from rallypoint.errors import DamagedSnapshot, ProtocolError
+from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind
+from rallypoint.server.job import ServerJob
+from rallypoint.server.owned import fits
+from rallypoint.server.rows import fits_rows
+from rallypoint.store.record import ShardRecord, decode_record
+
+_measures = msgspec.msgpack.Decoder(tuple[Measure, ...])
+
+
+class FrameChecks:
+    """The checks of one job; any thread may call them."""
+
+    def __init__(self, job: ServerJob) -> None:
+        self._job = job
+        self._shards = job.shards
+        self._parameters = frozenset(shard.index for shard in job.shards if shard.group >= 0)
+        self._formats = ShardCodecStates(job.config)
+
+    def place(self, header: Header) -> Shard:
+        """The shard that the header names."""
+        if header.shard >= len(self._shards):
+            raise ProtocolError(f"shard {header.shard} of a job that has {len(self._shards)}")
+        return self._shards[header.shard]
+
+    def payload(self, header: Header) -> Shard:
+        """The frame carries exactly one shard of the job, with a sensible weight; which one."""
+        place = self.place(header)
+        if header.kind in (Kind.INITIAL, Kind.STATE):
+            self._beginning(header, place)
+            if header.kind is Kind.STATE:
+                return place
+        least = most = 0 if header.flags & SKIP else place.nbytes
+        if place.part is not None:
+            empty = header.flags & SKIP or header.kind is Kind.INITIAL  # servers make a table's first values themselves
+            least, most = (0, 0) if empty else (gradient_bytes(n, place.columns) for n in (0, place.part.rows))
+        misplaced = header.flags & ~NOT_FINITE and header.kind is not Kind.REPLICATE
+        if misplaced or (not least <= header.length <= most and not header.codec):
+            raise ProtocolError(f"{header.length} bytes for shard {header.shard}, which has {least} to {most}")
+        if header.kind in (Kind.PUSH, Kind.REPLICATE) and header.weight <= 0:
+            raise ProtocolError(f"a contribution of weight {header.weight}: weights are positive")
+        if header.kind is Kind.PUSH and header.wants:
+            self.want(header)
+        return place
+
+    def _beginning(self, header: Header, place: Shard) -> None:
+        """What all begin with comes as what it is: of stateful workers' parameters the state."""
+        has_state = self._job.begins_with_state(place)
+        if (header.kind is Kind.STATE) != has_state or header.step > self._job.config.rounds or header.flags:
+            raise ProtocolError(
+                f"a {header.kind.name} frame of shard {header.shard} at version {header.step}: this job has none"
+            )
+
+    def want(self, header: Header) -> None:
+        """It wants something that the job has, in a mode in which one asks."""
+        self.place(header)
+        if not self._job.followers_ask or not 1 <= header.wants < self._job.config.replicas + 2:
+            raise ProtocolError(f"a wish for {header.wants}: this job has {self._job.config.replicas} replicas")
+
+    def codec_state(self, header: Header) -> None:
+        """It is of a replica of the job, and no longer than its codec's states are."""
+        limits = self._formats.of(self.place(header))
+        if header.replica >= self._job.config.replicas:
+            raise ProtocolError(
+                f"a codec state of replica {header.replica}: this job has {self._job.config.replicas}"
+            )
+        if header.kind is Kind.MEMORY and header.length:
+            limits.check(header.codec, header.length)
+
+    def pull(self, header: Header) -> int:
+        """It asks for rows of a table's part; how many rows the part has."""
+        part = self.place(header).part
+        if part is None or header.length > 4 * part.rows:
+            raise ProtocolError(f"a pull of {header.length} bytes from shard {header.shard}, which has not such rows")
+        return part.rows
+
+    def measures(self, header: Header, data: bytearray) -> tuple[Measure, ...]:
+        """The measures in these bytes, of a step and of shards of the job."""
+        try:
+            measures = _measures.decode(data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolError(f"measures that cannot be read: {error}") from None
+        if header.step >= self._job.config.rounds or any(m.shard not in self._parameters for m in measures):
+            raise ProtocolError("measures of a step or of a shard that this job does not have")
+        return measures
+
+    def record(self, header: Header, data: bytearray) -> ShardRecord:
+        """The whole state of a shard in these bytes."""
+        try:
+            state = decode_record(bytes(data))
+        except DamagedSnapshot as error:
+            raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
+        if state.shard != header.shard or not 0 <= state.shard < len(self._shards):
+            raise ProtocolError(f"a state of shard {state.shard} under the name of shard {header.shard}")
+        place = self._shards[state.shard]
+        if not (fits if place.part is None else fits_rows)(state, place, self._job.config):
+            raise ProtocolError(f"a state of shard {state.shard} that does not fit this job's layout and optimizer")
+        return state

@@ -1,0 +1,183 @@
+"""Runs the machine's effects on tensors, channels and the coordinator's link, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from rallypoint.core.shard import clip, server
+from rallypoint.core.shard import effects as shard_effects
+from rallypoint.core.shard import events as shard_events
+from rallypoint.core.shard.shell import Answer, ServerShell
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind, wants
+from rallypoint.net.messages import CaughtUp, NotStored
+from rallypoint.observe.trace import Tracer
+from rallypoint.server.capture import Capture
+from rallypoint.server.codec_states import CodecStates
+from rallypoint.server.decisions import Context, Decisions
+from rallypoint.server.followers import Followers
+from rallypoint.server.held import HeldShard, Shelf
+from rallypoint.server.job import ServerJob
+from rallypoint.server.ledger import Ledger
+from rallypoint.server.replication import Replication
+from rallypoint.server.tickets import Tickets
+from rallypoint.store.snapshots import SnapshotStore
+
+AnyEffect = server.Effect | Answer[Channel]
+
+
+@dataclass
+class Desk:
+    """Everything that one server's effects are run on, in one job. The owner's thread owns it."""
+
+    job: ServerJob
+    shell: ServerShell[Channel]
+    owned: dict[int, HeldShard]
+    shelf: Shelf
+    tickets: Tickets
+    ledger: Ledger
+    followers: Followers
+    replication: Replication
+    decisions: Decisions
+    context: Context
+    tracer: Tracer
+    snapshots_url: str
+    codec_states: CodecStates | None
+    capture: Capture | None
+    gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more of what is in the inbox
+
+
+class Effects:
+    """One method for each group of effects; `run` is the way in."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._cadence = desk.job.plan.cadence
+        # What every contribution passes is looked up once.
+        self._owned, self._tickets, self._ledger, self._tracer = desk.owned, desk.tickets, desk.ledger, desk.tracer
+
+    def run(self, effects: Sequence[AnyEffect]) -> None:
+        """Run them in order."""
+        for effect in effects:
+            match effect:
+                case server.On(shard=index, effect=on):
+                    self._run_on(index, self._owned[index], on)
+                case Answer():
+                    self._desk.replication.acknowledge(effect)
+                case clip.Tell():
+                    self._desk.decisions.tell(effect)
+                case clip.Verdict():
+                    self._desk.decisions.decide(effect)
+                case server.Own(shard=index):
+                    self._owned[index] = self._desk.shelf.hold(index)
+                case server.Disown(shard=index):
+                    self._disown(index)
+                case server.Restore(shards=indices, origin=origin):
+                    self._restore(indices, origin)
+
+    def handle(self, index: int, event: shard_events.Event) -> None:
+        """An event for one shard, and what comes of it."""
+        self.run(self._desk.shell.machine.handle(index, event))
+
+    def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
+        match effect:
+            case shard_effects.Take(ticket=ticket, weight=weight, base=base):
+                owned.take(self._tickets.settle(ticket), weight, base)
+                self._ledger.count(index, first=True)
+            case shard_effects.Add(ticket=ticket, weight=weight, base=base):
+                with self._tracer.span("reduce", shard=index):
+                    owned.add(self._tickets.settle(ticket), weight, base)
+                self._ledger.count(index, first=False)
+            case shard_effects.Hold(ticket=ticket):
+                self._tickets.hold(ticket)
+            case shard_effects.Drop(ticket=ticket, fault=fault):
+                self._tickets.drop(ticket, fault)
+            case shard_effects.Finish():
+                owned.mean(effect.total_weight)
+                self.run(self._desk.decisions.measured(owned, effect))
+            case shard_effects.Apply():
+                self._apply(index, owned, effect)
+            case shard_effects.Publish(version=version):
+                self._desk.followers.publish(index, version)
+            case shard_effects.Reply():
+                self._desk.followers.reply(index, effect)
+            case shard_effects.Gather():
+                self._desk.gathering[index] = None
+            case _:
+                self._run_rare(index, owned, effect)
+
+    def _run_rare(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
+        desk = self._desk
+        match effect:
+            case shard_effects.Install(ticket=ticket, version=version):
+                nbytes = self._tickets.nbytes(ticket)
+                owned.install(self._tickets.settle(ticket), version, nbytes)
+            case shard_effects.Abandon():
+                owned.abandon()
+            case shard_effects.Fill(version=version):
+                desk.replication.send_state(owned.state(version, self._clocks(index), wires=True))
+            case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
+                wait = Header(Kind.WAIT, shard=index, base=clock, wants=wants(replica))
+                desk.followers.tell(follower, wait, urgent=True)
+            case shard_effects.CaughtUp():
+                desk.context.say(CaughtUp({index: desk.shell.machine.caught_up[index]}))
+            case shard_effects.Capture(version=version, missed=missed):
+                assert desk.capture is not None
+                if missed:
+                    desk.context.say(NotStored(desk.capture.snapshot, "a step was quicker than the word", version))
+                else:
+                    desk.capture.wanted(index, version)
+            case _:
+                raise AssertionError(f"an effect that nobody runs: {effect}")
+
+    def _apply(self, index: int, owned: HeldShard, effect: shard_effects.Apply) -> None:
+        desk = self._desk
+        if desk.capture is not None:
+            desk.capture.before_update(index)
+        desk.gathering.pop(index, None)
+        with self._tracer.span("apply", shard=index, step=effect.step):
+            finished = owned.apply(self._timed(index, effect))
+        if self.in_ledger(index, effect.version - 1):
+            self._enter(index, self._cadence.round_of(index, effect.version - 1))
+        if finished is not None:
+            desk.replication.send_update(index, effect, finished)
+
+    def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
+        """With its place in the schedule as the job counts rounds."""
+        if self._cadence.together:
+            return effect
+        return replace(effect, step=self._cadence.round_of(index, effect.step))
+
+    def in_ledger(self, index: int, version: int) -> bool:
+        """Does this shard's next update, at that version, stand for its round?"""
+        return self._cadence.witness(self._cadence.round_of(index, version)) == index
+
+    def _enter(self, index: int, step: int) -> None:
+        """The ledger of the first shard that is due, which primary and backup both keep: one of them may die."""
+        machines = self._desk.shell.machine
+        self._ledger.enter(index, step, primary=machines.is_primary(index))
+        machine = machines.machine(0)
+        if machine is not None and machine.primary and self._desk.job.accounts:
+            self._ledger.account(machine, step, self._desk.job.config.rounds)
+
+    def _disown(self, index: int) -> None:
+        self._tickets.drop_all(index)
+        if self._desk.capture is not None:
+            self._desk.capture.disowned(index)
+        self._desk.gathering.pop(index, None)
+        self._owned.pop(index).release()
+
+    def _restore(self, indices: Sequence[int], origin: str) -> None:
+        desk = self._desk
+        store, generation = SnapshotStore(desk.snapshots_url), desk.shell.fence.generation
+        for record in store.read(store.load(origin), indices):
+            self._owned[record.shard].load(record)
+            if desk.codec_states is not None:
+                desk.codec_states.restored(record, desk.job.shards[record.shard])
+            loaded = shard_events.Loaded(record.version, record.clocks)
+            self.run(desk.shell.restored(record.shard, generation, loaded))
+
+    def _clocks(self, index: int) -> tuple[int, ...]:
+        machine = self._desk.shell.machine.machine(index)
+        return tuple(machine.clocks) if machine is not None else ()

@@ -1,0 +1,153 @@
+"""Reads what comes from workers and other servers, checks it, and puts it into the reducer's inbox.
+
+Each connection has a thread of its own. A frame of a view that has not come here yet waits for it; a stale one is
+dropped (I10); a malformed one ends its connection and touches no state (I9).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rallypoint.codec.rows import check_gradient, decode_ids
+from rallypoint.codec.shards import ShardCodecs
+from rallypoint.core.layout import Shard
+from rallypoint.errors import ProtocolError, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.pool import Buffer, BufferPool
+from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
+from rallypoint.server.checks import FrameChecks
+from rallypoint.server.job import ServerJob
+from rallypoint.server.views import Views
+from rallypoint.store.state import read_state
+
+Put = Callable[[inbox.Event | None], None]
+
+
+class Intake:
+    """The connections of one job. `traced` are the first and the last step (exclusive) that are traced."""
+
+    def __init__(self, job: ServerJob, views: Views, put: Put, tracer: Tracer, traced: tuple[int, int]) -> None:
+        self._job, self._views, self._put, self._tracer, self._traced = job, views, put, tracer, traced
+        self._checks = FrameChecks(job)
+        self._decoders = threading.local()  # codecs of their own for each connection's thread
+
+    def receive_from_server(self, channel: Channel, sender: str) -> None:
+        """Take the next frame that another server sends."""
+        header = channel.receive_header()
+        match header.kind:
+            case Kind.REPLICATE:
+                if (received := self._payload(channel, header)) is not None:
+                    self._put(inbox.Replicated(channel, sender, *received))
+            case Kind.MEASURES:
+                measures = self._checks.measures(header, channel.receive_bytes(header))
+                if self._counts(header):
+                    self._put(inbox.Told(header.step, measures, header.view))
+            case Kind.STATE:
+                state = self._checks.record(header, channel.receive_bytes(header))
+                if self._counts(header):
+                    self._put(inbox.Filled(channel, sender, state, header.view))
+            case _:
+                raise ProtocolError(f"a {header.kind.name} frame from another server")
+
+    def receive_from_worker(self, channel: Channel, worker: str) -> None:
+        """Take the next frame that a worker sends."""
+        header = channel.receive_header()
+        match header.kind:
+            case Kind.PUSH:
+                self._tracer.on = self._traced[0] <= header.step < self._traced[1]
+                if (received := self._payload(channel, header)) is not None:
+                    self._put(inbox.Pushed(channel, worker, *received))
+                else:
+                    self._give_back(channel)
+            case Kind.INITIAL | Kind.STATE:
+                if (received := self._payload(channel, header)) is not None:
+                    self._put(inbox.Initial(channel, *received))
+                else:
+                    self._give_back(channel)
+            case Kind.WANT:
+                self._checks.want(header)
+                if self._counts(header):
+                    self._put(inbox.Wanted(channel, worker, header.shard, header.wants - 2))
+            case Kind.PULL_ROWS:
+                rows = self._checks.pull(header)
+                ids = decode_ids(channel.receive_bytes(header), rows)
+                if self._counts(header):
+                    self._put(inbox.Pulled(channel, header, ids))
+            case Kind.MEMORY | Kind.RECALL:
+                self._codec_state(channel, header, worker)
+            case Kind.FOLLOW:
+                self._views.wait_for(header.view)
+                self._put(inbox.Followed(channel))
+            case Kind.UNFOLLOW:
+                self._put(inbox.Unfollowed(channel))
+            case Kind.FETCH:
+                self._checks.place(header)
+                self._views.wait_for(header.view)
+                self._put(inbox.Fetched(channel, header.shard, header.step))
+            case _:
+                raise ProtocolError(f"a {header.kind.name} frame from a worker")
+
+    def _codec_state(self, channel: Channel, header: Header, worker: str) -> None:
+        self._checks.codec_state(header)
+        data = memoryview(channel.receive_bytes(header))
+        if not self._counts(header):
+            return
+        if header.kind is Kind.MEMORY:
+            self._put(inbox.StateGiven(worker, header, data))
+        else:
+            self._put(inbox.StateRecalled(channel, worker, header))
+
+    def _counts(self, header: Header) -> bool:
+        """Wait until the frame's view has come here; is the frame still of use then?"""
+        self._views.wait_for(header.view)
+        return not self._views.is_stale(header.view)
+
+    def _give_back(self, channel: Channel) -> None:
+        """A worker's payload that counts for nothing: its credit goes back (servers have none: they never wait)."""
+        channel.send(Header(Kind.CREDIT, self._views.number, replica=1), urgent=True)
+
+    # ---- payloads ----
+
+    def _payload(self, channel: Channel, header: Header) -> tuple[Header, Buffer] | None:
+        """One shard's payload as fp32 words, and its header as if it had come like that; None: it counts no more."""
+        place = self._checks.payload(header)
+        buffer = self._room(header, place)
+        try:
+            with self._tracer.span("receive", shard=header.shard, replica=header.replica, step=header.step):
+                header = self._receive_into(buffer, channel, header, place)
+            counts = self._counts(header) and not self._views.over.is_set()
+        except RallypointError:
+            buffer.release()
+            raise
+        if counts:
+            return header, buffer
+        buffer.release()
+        return None
+
+    def _room(self, header: Header, place: Shard) -> Buffer:
+        if header.kind is Kind.STATE:
+            return BufferPool(-(-header.length // 4), keeps=False).take()
+        return self._job.pool.take() if place.part is None else self._job.pools.take(header.length)
+
+    def _receive_into(self, buffer: Buffer, channel: Channel, header: Header, place: Shard) -> Header:
+        if header.codec:
+            return self._decode_into(buffer, channel, header, place)
+        channel.receive_into(buffer.bytes[: header.length])
+        if header.kind is Kind.STATE:
+            read_state(buffer.bytes[: header.length], place, header.step, self._job.config)
+        elif place.part is not None and header.length:
+            check_gradient(buffer.bytes[: header.length], place.part.rows, place.columns)
+        return header
+
+    def _decode_into(self, buffer: Buffer, channel: Channel, header: Header, place: Shard) -> Header:
+        codecs = getattr(self._decoders, "codecs", None)
+        if codecs is None:
+            codecs = self._decoders.codecs = ShardCodecs(self._job.config)
+        codec = codecs.of(place)
+        if codec is None or header.codec != codec.code or header.length > codec.bytes_for(place.words):
+            raise ProtocolError(f"{header.length} bytes in codec {header.codec} for shard {header.shard}: impossible")
+        codec.decode(memoryview(channel.receive_bytes(header)), buffer.tensor[: place.words])
+        return header._replace(codec=0, length=place.nbytes)

@@ -1,0 +1,68 @@
+"""One job, as its servers need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from rallypoint.codec.spec import has_state
+from rallypoint.codec.state import ShardCodecStates
+from rallypoint.config import JobConfig
+from rallypoint.core.job import JobRecord
+from rallypoint.core.layout import Shard
+from rallypoint.core.policy import Sync
+from rallypoint.core.shard.server import Plan
+from rallypoint.net.pool import BufferPool, BufferPools
+from rallypoint.server.plan import plan_of
+
+
+@dataclass
+class ServerJob:
+    """The record and the settings of a job, and the buffers of its payloads."""
+
+    record: JobRecord
+    config: JobConfig
+    pools: BufferPools = field(default_factory=BufferPools)  # of tables: their payloads are of any length
+
+    @cached_property
+    def pool(self) -> BufferPool:
+        """Buffers of one dense shard each."""
+        return BufferPool(self.record.layout.largest_shard)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """All shards of the layout."""
+        return tuple(self.record.layout.shards)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """What the machine needs to know."""
+        return plan_of(self.config, self.shards)
+
+    @cached_property
+    def codec_states(self) -> ShardCodecStates | None:
+        """How codec states are written, in a job whose codecs have any."""
+        return ShardCodecStates(self.config) if any(map(has_state, self.config.codecs)) else None
+
+    @cached_property
+    def versions_are_common(self) -> bool:
+        """Is a shard's version the same for all workers?"""
+        return not self.followers_ask
+
+    @cached_property
+    def followers_ask(self) -> bool:
+        """Do workers ask for parameters, one replica at a time, instead of following every version?"""
+        return self.config.streaming
+
+    def begins_with_state(self, place: Shard) -> bool:
+        """Does a worker upload the shard with its optimizer's state, where workers have one?"""
+        return self.config.stateful_workers and place.role == "parameters"
+
+    def begins_at(self, version: int) -> int:
+        """The version that a job begins with when its uploader says `version`: only workers with state can be ahead."""
+        return version if self.config.stateful_workers else 0
+
+    @cached_property
+    def accounts(self) -> bool:
+        """May contributions be folded or dropped, so that their sums are worth telling?"""
+        return self.config.policy != Sync()

@@ -1,0 +1,68 @@
+"""The links that this server opens to the other servers of its view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rallypoint.core.shard.links import Key, PeerLinks
+from rallypoint.core.view import Member, View
+from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
+from rallypoint.net.channel import Channel
+from rallypoint.net.dialer import Dialer
+from rallypoint.net.frames import Kind
+from rallypoint.net.messages import Refused, expect
+from rallypoint.net.transport import Transport
+from rallypoint.observe.trace import Tracer
+from rallypoint.server import inbox
+from rallypoint.server.views import Views
+
+
+class Peers:
+    """The coordinator's link calls `adopt`; each link has a dialer's thread, which receives acknowledgements."""
+
+    def __init__(
+        self, links: PeerLinks, views: Views, put: Callable[[inbox.Event | None], None],
+        *, transport: Transport, token: str, tracer: Tracer,
+    ) -> None:  # fmt: skip
+        self._links, self._views, self._put = links, views, put
+        self._transport, self._token, self._tracer = transport, token, tracer
+        self._dialers: dict[Key, Dialer] = {}
+
+    def adopt(self, view: View) -> None:
+        """End links and open others."""
+        gone, new = self._links.adopt(view)
+        for key in gone:
+            self._dialers.pop(key).close()
+        for member in new:
+            dialer = self._dialers[member.id, member.incarnation] = self._dial(member)
+            dialer.start()
+
+    def close(self) -> None:
+        """End all of them."""
+        for dialer in self._dialers.values():
+            dialer.close()
+
+    def _dial(self, member: Member) -> Dialer:
+        standing: list[Channel] = []
+
+        def up(channel: Channel) -> None:
+            standing[:] = [channel]
+            self._put(inbox.PeerLinked(member.id, channel))
+
+        def down(_: RallypointError) -> None:
+            self._put(inbox.PeerLost(member.id, standing[0]))
+
+        return Dialer(
+            transport=self._transport, peer=member, role="server", id=self._links.me, token=self._token,
+            tracer=self._tracer, view=lambda: self._views.number, up=up,
+            serve=lambda channel: self._receive_acks(member.id, channel), down=down,
+        )  # fmt: skip
+
+    def _receive_acks(self, peer: str, channel: Channel) -> None:
+        while True:
+            header = channel.receive_header()
+            if header.kind is Kind.REFUSE:
+                raise AccessDenied(expect(channel.receive_bytes(header), Refused).reason)
+            if header.kind is not Kind.ACK:
+                raise ProtocolError(f"a {header.kind.name} frame from server {peer}")
+            self._put(inbox.Acked(peer, channel, header.shard, header.step, header.view))

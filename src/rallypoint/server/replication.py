@@ -1,0 +1,74 @@
+"""Keeps backups: a primary's states and updates on their way out, a backup's acknowledgements on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rallypoint.core.shard import events
+from rallypoint.core.shard.effects import Apply
+from rallypoint.core.shard.server import Effect
+from rallypoint.core.shard.shell import Answer, ServerShell
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import SKIP, Header, Kind
+from rallypoint.net.pool import Buffer
+from rallypoint.server.inbox import Filled, Replicated
+from rallypoint.server.held import HeldShard
+from rallypoint.server.ledger import Ledger
+from rallypoint.server.tickets import Tickets
+from rallypoint.store.record import ShardRecord, encode_record
+
+
+class Replication:
+    """The owner's thread owns it."""
+
+    def __init__(self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger) -> None:
+        self._shell, self._tickets, self._ledger = shell, tickets, ledger
+
+    # ---- the primary's side ----
+
+    def send_state(self, record: ShardRecord) -> None:
+        """The whole state of a shard for its backup."""
+        data = encode_record(record, "none")
+        header = Header(
+            Kind.STATE, self._shell.fence.number, shard=record.shard, step=record.version, length=len(data)
+        )
+        self._shell.fill(record.shard).send(header, memoryview(data))
+
+    def send_update(self, shard: int, update: Apply, gradient: tuple[Buffer, int]) -> None:
+        """The finished gradient of an update that was just made here, or the word that it changed nothing."""
+        buffer, nbytes = gradient
+        skip = update.scale is None
+        header = Header(
+            Kind.REPLICATE, self._shell.fence.number, shard=shard, step=update.version - 1, flags=SKIP if skip else 0,
+            length=0 if skip else nbytes, replica=update.replica, weight=update.rate, base=self._ledger.added(shard),
+        )  # fmt: skip
+        payload = None if skip else buffer.bytes[:nbytes]
+        self._shell.backup_link(shard).send(header, payload, sent=buffer.release)
+
+    # ---- the backup's side ----
+
+    def updated(self, event: Replicated) -> Sequence[Effect | Answer[Channel]]:
+        """A primary's update."""
+        header = event.header
+        if not self._shell.takes_from(header.shard, event.sender, header.view):
+            event.buffer.release()
+            return []
+        ticket = self._tickets.issue(event.channel, header, event.buffer, credited=True)
+        self._ledger.told(header.shard, header.base)
+        skip = bool(header.flags & SKIP)
+        update = events.Replicated(header.step, skip, ticket, header.replica, header.weight)
+        return self._shell.replicated(event.channel, header.shard, update)
+
+    def filled(self, event: Filled, owned: dict[int, HeldShard]) -> Sequence[Effect | Answer[Channel]]:
+        """A primary's whole state."""
+        record = event.record
+        if not self._shell.takes_from(record.shard, event.sender, event.number):
+            return []
+        owned[record.shard].load(record)
+        loaded = events.Loaded(record.version, record.clocks)
+        return self._shell.replicated(event.channel, record.shard, loaded)
+
+    def acknowledge(self, answer: Answer[Channel]) -> None:
+        """Tell the primary that a version is held here."""
+        header = Header(Kind.ACK, self._shell.fence.number, shard=answer.shard, step=answer.version)
+        answer.link.send(header, urgent=True)

@@ -1,0 +1,49 @@
+"""Reading a store that does not answer for a moment: try again, say so, give up with what to do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rallypoint.errors import RallypointError, SnapshotError
+
+DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further try
+_T = TypeVar("_T")
+
+
+class StoreSilent(SnapshotError):
+    """The filesystem of the snapshots did not answer; it may the next time."""
+
+
+def patiently(call: Callable[[], _T], say: Callable[[str], None], doing: str) -> _T:
+    """`call()`, again after a transient error: `len(DELAYS_S)` times, after longer and longer pauses.
+
+    `say` gets a sentence for each error. What is damaged or of another format is raised at once, and so is the last
+    error, as a SnapshotError with what to do.
+    """
+    for delay in DELAYS_S:
+        try:
+            return call()
+        except Exception as error:  # a remote filesystem raises anything
+            if not _is_transient(error):
+                raise
+            say(f"{doing}: {_sentence(error)}; trying again in {delay:g} s")
+        time.sleep(delay)
+    try:
+        return call()
+    except Exception as error:
+        if not _is_transient(error):
+            raise
+        raise SnapshotError(
+            f"{_sentence(error)} ({len(DELAYS_S) + 1} tries, {doing}): when it answers again, go on with "
+            "`rallypoint resume`"
+        ) from error
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, StoreSilent) or not isinstance(error, RallypointError)
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, (RallypointError, OSError)) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,187 @@
+"""Python programs for tests, forked from the warm start: a whole job through the command line without its cold starts.
+
+Importing torch costs each process seconds. `Program` runs ``python -m rallypoint.cli run ...`` in a process that has
+imported torch already, and so do the Python programs that it starts in turn: coordinator, servers and workers. All else
+is as in a cold start: pids, signals, exit statuses, arguments, environment, open files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import logging
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rallypoint.launch import environment
+from rallypoint.testing.processes import fork_server
+
+_COMM = Path("/proc/self/comm")
+_COMM_BYTES = 15  # the kernel keeps no more of a process's name
+_start_cold: Any = subprocess.Popen.__dict__["_execute_child"]
+
+
+class Program:
+    """``python ARGUMENTS``, forked warm: Popen's methods, as far as tests of whole programs need them.
+
+    arguments: what follows ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``.
+    output: the file to which stdout and stderr are appended.
+    A child that the launcher names (RALLYPOINT_ID) has that name for the system too: ``psutil.Process(pid).name()``.
+    """
+
+    def __init__(self, arguments: Sequence[str], output: Path, env: Mapping[str, str]) -> None:
+        process = fork_server().Process(target=_begin, args=(list(arguments), str(output), dict(env)))
+        process.start()
+        self._process = process
+        self.pid: int = process.pid or 0
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        """The exit status, or None."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit status, once it has ended. subprocess.TimeoutExpired after `timeout` seconds."""
+        if not wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        self._process.join()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class _ForkedPopen(subprocess.Popen[Any]):
+    """Popen inside a warm program: another Python program is forked from this one, anything else is started as ever."""
+
+    def _execute_child(self, *given: Any) -> None:
+        call = inspect.signature(_start_cold).bind(self, *given).arguments
+        argv = call["args"]
+        if isinstance(argv, str) or list(argv)[:1] != [sys.executable] or call["preexec_fn"] is not None:
+            _start_cold(self, *given)
+            return
+        sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # other threads hold nothing that the child needs
+            pid = os.fork()
+        if pid == 0:
+            _become(list(argv)[1:], call)
+        self.pid = pid
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(call[name] for name in pipes))  # type: ignore[attr-defined]
+
+
+def _begin(arguments: list[str], output: str, env: dict[str, str]) -> None:
+    """In the fork server's child: be the program, and fork what it starts."""
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    subprocess.Popen = _ForkedPopen  # type: ignore[misc]
+    _run(arguments, env)
+
+
+def _become(arguments: list[str], call: Mapping[str, Any]) -> None:
+    """In a child just forked, which has one thread: what an exec would do, then the program."""
+    try:
+        for number, given in enumerate(("p2cread", "c2pwrite", "errwrite")):
+            if call[given] not in (-1, number):
+                os.dup2(call[given], number)
+        keep = sorted({0, 1, 2, *call["pass_fds"]})
+        for after, before in zip(keep, [*keep[1:], os.sysconf("SC_OPEN_MAX")], strict=True):
+            os.closerange(after + 1, before)
+        if call["start_new_session"]:
+            os.setsid()
+        if call["cwd"] is not None:
+            os.chdir(call["cwd"])
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        env = os.environ if call["env"] is None else call["env"]
+        _run(arguments, {os.fsdecode(key): os.fsdecode(value) for key, value in env.items()})
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(70)  # `_run` does not come back
+
+
+def _run(arguments: list[str], env: dict[str, str]) -> None:
+    """Run the program in this process, and end the process as the interpreter would."""
+    os.environ.clear()
+    os.environ.update(env)
+    if (name := env.get(environment.ID)) and _COMM.exists():
+        _COMM.write_text(name[:_COMM_BYTES])
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    logging.root.handlers.clear()
+    atexit._clear()
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    status = _status(arguments)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
+    atexit._run_exitfuncs()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
+
+
+def _status(arguments: list[str]) -> int:
+    """Run it; the exit status, negative for the signal that the process is to end by."""
+    first, rest = arguments[0], arguments[1:]
+    try:
+        if first == "-m":
+            sys.argv = rest
+            sys.path.insert(0, os.getcwd())
+            sys.modules.pop(rest[0], None)
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif first == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.path.insert(0, "")
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = [first, *rest]
+            sys.path.insert(0, str(Path(first).resolve().parent))
+            runpy.run_path(first, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code is None or isinstance(ended.code, int):
+            return ended.code or 0
+        print(ended.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0

@@ -1,0 +1,177 @@
+"""Limits on src/: sizes of files, classes, signatures and folders; names that say something; no retired words.
+
+An exception stands in its table with a sentence that says why. An exception that nothing needs any more fails too.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import rallypoint
+
+SOURCE = Path(rallypoint.__file__).parent
+LINES, METHODS, ARGUMENTS, MODULES = 400, 25, 8, 16
+
+# ---- exceptions: what, and why ----
+
+LONG_FILES = {
+    "coordinator/service.py": "being split",
+    "core/cluster/machine.py": "being split",
+    "core/shard/machine.py": "being split",
+    "server/reducer.py": "being split",
+    "server/service.py": "being split",
+    "testing/contracts.py": "being split",
+    "testing/simulation/server.py": "being split",
+    "worker/exchange/exchange.py": "being split",
+}
+LARGE_CLASSES = {
+    "coordinator/service.py: CoordinatorService": "being split",
+    "core/cluster/machine.py: ClusterMachine": "being split",
+    "core/shard/machine.py: ShardMachine": "being split",
+    "core/worker/aligned.py: WorkerMachine": "being split",
+    "core/worker/streaming.py: StreamMachine": "being split",
+    "server/reducer.py: Reducer": "being split",
+    "server/service.py: ServerService": "being split",
+    "testing/contracts.py: TransportContract": "a contract suite: each method is one test",
+    "testing/simulation/job.py: SimulatedJob": "being split",
+    "testing/simulation/server.py: SimulatedServer": "being split",
+    "testing/simulation/worker.py: SimulatedWorker": "being split",
+    "worker/exchange/exchange.py: Exchange": "being split",
+    "worker/loop/run.py: Run": "being split",
+}
+LONG_SIGNATURES = {
+    "cli.py: run": "typer makes each option of the command line from an argument",
+    "cli.py: train": "typer makes each option of the command line from an argument",
+    "cli.py: chaos": "typer makes each option of the command line from an argument",
+    "net/dialer.py: Dialer.__init__": "being split",
+    "net/member.py: CoordinatorLink.__init__": "being split",
+    "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
+    "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
+    "worker/loop/run.py: Run.__init__": "being split",
+}
+FULL_FOLDERS = {
+    "codec": "being split",
+}
+RETIRED_NAMES = {
+    "Tick": "an event of the coordinator's machine: the clock has moved; no round is meant",
+    "TICK_S": "how often the clock moves; no round is meant",
+    "_TICKS": "how often the clock moves; no round is meant",
+    "_LATE_TICK": "how often the clock moves; no round is meant",
+    "_tick": "being renamed",
+    "since": "being renamed",
+    "_since": "being renamed",
+    "_check_turn": "being renamed",
+}
+
+NAMELESS = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
+RETIRED = {
+    *("deal", "deals", "dealt", "dealing", "birth", "births", "tick", "ticks", "turn", "turns", "carrier", "bringer"),
+    *("astray", "blow", "blows", "meddle", "mend", "mends", "mended", "complain", "complains", "complaint", "hearing"),
+    *("reception", "fed"),
+}  # as a part of a name: `next_deal`
+RETIRED_WHOLE = {"since", "void", "past", "hand"}  # only as the whole name: `hand_over` and `past_the_end` are English
+
+
+@cache
+def files() -> dict[str, str]:
+    """The text of every file of the package, by its path below src/rallypoint."""
+    return {path.relative_to(SOURCE).as_posix(): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def functions(node: ast.AST, inside: tuple[ast.ClassDef, ...] = ()) -> Iterator[tuple[str, ast.FunctionDef, bool]]:
+    """Every function with the names of the classes around it, and: is it a constructor of plain data?"""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            yield from functions(child, (*inside, child))
+        elif isinstance(child, ast.FunctionDef):
+            name = ".".join([*(owner.name for owner in inside), child.name])
+            yield name, child, child.name == "__init__" and bool(inside) and is_data(inside[-1])
+            yield from functions(child, inside)
+        else:
+            yield from functions(child, inside)
+
+
+def is_data(owner: ast.ClassDef) -> bool:
+    words = " ".join(ast.unparse(node) for node in (*owner.decorator_list, *owner.bases))
+    return "dataclass" in words or "Struct" in words
+
+
+def arguments(function: ast.FunctionDef) -> int:
+    """How many a caller may give: `self` and `cls` are not."""
+    given = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+    return len(given) - (bool(given) and given[0].arg in ("self", "cls"))
+
+
+def check(found: dict[str, str], exceptions: dict[str, str], rule: str) -> None:
+    """`found` holds what breaks the rule, with a figure: exactly the exceptions may."""
+    broken = [f"{what}: {figure}" for what, figure in found.items() if what not in exceptions]
+    assert not broken, f"{rule}:\n" + "\n".join(broken)
+    settled = sorted(exceptions.keys() - found.keys())
+    assert not settled, "these keep the rule now: take them off the list of exceptions:\n" + "\n".join(settled)
+    assert all(len(why) > 5 for why in exceptions.values())
+
+
+def test_no_file_is_longer_than_one_sitting() -> None:
+    counts = {path: text.count("\n") for path, text in files().items()}
+    found = {path: f"{count} lines" for path, count in counts.items() if count > LINES}
+    check(found, LONG_FILES, f"at most {LINES} lines in a file")
+
+
+def test_no_class_has_more_methods_than_one_can_keep_in_mind() -> None:
+    found = {}
+    for path, text in files().items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                methods = sum(isinstance(child, ast.FunctionDef) for child in node.body)
+                if methods > METHODS:
+                    found[f"{path}: {node.name}"] = f"{methods} methods"
+    check(found, LARGE_CLASSES, f"at most {METHODS} methods in a class")
+
+
+def test_no_call_needs_more_arguments_than_one_can_read() -> None:
+    found = {}
+    for path, text in files().items():
+        for name, function, constructs_data in functions(ast.parse(text)):
+            if arguments(function) > ARGUMENTS and not constructs_data:
+                found[f"{path}: {name}"] = f"{arguments(function)} arguments"
+    check(found, LONG_SIGNATURES, f"at most {ARGUMENTS} arguments; more is a dataclass")
+
+
+def test_no_file_is_named_for_nothing_in_particular() -> None:
+    found = {path: "says nothing" for path in files() if NAMELESS & set(re.split(r"[/_.]", path))}
+    check(found, {}, f"a file is named for what it holds, not {', '.join(sorted(NAMELESS))}")
+
+
+def test_no_folder_holds_more_modules_than_one_looks_through() -> None:
+    folders: dict[str, int] = {}
+    for path in files():
+        folder, _, name = path.rpartition("/")
+        folders[folder] = folders.get(folder, 0) + (name != "__init__.py")
+    found = {folder: f"{count} modules" for folder, count in folders.items() if count > MODULES}
+    check(found, FULL_FOLDERS, f"at most {MODULES} modules in a folder, or sub-folders by noun")
+
+
+def words(name: str) -> set[str]:
+    """The words of `_next_deal`, `NextDeal` or `NEXT_DEAL`, in small letters."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+def test_no_name_has_to_be_learnt_where_the_field_has_a_word() -> None:
+    found: dict[str, str] = {}
+    for path, text in files().items():
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type == tokenize.NAME:
+                retired = words(token.string) & RETIRED or {token.string.strip("_")} & RETIRED_WHOLE
+                if retired:
+                    found.setdefault(token.string, f"{path}:{token.start[0]} ({', '.join(retired)})")
+    check(found, RETIRED_NAMES, "the design has another word (DESIGN.md, section 1)")
+
+
+def test_words_are_found_in_names_of_every_style() -> None:
+    assert words("_next_deal") == words("NextDeal") == words("NEXT_DEAL") == {"next", "deal"}
