@@ -14,6 +14,7 @@ from rallypoint.core.shard import server as machine
 from rallypoint.core.shard.clip import Measure, Tell, Verdict
 from rallypoint.core.shard.server import Plan, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.server.plan import plan_of
 from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
 from rallypoint.testing.simulation.member import COORDINATOR, Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
@@ -41,15 +42,7 @@ class SimulatedServer:
 
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store
-        parameters = frozenset(range(job.shards)) - job.buffer_shards
-        waiting = frozenset(range(job.shards)) if job.skip else parameters
-        decides = not job.policy.streaming and (job.skip or job.clip is not None)
-        quorum = job.sync.quorum if isinstance(job.sync, Sync) else None
-        plan = Plan(
-            policy=job.policy, expected=[job.expected(s) for s in range(job.shards)], measured=parameters,
-            decides=waiting if decides else frozenset(), clip=job.clip, skip_not_finite=job.skip, rounds=job.steps,
-            buffer_policy=Sync(1) if quorum is not None else None, cadence=job.cadence,
-        )  # fmt: skip
+        plan = plan_of(job.config, job.layout.shards)
         self.machine = self._new_machine(plan)
         self.held: dict[int, Held] = {}
         self.applied: list[tuple[int, int]] = []
