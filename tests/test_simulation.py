@@ -18,8 +18,13 @@ from rallypoint.core.cadence import Cadence
 from rallypoint.core.cluster import trial, view_change
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
+from rallypoint.core.shard.clip import Verdict as ClipVerdict
+from rallypoint.core.shard.clocks import Clocks
 from rallypoint.core.shard.effects import Effect, Publish
+from rallypoint.core.shard.events import Decide
 from rallypoint.core.shard.machine import ShardMachine
+from rallypoint.core.shard.server import Effect as ServerEffect
+from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.view import assign_replicas
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Action, Compute, Install, Slot
@@ -27,6 +32,7 @@ from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line, word_for
 from rallypoint.testing.simulation.run import Fault, Plan, Result, SimulationFailed, make_plan, play, simulate
+from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
 FIXED = range(60)
@@ -246,16 +252,16 @@ def _a_bound_on_what_is_not_published(self: BoundedStaleness, ledger: Ledger, cl
     return clock <= ledger.slowest + self.staleness
 
 
-def _a_clock_that_stands_still(self: ShardMachine, replica: int) -> None:
+def _a_clock_that_stands_still(self: Clocks, replica: int, version: int) -> None:
     """A contribution is applied, and nobody remembers."""
     if replica != 0:
-        self.clocks[replica] += 1
-    self._since[replica] = self.version
+        self.steps[replica] += 1
+    self._versions[replica] = version
 
 
-def _a_clock_that_forgets_the_version(self: ShardMachine, replica: int) -> None:
+def _a_clock_that_forgets_the_version(self: Clocks, replica: int, version: int) -> None:
     """Who asks may get parameters without what it has just contributed."""
-    self.clocks[replica] += 1
+    self.steps[replica] += 1
 
 
 def _every_arrival_is_added(self: Async, ledger: Ledger, step: int, replica: int) -> Verdict:
@@ -268,7 +274,7 @@ def _published_before_it_is_durable(self: ShardMachine) -> list[Effect]:
     if self.version == self.published:
         return []
     self.published = self.version
-    return self._serve()
+    return self.wants.serve(self)
 
 
 def _wants_that_are_not_heard_again(self: StreamMachine, shards: Iterable[int]) -> None:
@@ -289,8 +295,7 @@ def _the_quickest_answer_counts(self: StreamMachine) -> int:
 
 def _wants_that_nobody_serves(self: ShardMachine) -> list[Effect]:
     """Only who asks at the right moment gets an answer."""
-    visible = min(self.version, self._acked) if self._needs_ack else self.version
-    self.published = max(self.published, visible)
+    self.published = max(self.published, self.replication.durable(self.version))
     return []
 
 
@@ -308,8 +313,8 @@ _SSP, _ASYNC = BoundedStaleness(1), Async()
 @pytest.mark.parametrize(("policy", "owner", "name", "bug", "sentence"), [
     (_SSP, BoundedStaleness, "serve", _a_bound_that_is_none, "runs ahead of"),
     (_SSP, BoundedStaleness, "serve", _a_bound_on_what_is_not_published, "runs ahead of"),
-    (_SSP, ShardMachine, "_tick", _a_clock_that_stands_still, "are applied twice"),
-    (_ASYNC, ShardMachine, "_tick", _a_clock_that_forgets_the_version, "runs ahead of"),
+    (_SSP, Clocks, "tick", _a_clock_that_stands_still, "are applied twice"),
+    (_ASYNC, Clocks, "tick", _a_clock_that_forgets_the_version, "runs ahead of"),
     (_ASYNC, Async, "admit", _every_arrival_is_added, "are applied twice|in one sum"),
     (_ASYNC, ShardMachine, "_publish", _published_before_it_is_durable, "publishes version"),
     (_SSP, StreamMachine, "_forget", _wants_that_are_not_heard_again, "stuck after"),
@@ -323,6 +328,29 @@ def test_a_bug_in_streaming_planted_on_purpose_is_found(
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
     assert re.search(sentence, _found(policy))
+
+
+def _a_verdict_of_any_generation(self: ServerMachine, verdict: ClipVerdict) -> list[ServerEffect]:
+    """What was decided before a roll-back decides the same step of the generation after it."""
+    decide = Decide(verdict.step, verdict.scale)
+    return [e for i in self.held if self._machines[i].decides for e in self.handle(i, decide)]
+
+
+def test_a_stale_verdict_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerMachine, "decided", _a_verdict_of_any_generation)
+    _decide_later(monkeypatch)
+    assert re.search("is taken in generation", _found(Sync(quorum=2)))
+
+
+def _decide_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inboxes are so full that a view overtakes a verdict now and then."""
+    monkeypatch.setattr(SimulatedServer, "decision_s", 0.4)
+
+
+def test_however_long_a_verdict_waits_all_servers_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    _decide_later(monkeypatch)
+    for policy in (Sync(), Sync(quorum=2)):
+        _play_seeds(FIXED, policy)
 
 
 _take = StreamMachine.take

@@ -125,10 +125,10 @@ class Fuzzer:
         self.rng = random.Random(seed)
         self.ports = cluster.ports
         self.transport = TcpTransport()
-        assert cluster.servers[0]._job is not None
-        assert cluster.servers[0]._view is not None
-        record, _ = cluster.servers[0]._job
-        self.view = cluster.servers[0]._view
+        reducer, view = cluster.servers[0]._reducer, cluster.servers[0]._views.view
+        assert reducer is not None
+        assert view is not None
+        record, self.view = reducer.job.record, view
         self.layout = record.layout
         other = build_layout([TensorSpec("another", (99,), "float32", 0)], shard_bytes=512)
         self.another_model = msgspec.structs.replace(record, layout=other)

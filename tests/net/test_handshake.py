@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import itertools
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +19,7 @@ from rallypoint.net.handshake import check_exposure, greet, introduce, new_token
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Challenge, Hello, Welcome, encode, expect
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Connection
+from rallypoint.net.transport import Connection, Transport
 from rallypoint.testing.contracts import Beside, receive
 
 TOKEN = "correct horse battery staple"
@@ -28,7 +31,7 @@ class Recording:
     def __init__(self, inner: Connection) -> None:
         self._inner = inner
         self.peer = inner.peer
-        self.set_timeout, self.close = inner.set_timeout, inner.close
+        self.set_timeout, self.set_deadline, self.close = inner.set_timeout, inner.set_deadline, inner.close
         self.bytes = bytearray()
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
@@ -140,6 +143,37 @@ def test_who_says_nothing_is_let_go(ends: tuple[Recording, Connection], monkeypa
     receive(near, int.from_bytes(head[40:44], "little"))
     with pytest.raises(LinkError, match="no greeting from gate"):
         join(near, TOKEN)
+
+
+@pytest.mark.parametrize("transport", [InprocTransport(), TcpTransport()], ids=["inproc", "tcp"])
+def test_who_trickles_is_let_go_when_the_whole_greeting_takes_too_long(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte comes whenever one is waited for, so no single receive takes long."""
+    monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 0.2)
+    listener = transport.listen("127.0.0.1:0")
+    near, far = transport.connect(listener.address, 5.0), listener.accept()
+    near.set_timeout(5.0)
+    data = encode(Hello("worker", "w0", "here", bytes(32)))
+    slow = pack(Header(Kind.HELLO, length=4096)) + data
+    let_go = threading.Event()
+
+    def trickle() -> None:
+        for byte in itertools.cycle(slow):
+            if let_go.wait(0.05):
+                return
+            with contextlib.suppress(LinkError):
+                near.send(bytes([byte]))
+
+    with Beside(trickle) as trickling:
+        try:
+            with pytest.raises(LinkError):
+                greet(far, TOKEN)
+        finally:
+            let_go.set()
+            trickling.raise_if_failed()
+    for thing in (near, far, listener):
+        thing.close()
 
 
 def test_tokens_are_fresh_and_long_enough() -> None:

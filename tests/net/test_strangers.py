@@ -65,6 +65,7 @@ class Eager:
         self._inner, self._messages = inner, messages
         self.peer = inner.peer
         self.recv_into, self.set_timeout, self.close = inner.recv_into, inner.set_timeout, inner.close
+        self.set_deadline = inner.set_deadline
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         data = bytearray(head + bytes(payload or b""))

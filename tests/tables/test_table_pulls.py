@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +54,11 @@ def say(job: Job, channel: Channel, kind: Kind, payload: bytes = b"", **fields: 
 def begin(job: Job, channel: Channel, steps: int) -> None:
     """The table's first rows, and so many steps that each take 1 from every value of row 3."""
     say(job, channel, Kind.INITIAL)
-    for step in range(steps):
+    push(job, channel, range(steps))
+
+
+def push(job: Job, channel: Channel, steps: Iterable[int]) -> None:
+    for step in steps:
         gradient = encode_gradient(torch.tensor([3]), torch.ones(1, COLUMNS))
         say(job, channel, Kind.PUSH, bytes(gradient), step=step)
 
@@ -94,9 +98,11 @@ def test_a_version_that_is_not_kept_any_more_is_said_to_be_gone(job: Job, channe
 
 @pytest.mark.parametrize("version", [0, 1, LATEST])
 def test_the_newest_will_do_where_that_is_said(job: Job, channel: Channel, version: int) -> None:
-    begin(job, channel, 4)
-    pull(job, channel, 4)
-    assert answer(channel)[0].step == 4  # from now on that is the newest
+    begin(job, channel, 0)
+    for newest in range(1, 5):  # one by one: until the backup holds a version, more than two are kept
+        push(job, channel, [newest - 1])
+        pull(job, channel, newest)
+        assert answer(channel)[0].step == newest
     pull(job, channel, version, flags=NEWEST)
     header, rows = answer(channel)
     assert (header.step, header.flags) == (4, 0)

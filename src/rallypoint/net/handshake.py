@@ -12,7 +12,7 @@ from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
 from rallypoint.net.transport import Connection, Transport
 
-GREETING_TIMEOUT_S = 10.0
+GREETING_TIMEOUT_S = 10.0  # for the whole handshake: who sends a byte now and then holds no connection
 FIRST_VIEW = ViewNumber()
 _MIN_TOKEN = 16
 
@@ -32,8 +32,8 @@ def check_exposure(transport: Transport, address: str, token: str) -> None:
 
 
 def greet(connection: Connection, token: str) -> Hello:
-    """The listener's side up to the welcome. AccessDenied on a wrong token; ProtocolError on anything odd."""
-    connection.set_timeout(GREETING_TIMEOUT_S)
+    """The listener's side up to the welcome, under one deadline for both. AccessDenied on a wrong token; ProtocolError on anything odd."""
+    connection.set_deadline(GREETING_TIMEOUT_S)
     nonce = secrets.token_bytes(32)
     _send(connection, Kind.CHALLENGE, Challenge(nonce))
     hello = expect(_receive(connection, Kind.HELLO), Hello)
@@ -46,7 +46,7 @@ def greet(connection: Connection, token: str) -> Hello:
 def welcome(connection: Connection, message: Welcome) -> None:
     """The listener's last word: you are in."""
     _send(connection, Kind.WELCOME, message)
-    connection.set_timeout(None)
+    connection.set_deadline(None)
 
 
 def refuse(connection: Connection, reason: str) -> None:
@@ -59,7 +59,7 @@ def introduce(
     view: ViewNumber = FIRST_VIEW,
 ) -> Welcome:  # fmt: skip
     """The connecting side. AccessDenied, with the listener's reason, when it refuses."""
-    connection.set_timeout(GREETING_TIMEOUT_S)
+    connection.set_deadline(GREETING_TIMEOUT_S)
     nonce = expect(_receive(connection, Kind.CHALLENGE), Challenge).nonce
     _send(connection, Kind.HELLO, Hello(role, id, host, _proof(token, nonce, role, id), address, incarnation, view))
     header = _receive_header(connection)
@@ -68,7 +68,7 @@ def introduce(
         raise AccessDenied(f"{connection.peer} refused {role} {id}: {expect(data, Refused).reason}")
     if header.kind is not Kind.WELCOME:
         raise ProtocolError(f"{connection.peer} answered the greeting with a {header.kind.name} frame")
-    connection.set_timeout(None)
+    connection.set_deadline(None)
     return expect(data, Welcome)
 
 

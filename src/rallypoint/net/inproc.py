@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 
 from rallypoint.errors import AddressInUse, LinkError
@@ -30,11 +31,7 @@ class _Pipe:
             self._size += len(data)
             self._changed.notify_all()
 
-    def read_into(self, view: memoryview, timeout: float | None) -> None:
-        while len(view):
-            view = view[self._read_some(view, timeout) :]
-
-    def _read_some(self, view: memoryview, timeout: float | None) -> int:
+    def read_some(self, view: memoryview, timeout: float | None) -> int:
         with self._changed:
             if not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
                 raise LinkError("the peer sends nothing")
@@ -64,21 +61,35 @@ class InprocConnection:
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str) -> None:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
         self._timeout: float | None = None
+        self._deadline: float | None = None
 
     @property
     def peer(self) -> str:
         return self._peer
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
-        self._outgoing.write(memoryview(head), self._timeout)
+        self._outgoing.write(memoryview(head), self._patience)
         if payload is not None and len(payload):
-            self._outgoing.write(payload, self._timeout)
+            self._outgoing.write(payload, self._patience)
 
     def recv_into(self, view: memoryview) -> None:
-        self._incoming.read_into(view, self._timeout)
+        while len(view):
+            view = view[self._incoming.read_some(view, self._patience) :]
+
+    @property
+    def _patience(self) -> float | None:
+        """How long the next piece may take; a deadline that is over lets nothing pass."""
+        if self._deadline is None:
+            return self._timeout
+        if (left := self._deadline - time.monotonic()) <= 0:
+            raise LinkError("it took too long")
+        return left
 
     def set_timeout(self, seconds: float | None) -> None:
         self._timeout = seconds
+
+    def set_deadline(self, seconds: float | None) -> None:
+        self._deadline = None if seconds is None else time.monotonic() + seconds
 
     def limit_in_flight(self, nbytes: int) -> None:
         """Nothing is ever on its way here."""

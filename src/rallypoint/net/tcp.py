@@ -35,6 +35,7 @@ class TcpConnection:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._socket = sock
         self._peer = peer
+        self._deadline: float | None = None
         _tune(sock)
 
     @property
@@ -45,6 +46,8 @@ class TcpConnection:
         try:
             left = [memoryview(head)] if payload is None else [memoryview(head), payload]
             while left:
+                if self._deadline is not None:
+                    self._socket.settimeout(self._left())
                 left = _after(left, self._socket.sendmsg(left))
         except (OSError, ValueError) as error:
             raise LinkError(f"the link to {self._peer} broke while sending: {error}") from None
@@ -53,6 +56,8 @@ class TcpConnection:
         filled, size = 0, len(view)
         try:
             while filled < size:
+                if self._deadline is not None:
+                    self._socket.settimeout(self._left())
                 got = self._socket.recv_into(view[filled:], 0, socket.MSG_WAITALL)
                 if got == 0:
                     raise LinkError(f"{self._peer} closed the link")
@@ -63,6 +68,17 @@ class TcpConnection:
     def set_timeout(self, seconds: float | None) -> None:
         with contextlib.suppress(OSError):
             self._socket.settimeout(seconds)
+
+    def set_deadline(self, seconds: float | None) -> None:
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self.set_timeout(seconds)
+
+    def _left(self) -> float:
+        """Seconds until the deadline. TimeoutError, an OSError, when it is over."""
+        assert self._deadline is not None
+        if (left := self._deadline - time.monotonic()) <= 0:
+            raise TimeoutError("it took too long")
+        return left
 
     def limit_in_flight(self, nbytes: int) -> None:
         with contextlib.suppress(OSError):  # the kernel may allow less (net.core.rmem_max)

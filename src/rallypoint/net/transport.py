@@ -21,6 +21,12 @@ class Connection(Protocol):
     def set_timeout(self, seconds: float | None) -> None:
         """From now on a send or a receive that makes no progress for `seconds` is a LinkError (None: wait)."""
 
+    def set_deadline(self, seconds: float | None) -> None:
+        """All that is sent and received within the next `seconds` together: a LinkError after that (None: wait).
+
+        Unlike `set_timeout` a peer that sends a byte now and then cannot put it off.
+        """
+
     def limit_in_flight(self, nbytes: int) -> None:
         """From now on let about `nbytes` wait to be received here; beyond that the other side has to wait."""
 

@@ -1,0 +1,104 @@
+"""What must be true of a simulated server, while it runs and at the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rallypoint.core.policy import BoundedStaleness
+from rallypoint.core.shard.effects import Reply
+from rallypoint.testing.simulation.job import Content, Mean, State
+from rallypoint.testing.simulation.member import COORDINATOR
+
+if TYPE_CHECKING:
+    from rallypoint.testing.simulation.server import SimulatedServer
+
+
+def check_published(server: SimulatedServer, index: int, version: int) -> None:
+    """What everybody may see has the right bytes, and a backup that may be promoted holds it (I4).
+
+    Not in a generation that is over, where nobody sees it any more (I10): a worker that goes on elsewhere may have let
+    a version land over what it still sends to a server that has slept through the roll-back.
+    """
+    if _is_stale(server):
+        return
+    content = server.held[index].wire[version]
+    if not isinstance(content, Mean):
+        server.job.check_version(index, version, content.content if isinstance(content, State) else content)
+    view = server.machine.view
+    if view is None or index not in server.machine.caught_up:
+        return
+    backup = server.node.world.acceptors.get(view.backup[index])
+    if isinstance(backup, type(server)):
+        theirs = backup.machine.machine(index)
+        if backup.node.alive and theirs is not None and backup.machine.view == view:
+            assert theirs.version >= version, (
+                f"{server.node.name} publishes version {version} of shard {index} while its backup "
+                f"{backup.node.name} is at version {theirs.version}"
+            )
+
+
+def _is_stale(server: SimulatedServer) -> bool:
+    """Has there been a roll-back that this server has not heard of?"""
+    view, deciding = server.machine.view, getattr(server.node.world.acceptors.get(COORDINATOR), "machine", None)
+    current = None if deciding is None else deciding.view
+    return view is not None and current is not None and view.generation < current.generation
+
+
+def check_read(server: SimulatedServer, index: int, reply: Reply, content: Content) -> None:
+    """Everybody reads what they have written; and under a bound whatever is older than that (Ho et al., 2013)."""
+    machine = server.machine.machine(index)
+    assert machine is not None
+    if reply.last:
+        assert machine.clocks.steps == [server.job.steps] * machine.expected, f"{reply} before {machine.clocks}"
+        server.job.check_end(index, content)
+    elif reply.replica < machine.expected:
+        sync = server.job.sync
+        bound = reply.clock - sync.staleness if isinstance(sync, BoundedStaleness) else 0
+        for replica in range(server.job.expected(index)):
+            written = server.job.written(replica, reply.clock if replica == reply.replica else bound)
+            missing = sorted(written - content)
+            assert not missing, f"{server.node.name}: shard {index}: {reply} runs ahead of {missing}"
+
+
+def check_alike(server: SimulatedServer, index: int, step: int, scale: float | None) -> None:
+    """All servers take the same decision for a step of a generation: one scale for all its shards.
+
+    Under a quorum only in a generation's first view: a shard that is promoted later may sum other contributions.
+    """
+    view = server.machine.view
+    assert view is not None
+    if not server.job.same_bytes and view.number != view.generation:
+        return
+    server.decided[view.generation, step] = (index, scale)
+    for other in server.node.world.acceptors.values():
+        if isinstance(other, type(server)) and (known := other.decided.get((view.generation, step))) is not None:
+            assert known[1] == scale, (
+                f"step {step} is scaled by {scale} in shard {index} on {server.node.name}, and by {known[1]} in shard "
+                f"{known[0]} on {other.node.name}"
+            )
+
+
+def check_tally(server: SimulatedServer, index: int) -> None:
+    """Every contribution of the job was applied, folded into another's update, or dropped: once, and no other."""
+    machine = server.machine.machine(index)
+    assert machine is not None
+    tally, job = machine.tally, server.job
+    wrong = f"{server.node.name}: shard {index}: {tally}"
+    updates = job.steps if job.cadence.together else job.cadence.updates(index)
+    assert tally.applied + tally.folded + tally.dropped == updates * machine.expected, wrong
+    assert tally.applied + tally.folded == len(server.held[index].master), wrong
+    if machine.clocks:
+        assert sum(tally.staleness.values()) == job.steps * machine.expected, wrong
+        assert machine.version == tally.applied + (tally.dropped if job.skip else 0), wrong
+
+
+def check_staleness(server: SimulatedServer) -> None:
+    """Between what a contribution was computed from and its own update there are at most (2s + 1)(R - 1) others: of
+    each other replica the s steps that were not seen, its own step's, and s that are ahead of it."""
+    if not isinstance(sync := server.job.sync, BoundedStaleness):
+        return
+    for index in server.machine.held:
+        machine = server.machine.machine(index)
+        assert machine is not None
+        most, bound = max(machine.tally.staleness, default=0), (2 * sync.staleness + 1) * (machine.expected - 1)
+        assert most <= bound, f"{server.node.name}: shard {index}: {most} updates late, {bound} are allowed"
