@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
@@ -91,7 +92,9 @@ def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
 
 def supported(terms: Terms, job: SimulatedJob) -> Terms:
     """These terms without what the job's mode does not support: see `core.modes`."""
-    without = {Feature.REPLICATION: {"replication": 1}, Feature.BACKUP_TASKS: {"backup_tasks": False}}
+    without: dict[Feature, dict[str, Any]] = {
+        Feature.REPLICATION: {"replication": 1}, Feature.BACKUP_TASKS: {"backup_tasks": False},
+    }  # fmt: skip
     record = job.record()
     for feature, changes in without.items():
         if feature in terms.features and record.refusal_of(frozenset({feature})):

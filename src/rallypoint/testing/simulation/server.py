@@ -110,6 +110,7 @@ class SimulatedServer:
         return ""
 
     def _take(self, wire: Wire, who: str, message: Any) -> None:
+        server_checks.check_current(self, who, message)
         shell = self.shell
         match message:
             case ("push", number, shard, step, replica, content, base, wants) if shell.takes(shard, number):
