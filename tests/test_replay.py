@@ -84,6 +84,16 @@ def test_a_story_has_only_what_concerned_the_shard(tmp_path: Path, monkeypatch: 
     assert not any("shard=1" in line for line in lines)
 
 
+def test_a_number_that_is_no_shard_is_not_taken_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers tell each other measures of a step: step 0 is not shard 0."""
+    monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
+    simulate(17, Sync())
+    servers = [path for path in recordings([tmp_path]) if path.name.startswith("server")]
+    measures = [line for path in servers for line in story(told(path), 0) if " told(0, " in line]
+    assert measures
+    assert all("shard=0," in line for line in measures)
+
+
 def test_a_broken_rule_fails_the_simulation_with_the_machine_s_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def validate(self: ServerMachine) -> None:
         for index in self.held:

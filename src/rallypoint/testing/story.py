@@ -57,9 +57,8 @@ def _is_collection(part: Any) -> bool:
 
 
 def _is_about(call: Told, shard: int) -> bool:
-    """A machine of many shards is told the shard first."""
-    first = call.arguments[0] if len(call.arguments) > 1 else None
-    about = type(first) is int and first == shard
+    """A machine of many shards is told the shard first: `handle(3, event)`."""
+    about = call.method == "handle" and len(call.arguments) == 2 and call.arguments[0] == shard
     return about or any(concerns(argument, shard) for argument in call.arguments)
 
 

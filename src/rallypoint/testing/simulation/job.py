@@ -191,7 +191,7 @@ class SimulatedJob:
     def norm(self, shard: int, finished: Content) -> float:
         """The 2-norm of a shard's mean gradient."""
         if not self.same_bytes:
-            return sum(7 * step + 13 * replica for step, replica in finished) % 101 / 20  # who came tells
+            return float(sum(7 * step + 13 * replica for step, replica in finished) % 101 / 20)  # who came tells
         return math.inf if self.skip and shard == 0 and finished % 7 == 0 else finished % 1009 / 1000
 
     def scaled(self, finished: Content, scale: float) -> Content:
