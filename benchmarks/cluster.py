@@ -189,7 +189,7 @@ class Members:
         )  # fmt: skip
         about = {"snapshots": str(self.folder / "snapshots"), "folder": str(self.folder)}
         argv = ["-m", "rallypoint.cli", "coordinator", "--bind", f"{at.coordinator.address}:0"]
-        argv += ["--terms", msgspec.json.encode(terms).decode(), "--reception", msgspec.json.encode(about).decode()]
+        argv += ["--terms", msgspec.json.encode(terms).decode(), "--join-info", msgspec.json.encode(about).decode()]
         with open(read, "rb") as announcement:
             try:
                 self.start(at.coordinator, "coordinator", argv, {environment.ANNOUNCE: str(write)}, fds=(write,))

@@ -71,14 +71,14 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
                 exchange.installed()
                 finishes.append(time.monotonic())
                 if version == steps:
-                    job.done()
+                    job.done(exchange.view.generation)
             case Compute(step=step, replica=replica):
-                if exchange.begin_replica(step, replica) is None:
+                if exchange.replica.begin(step, replica) is None:
                     continue
                 for shard in range(len(exchange.layout.shards)):
-                    if exchange.claim(shard):  # the slot still holds the parameters: as good a gradient as any
-                        exchange.filled(shard)
-                exchange.replica_computed()
+                    if exchange.replica.claim(shard):  # the slot still holds the parameters: as good a gradient as any
+                        exchange.replica.filled(shard)
+                exchange.replica.computed()
     return finishes
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import rallypoint as rp
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import DataError, ModelError, NonFiniteLoss, UsageError
+from rallypoint.testing.programs import run_program
 
 pytestmark = pytest.mark.programs
 
@@ -66,11 +65,8 @@ class Outcome:
 
 def rallypoint(*arguments: str, cwd: Path, **environment: str) -> Outcome:
     """``rallypoint ARGUMENTS`` as a user runs it."""
-    argv = [sys.executable, "-m", "rallypoint.cli", *arguments]
-    ended = subprocess.run(
-        argv, cwd=cwd, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "200", **environment}
-    )
-    return Outcome(ended.returncode, ended.stdout + ended.stderr)
+    env = {**os.environ, "COLUMNS": "200", **environment}
+    return Outcome(*run_program(["-m", "rallypoint.cli", *arguments], cwd / "output", env=env, cwd=cwd))
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from rich.console import Console
 from rallypoint.launch import launcher
 from rallypoint.launch.console import RunConsole
 from rallypoint.net.messages import Finished, Message
+from rallypoint.testing.programs import run_program
 
 pytestmark = pytest.mark.programs
 
@@ -153,27 +154,26 @@ def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pyte
 def test_a_script_of_ones_own_trains_on_a_cluster_and_alone(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "digits.py")
     folder = tmp_path / "run"
-    done = subprocess.run(
-        command("run", "--workers", "2", "--servers", "2", "--set", "steps=60", "--folder", str(folder), script),
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "done: 60 steps" in done.stdout
+    options = ("--workers", "2", "--servers", "2", "--set", "steps=60", "--folder", str(folder))
+    argv = ["-m", "rallypoint.cli", "run", *options, script]
+    status, said = run_program(argv, tmp_path / "output", env=os.environ, timeout=100)
+    assert status == 0, said
+    assert "done: 60 steps" in said
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [e["step"] for e in events if e["type"] == "StepDone"] == list(range(60))
     assert [e["step"] for e in events if e["type"] == "Metrics"] == [50, 60]
-    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
-    assert alone.returncode == 0, alone.stdout + alone.stderr
-    assert "done: 200 steps" in alone.stdout
+    status, said = run_program([script], tmp_path / "output", env=os.environ, timeout=100)
+    assert status == 0, said
+    assert "done: 200 steps" in said
 
 
 def test_the_trace_of_a_step_shows_pushes_that_leave_during_backward(tmp_path: Path) -> None:
     script, trace = tmp_path / "script.py", tmp_path / "trace.json"
     script.write_text(WIDE_RUN)
-    subprocess.run(
-        command("run", "--folder", str(tmp_path / "run"), "--trace", str(trace), "--trace-steps", "3:6", str(script)),
-        check=True, capture_output=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    options = ("--folder", str(tmp_path / "run"), "--trace", str(trace), "--trace-steps", "3:6")
+    argv = ["-m", "rallypoint.cli", "run", *options, str(script)]
+    status, said = run_program(argv, tmp_path / "output", env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=100)
+    assert status == 0, said
     events = json.loads(trace.read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
     assert set(processes.values()) == {"worker0", "worker1", "server0", "server1"}

@@ -25,7 +25,7 @@ from rallypoint.core.shard.events import Decide
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import Effect as ServerEffect
 from rallypoint.core.shard.server import ServerMachine
-from rallypoint.core.view import assign_replicas
+from rallypoint.core.view import ViewNumber, assign_replicas
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Action, Compute, Install, Slot
 from rallypoint.core.worker.streaming import StreamMachine
@@ -370,7 +370,7 @@ def _whatever_was_said_before_is_done(self: StreamMachine, action: Action | None
 
 def test_a_worker_that_begins_with_what_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamMachine, "take", _whatever_was_said_before_is_done)
-    assert re.search("stuck after|missing", _found(_SSP))  # a contribution that counts nowhere, or one waited for
+    assert re.search("stuck after|missing|ready for no replica", _found(_SSP))
 
 
 def _any_version_of_a_shard_will_do(self: WorkerMachine, shard: int, target: int) -> bool:
@@ -511,3 +511,37 @@ def test_versions_that_come_while_one_is_copied_into_the_model_do_not_spoil_it(m
     job = SimulatedJob(replicas=2, steps=14, compute_s=0.02)  # those who take over come late, and others go on
     crashes = tuple(Fault(0.2 + 0.15 * at, "crash", "worker", 0.5) for at in range(10))
     _play_all(_plan(seed, job, 5, 2, *crashes, heartbeat=2.0) for seed in range(8))
+
+
+# ---- a claim holds for the generation in which it became true ----
+
+
+def _done_in_the_generation_of_now(self: SimulatedWorker, generation: ViewNumber) -> None:
+    """I10 broken: what the worker installed before a roll-back it claims to have in the generation after it."""
+    _say_done(self, self.shell.view.generation)
+
+
+_say_done = SimulatedWorker._say_done
+
+
+def test_a_stale_claim_of_being_done_planted_on_purpose_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is lost while the worker evaluates the last version."""
+    monkeypatch.setattr(SimulatedWorker, "evaluate_s", 3.0)
+    job = SimulatedJob(replicas=1, steps=14, compute_s=0.1, sync=Async())
+    at = (1.4 + 0.1 * seed for seed in range(30))
+    plans = [
+        _plan(seed, job, 1, 1, Fault(when, "crash", "server", 0.1), snapshot_seconds=60.0)
+        for seed, when in enumerate(at)
+    ]
+    results = _play_all(plans)
+    assert any("going back" in said for result in results for said in result.outcome.said)
+    monkeypatch.setattr(SimulatedWorker, "_say_done", _done_in_the_generation_of_now)
+    assert any("shard 0: missing [(0, 0), (1, 0)" in failure for failure in map(_failure, plans))
+
+
+def _failure(plan: Plan) -> str:
+    try:
+        play(plan)
+    except SimulationFailed as failed:
+        return str(failed)
+    return ""

@@ -90,6 +90,9 @@ Trace = Annotated[Path | None, typer.Option(
 TraceSteps = Annotated[str, typer.Option(
     metavar="A:B", rich_help_panel=_SETTINGS, help="Which steps to trace, from A to before B.",
 )]  # fmt: skip
+Advertise = Annotated[
+    str, typer.Option(metavar="HOST[:PORT]", help="The address that others connect to, where --bind is 0.0.0.0.")
+]
 Bind = Annotated[
     str, typer.Option(metavar="HOST:PORT", help="Where the coordinator listens; port 0 is any free one.")
 ]
@@ -231,7 +234,7 @@ def coordinator(
     terms: Annotated[str, typer.Option(help="How the cluster is to behave (core.terms.Terms), as JSON.")] = "{}",
     join_info: Annotated[str, typer.Option(help="What members are told (JoinInfo), as JSON.")] = "{}",
     resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
-    bind: Bind = "127.0.0.1:0",
+    bind: Bind = "127.0.0.1:0", advertise: Advertise = "",
 ) -> None:
     """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN."""
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
@@ -246,8 +249,8 @@ def coordinator(
         manifest = SnapshotStore(about.snapshots).load(resume)
         start = (manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(
-        terms=msgspec.json.decode(terms, type=Terms), bind=bind, join_info=about, resume=start,
-        token=os.environ.get(environment.TOKEN, ""),
+        terms=msgspec.json.decode(terms, type=Terms), bind=bind, advertise=advertise, join_info=about,
+        resume=start, token=os.environ.get(environment.TOKEN, ""),
     )  # fmt: skip
     service.start()
     _announce(service.address)
@@ -261,6 +264,7 @@ def server(
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
     coordinator: Annotated[str, typer.Option(help="host:port; by default RALLYPOINT_COORDINATOR.")] = "",
     id: Annotated[str, typer.Option(help="This server's id; by default RALLYPOINT_ID.")] = "",
+    advertise: Advertise = "",
 ) -> None:
     """Run one reduction server of one job. The token comes in RALLYPOINT_TOKEN."""
     from rallypoint.launch.lifeline import hold_lifeline
@@ -272,7 +276,7 @@ def server(
         raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
     name = id or os.environ.get(environment.ID) or f"server-{os.getpid()}"
     token = os.environ.get(environment.TOKEN, "")
-    failure = run_servers([ServerService(id=name, coordinator=address, token=token, bind=bind)])
+    failure = run_servers([ServerService(id=name, coordinator=address, token=token, bind=bind, advertise=advertise)])
     raise typer.Exit(0 if failure is None else 3)
 
 

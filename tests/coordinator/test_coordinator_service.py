@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +18,16 @@ import pytest
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import announcer, owner, service
 from rallypoint.coordinator.inbox import Barrier
+from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.machine import ClusterMachine
+from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import View
-from rallypoint.errors import AccessDenied, RallypointError
+from rallypoint.errors import AccessDenied, DataError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import introduce
@@ -275,7 +278,7 @@ def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: 
     server, worker, view = house.begin()
     worker.link.send(Metrics(1, {"val_loss": 0.5}, view.generation))
     assert eyes.next(Metrics).values == {"val_loss": 0.5}
-    assert house.coordinator._shell.evaluations.of(1) == {"val_loss": 0.5}, "kept for the manifest of that version's snapshot"
+    assert house.coordinator._shell.evaluations.of(1) == {"val_loss": 0.5}, "for that version's snapshot"
     server.link.send(Skipped(1, (0,)))
     assert eyes.next(Skipped) == Skipped(1, (0,))
     server.link.send(Applied(1, 2, 12.5, {"worker0": 0.25}))
@@ -469,6 +472,67 @@ def test_a_journal_that_cannot_be_written_ends_the_job_with_a_sentence(house: Ho
     assert server.next(Aborted) == Aborted(reason)
     assert before is not None
     assert view.number <= before.number
+
+
+def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_model(house: House, tmp_path: Path) -> None:
+    """The last version is on the workers: they are told to go home, journal or not."""
+    coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
+    eyes = house.enter("observer", "eyes")
+    server, worker, view = house.begin()
+    house.settle()
+
+    def full(state: ClusterState) -> None:
+        raise DataError(f"the journal {tmp_path}/journal.sqlite cannot be written (database or disk is full)")
+
+    coordinator._journal.save = full  # type: ignore[method-assign]
+    house.finish(worker, view)
+    for member in (worker, server):
+        assert member.next(Finished) == Finished("worker0")
+    assert coordinator.wait() is None
+    said = eyes.next(Say, lambda said: "journal" in said.text).text
+    assert said.endswith("the job ends all the same, but no other coordinator could go on from here")
+
+
+def test_a_coordinator_killed_at_any_moment_of_its_start_leaves_a_journal_to_go_on_from(
+    house: House, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    house.open(join_info=JoinInfo(folder=str(tmp_path / "run")))
+    _, _, view = house.begin()
+    house.settle()
+    before = house.coordinator._journal.load()
+    house.close()
+    house.__init__()  # type: ignore[misc]
+    moments: list[Path] = []
+
+    class Watched(Journal):
+        """What is on the disk before each statement: a SIGKILL there would leave it so."""
+
+        def __init__(self, folder: str) -> None:
+            super().__init__(folder)
+            self._db.set_trace_callback(lambda _: self.keep())
+
+        def keep(self) -> None:
+            moments.append(tmp_path / f"killed{len(moments)}")
+            shutil.copytree(tmp_path / "run", moments[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service, "Journal", Watched)
+        house.open(join_info=JoinInfo(folder=str(tmp_path / "run")))
+        house.close()
+        house.__init__()  # type: ignore[misc]
+    assert len(moments) > 4
+    assert before is not None
+    for moment in moments:
+        again = house.open(join_info=JoinInfo(folder=str(moment)))
+        machine = again._shell.machine
+        assert (machine.view, machine.record) == (view, before.record)
+        assert machine.phase is Phase.RUNNING
+        state = again._journal.load()
+        assert state is not None
+        assert state.epoch > before.epoch
+        house.close()
+        house.__init__()  # type: ignore[misc]
 
 
 # ---- pauses ------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.coordinator.progress import Lateness, StepTally
+from rallypoint.coordinator.progress import Lateness, StepTally, StreamTally
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report, StepDone
 
@@ -71,6 +71,46 @@ def test_a_step_that_was_done_before_a_worker_handed_it_on_is_not_lost() -> None
     for generation in (FIRST, ViewNumber(1, 3)):
         assert tally.add(report(1, 0, generation=generation)) is None
     assert tally.missing() == (1, [0, 1])
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_where_replicas_have_clocks_the_slowest_is_waited_for_and_not_those_ahead_of_it(replicas: int) -> None:
+    """SSP: replica 0 hangs at step 1. The others went on until the bound, and only wait for it."""
+    tally = StreamTally(replicas)
+    for replica in range(replicas):
+        tally.add(report(0, replica))
+    for step in (1, 2, 3):
+        for replica in range(1, replicas):
+            tally.add(report(step, replica))
+    assert tally.missing() == (1, [0])
+
+
+def test_a_streaming_step_is_told_however_far_ahead_others_are() -> None:
+    tally = StreamTally(2)
+    assert [tally.add(report(step, 1)) for step in range(3)] == [None] * 3
+    assert tally.add(report(0, 0, loss=3.0)) == StepDone(0, 2.0, 8)
+    assert tally.missing() == (1, [0])
+
+
+def test_after_a_coordinator_whoever_has_not_reported_yet_is_named_before_those_who_have() -> None:
+    tally = StreamTally(3)
+    tally.take_over(9, FIRST)  # the furthest replica's step: others may be at any before it
+    tally.add(report(7, 0))
+    tally.add(report(10, 2))
+    assert tally.missing() == (8, [1])
+    tally.add(report(6, 1))
+    assert tally.missing() == (7, [1])
+    assert tally.again == 0, "a slow replica's step is no work done twice"
+
+
+def test_a_step_in_progress_when_the_coordinator_died_may_still_be_completed_by_its_reports() -> None:
+    tally = StepTally(2)
+    tally.take_over(4, FIRST)
+    assert tally.add(report(4, 0)) is None
+    assert tally.add(report(4, 1)) == StepDone(4, 1.0, 8)
+    fresh = StepTally(2)
+    fresh.take_over(-1, FIRST)
+    assert fresh.missing() == (0, [0, 1])
 
 
 def test_lateness_is_told_by_its_median_and_its_worst_of_the_last_steps() -> None:

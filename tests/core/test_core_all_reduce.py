@@ -235,7 +235,7 @@ def test_the_next_coordinator_knows_who_has_the_state() -> None:
     ({"backup_tasks": True}, "--backup-tasks is not supported under rp.AllReduce"),
     ({"replication": 2}, "--replication 2 is not supported under rp.AllReduce"),
 ])  # fmt: skip
-def test_terms_that_the_mode_does_not_support_end_the_job_before_it_begins(terms: dict[str, Any], sentence: str) -> None:
+def test_terms_that_the_mode_does_not_support_end_the_job_at_once(terms: dict[str, Any], sentence: str) -> None:
     job = _Job(_terms(**terms), record=RECORD)
     effects = job.come(*EVERYBODY)
     (aborted,) = _of(Abort, effects)

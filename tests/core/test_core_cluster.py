@@ -1107,31 +1107,32 @@ def test_shards_that_change_hands_while_first_weights_are_stored_begin_anew() ->
     assert second.snapshot != first.snapshot
 
 
-@pytest.mark.parametrize(("terms", "happens"), [
-    ({"snapshot_steps": 3}, [False, False, True, False, False, True]),
-    ({"snapshot_steps": 0}, [False] * 6),
-])  # fmt: skip
-def test_a_snapshot_is_due_every_so_many_steps(terms: dict[str, Any], happens: list[bool]) -> None:
-    job = _begun(_terms(snapshots=True, heartbeat=1000.0, **terms))
-    for step, expected in enumerate(happens):
-        job.step(step)
-        captures = _of(Capture, job.tick(0.1))
-        assert bool(captures) == expected
-        if captures:
-            assert captures[0].version == step + CAPTURE_AHEAD
-            job.store(captures[0])
-            job.machine._snapshots.duty.last = (step + 1, job.now)
+@pytest.mark.parametrize(("every", "versions"), [(5, [5, 10, 15]), (4, [4, 8, 12, 16]), (0, [])])
+def test_a_snapshot_is_taken_of_each_multiple_of_so_many_steps(every: int, versions: list[int]) -> None:
+    job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=every))
+    taken = []
+    for step in range(1, 15):
+        for capture in _of(Capture, [*job.step(step), *job.tick(0.1)]):
+            taken.append(capture.version)
+            assert capture.version == step + CAPTURE_AHEAD, "no shard can have passed it"
+            job.store(capture)
+    assert taken == versions
+
+
+def test_a_snapshot_that_takes_longer_than_the_time_between_two_is_followed_by_one_at_once() -> None:
+    job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=5))
+    (first,) = [capture for step in range(1, 9) for capture in _of(Capture, job.step(step))]
+    assert first.version == 5
+    (second,) = _of(Capture, [*job.store(first), *job.step(9)])
+    assert second.version == 9 + CAPTURE_AHEAD
 
 
 def test_a_round_of_local_steps_counts_as_so_many_steps_for_a_snapshot() -> None:
     record = _record(sync=LocalSteps(steps=4))
     assert record.rounds == STEPS // 4
-    job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=8), record=record)
-    due = []
-    for round in range(2):
-        job.step(round)
-        due.append(bool(_of(Capture, job.tick(0.1))))
-    assert due == [False, True]
+    job = _begun(_terms(snapshots=True, heartbeat=1000.0, snapshot_steps=16), record=record)
+    (capture,) = _of(Capture, job.step(1))
+    assert capture.version == 4
 
 
 def test_a_snapshot_is_due_every_so_many_seconds_if_steps_were_made() -> None:
@@ -1140,9 +1141,8 @@ def test_a_snapshot_is_due_every_so_many_seconds_if_steps_were_made() -> None:
     (capture,) = _of(Capture, job.tick(0.2))
     job.store(capture)
     assert _of(Capture, job.tick(60.0)) == []  # nothing is new beyond that version
-    for step in range(1, capture.version + 1):
-        job.step(step)
-    assert len(_of(Capture, job.tick(0.1))) == 1
+    effects = [effect for step in range(1, capture.version + 1) for effect in job.step(step)]
+    assert len(_of(Capture, effects)) == 1
 
 
 def test_one_snapshot_at_a_time_and_one_on_demand() -> None:

@@ -406,3 +406,15 @@ def test_decisions_of_a_void_past_are_forgotten() -> None:
 def test_a_view_survives_being_adopted_after_the_wire() -> None:
     view = msgspec.msgpack.decode(msgspec.msgpack.encode(_view(1, {0: "s0"}, {0: "s1"})), type=View)
     assert ServerMachine("s0", _plan(1)).adopt(view) == [Own(0)]
+
+
+def test_a_verdict_of_a_generation_that_is_over_decides_nothing() -> None:
+    """It was in the inbox when all went back to a snapshot: with a quorum the step's sum is another one now."""
+    server = _server(_plan(1, decides=True), _view(1, {0: "s0"}))
+    (old,) = [effect for effect in _step(server, 0, 0, 4.0) if isinstance(effect, Verdict)]
+    server.adopt(_view(2, {0: "s0"}, generation=2))
+    server.handle(0, Initialise(5))
+    (new,) = [effect for effect in _step(server, 0, 0, 8.0) if isinstance(effect, Verdict)]
+    assert server.decided(old) == []
+    assert _on(server.decided(new), Apply) == [(0, applied(0, 1.0 / (8.0 + 1e-6)))]
+    server.validate()

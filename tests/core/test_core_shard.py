@@ -646,3 +646,17 @@ def test_what_is_being_folded_when_a_backup_is_filled_is_in_its_state() -> None:
     assert fill == Fill(1)
     assert primary.clocks.steps == [1, 0, 1], "told with the state: the backup drops both if they come again"
     assert primary.handle(Fold()) == []
+
+
+def test_a_quorum_s_latecomers_are_dropped_once_and_are_no_repeats() -> None:
+    machine = ShardMachine(Sync(quorum=2), 3, rounds=9)
+    machine.handle(Initialise(1))
+    machine.handle(Contribute(0, 0, 1.0, 2))
+    machine.handle(Contribute(0, 2, 1.0, 3))
+    assert (machine.tally.applied, machine.tally.dropped, machine.tally.repeats) == (2, 1, 0)
+    assert machine.handle(Contribute(0, 1, 1.0, 4)) == [Drop(4)]
+    assert (machine.tally.applied, machine.tally.dropped, machine.tally.repeats) == (2, 1, 0)
+    for ticket, replica in ((5, 1), (6, 0)):
+        assert machine.handle(Contribute(0, replica, 1.0, ticket)) == [Drop(ticket)]
+    assert machine.tally.repeats == 2
+    machine.validate()

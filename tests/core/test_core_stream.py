@@ -73,7 +73,9 @@ class _Bench:
             self.first += self.handle(LinkUp(server.id))
 
     def handle(self, event: object) -> list[Effect]:
-        return self.machine.handle(event)  # type: ignore[arg-type]
+        effects = self.machine.handle(event)  # type: ignore[arg-type]
+        self.machine.validate()
+        return effects
 
     def arrive(self, shard: int, replica: int, clock: int, version: int = 0) -> list[Effect]:
         assert self.machine.view is not None
@@ -254,9 +256,9 @@ def test_a_straggler_s_replica_is_nobody_s_business_here() -> None:
 def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     bench = _in_turn(2, [0, 1])
     (first, _) = bench.compute(sent=False)
-    assert bench.machine.unsent == [0, 1]
+    assert bench.machine.slots.unsent == [0, 1]
     bench.handle(Sent(0, first.serial))
-    assert bench.machine.unsent == [1]
+    assert bench.machine.slots.unsent == [1]
     assert bench.arrive(0, 1, 0) == [Land(0)]
     # An answer that overtakes the news that the gradient has left finds no room, and is asked for again.
     assert bench.arrive(1, 1, 0) == [Discard(1), *_wants(1, 1)]
@@ -273,7 +275,7 @@ def test_late_news_of_sending_does_not_free_what_is_in_the_slot_now() -> None:
     bench.installed()
     bench.compute(sent=False)
     bench.handle(Sent(0, first.serial))
-    assert bench.machine.unsent == [0]
+    assert bench.machine.slots.unsent == [0]
 
 
 def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_turn_is_over() -> None:

@@ -72,7 +72,9 @@ class _Bench:
                 self.handle(LinkUp(server.id))
 
     def handle(self, event: object) -> list[Effect]:
-        return self.machine.handle(event)  # type: ignore[arg-type]
+        effects = self.machine.handle(event)  # type: ignore[arg-type]
+        self.machine.validate()
+        return effects
 
     def arrive(self, shard: int, version: int) -> list[Effect]:
         number = self.machine.view.number if self.machine.view is not None else V1
@@ -217,10 +219,10 @@ def test_a_slot_may_not_be_filled_again_before_its_gradient_has_left() -> None:
     bench.handle(Sent(1, second.serial))
     assert bench.begin() == 1
     assert (bench.machine.may_fill(0), bench.machine.may_fill(1)) == (False, True)
-    assert bench.machine.unsent == [0]
+    assert bench.machine.slots.unsent == [0]
     bench.handle(Sent(0, first.serial))
     assert bench.machine.may_fill(0)
-    assert bench.machine.unsent == []
+    assert bench.machine.slots.unsent == []
 
 
 def test_a_buffer_shard_gets_replica_0_alone() -> None:
@@ -240,9 +242,9 @@ def test_late_news_of_sending_does_not_free_a_slot_that_is_queued_again() -> Non
     (second,) = bench.compute(sent=False)  # replica 0 again: nobody knows whether it has come through
     assert (first.replica, second.replica) == (0, 0)
     bench.handle(Sent(0, first.serial))
-    assert bench.machine.unsent == [0]
+    assert bench.machine.slots.unsent == [0]
     bench.handle(Sent(0, second.serial))
-    assert bench.machine.unsent == []
+    assert bench.machine.slots.unsent == []
 
 
 def test_a_version_lands_although_its_slot_is_still_queued_and_late_news_of_sending_changes_nothing() -> None:

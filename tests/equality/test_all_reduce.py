@@ -15,14 +15,13 @@ from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
 
+from clusters import on_clusters
 from jobs import ALL_REDUCE_CASES, all_reduce_reference_hash, reference_hash, train_stepping_on_worker, train_with
 
 _reference_hash = cache(all_reduce_reference_hash)
 
 
-@pytest.mark.parametrize("servers", [1, 3])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("case", ["gpt", "resnet"])
+@on_clusters({"gpt": [(1, 1), (4, 3)], "resnet": [(2, 1), (4, 3)]}, workers=[1, 2, 4], servers=[1, 3])
 def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
     case: str, workers: int, servers: int
 ) -> None:

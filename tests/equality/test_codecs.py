@@ -17,8 +17,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 
 from jobs import train_counting, train_with
 
-pytestmark = pytest.mark.slow  # several clusters each, together a minute
-
 CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"codec": Bf16()},
     "fp16": {"codec": Fp16()},
@@ -43,6 +41,11 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 
 
+ALWAYS = ("int8", "topk", "by group")  # the others, two clusters each, are for `make test-all`
+every_codec = pytest.mark.parametrize(
+    "codec", [pytest.param(name, marks=() if name in ALWAYS else (pytest.mark.slow,)) for name in CODECS]
+)
+
 # Of what raw gains in the 40 steps. What a sparse codec does not send comes some steps later: 1/ratio on average.
 LEARNS = {"int4": 0.9, "sign": 0.8, "topk": 0.5, "randomk": 0.4, "powersgd": 0.85, "by group": 0.9}
 
@@ -59,13 +62,13 @@ def outcome(codec: str, workers: int) -> tuple[str, float, float]:
     return hashes.pop(), losses[0][1], losses[-1][1]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
 def test_a_codec_gives_the_same_bytes_for_any_number_of_workers(codec: str) -> None:
     assert outcome(codec, 1)[0] == outcome(codec, 3)[0]
     assert outcome(codec, 1)[0] != outcome("raw", 1)[0]
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@every_codec
 def test_a_codec_learns_nearly_as_well(codec: str) -> None:
     _, first, last = outcome(codec, 1)
     _, _, raw = outcome("raw", 1)

@@ -12,15 +12,14 @@ from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
 
+from clusters import on_clusters
 from jobs import LOCAL_CASES, local_reference_hash, train_locally_on_worker
 
 _reference_hash = cache(local_reference_hash)
 ON_ANY_NUMBER = ("fresh", "kept", "fragments", "periods", "delay")
 
 
-@pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("case", ON_ANY_NUMBER)
+@on_clusters({case: [(1, 1), (2, 2)] for case in ON_ANY_NUMBER}, workers=[1, 2], servers=[1, 2])
 def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_diloco(
     case: str, workers: int, servers: int
 ) -> None:

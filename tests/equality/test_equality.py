@@ -12,14 +12,15 @@ from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import jobs.py by name
 
+from clusters import on_clusters
 from jobs import CASES, reference_hash, train_on_worker
 
 _reference_hash = cache(reference_hash)
 
 
-@pytest.mark.parametrize("servers", [1, 2, 3])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("case", ["gpt", "resnet"])
+@on_clusters(
+    {"gpt": [(1, 1), (2, 2), (4, 3)], "resnet": [(1, 3), (2, 1), (4, 2)]}, workers=[1, 2, 4], servers=[1, 2, 3]
+)
 def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
     case: str, workers: int, servers: int
 ) -> None:

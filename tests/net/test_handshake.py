@@ -155,7 +155,7 @@ def test_who_trickles_is_let_go_when_the_whole_greeting_takes_too_long(
     near, far = transport.connect(listener.address, 5.0), listener.accept()
     near.set_timeout(5.0)
     data = encode(Hello("worker", "w0", "here", bytes(32)))
-    slow = pack(Header(Kind.HELLO, length=4096)) + data
+    slow = pack(Header(Kind.HELLO, length=len(data))) + data
     let_go = threading.Event()
 
     def trickle() -> None:

@@ -189,7 +189,8 @@ def test_a_members_name_is_not_given_twice(job: Job) -> None:
     with pytest.raises(AccessDenied, match="the id worker0 is taken"):
         job.enter(job.coordinator.address, "worker", "worker0")
     job.member.send_message(Report(0, 0, 0.0, 1.0, 1, generation=job.view.generation))
-    until(lambda: job.coordinator._shell.announcer.tally is not None and job.coordinator._shell.announcer.tally.missing() == (0, [1]))
+    announcer = job.coordinator._shell.announcer
+    until(lambda: announcer.tally is not None and announcer.tally.missing() == (0, [1]))
 
 
 def test_a_server_is_not_done_for_the_workers(job: Job) -> None:
@@ -487,3 +488,12 @@ def wait_a_little(happened: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 0.5
     while not happened() and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def test_a_stale_update_from_a_server_gets_no_credit_and_its_link_stays(job: Job) -> None:
+    """Servers give each other no credits: a peer would take one for a protocol error, and all states would go again."""
+    peer = job.enter(job.servers[0]._gate.address, "server", "server1")
+    payload = memoryview(bytes(4 * WORDS))
+    peer.send(Header(Kind.REPLICATE, ViewNumber(), weight=1.0, length=len(payload)), payload)
+    peer.send(Header(Kind.FETCH))  # the last word: what is answered before it comes before its refusal
+    assert peer.receive_header().kind is Kind.REFUSE

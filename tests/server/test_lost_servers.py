@@ -17,7 +17,9 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Aborted, Applied, Finished, Skipped, Snapshotted, SnapshotWanted
 from rallypoint.server.owned import OwnedShard
 from rallypoint.server.service import ServerService, run_servers
+from rallypoint.store import retry
 from rallypoint.store.manifest import age
+from rallypoint.store.snapshots import SnapshotStore
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +104,31 @@ def test_when_the_newest_snapshot_is_damaged_the_one_before_it_gives_the_same_by
         sentences = cluster.sentences()
         assert [said for said in sentences if said.startswith(f"snapshot {damaged[0]} is damaged: file ")], sentences
         assert [said for said in sentences if said.startswith("going on from snapshot step-00000000-")], sentences
+
+
+def test_a_store_that_does_not_answer_for_a_moment_while_shards_are_restored_costs_no_job(
+    undisturbed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "DELAYS_S", (0.0, 0.0))
+    silent, read = [2, 1], SnapshotStore.read
+
+    def reads(self: SnapshotStore, *of: Any) -> Any:
+        if silent and silent.pop():
+            raise retry.StoreSilent("the bucket cannot be read: timed out")
+        return read(self, *of)
+
+    with gathering(1, tmp_path) as cluster:
+
+        def lose() -> None:
+            monkeypatch.setattr(SnapshotStore, "read", reads)
+            cluster.servers[0].close()
+            cluster.add_servers(1)
+
+        trap = Once(4, 1, lose)
+        assert cluster.add_worker(trap).result() == undisturbed
+        said = [said for said in cluster.sentences() if "restores" in said]
+        assert len(said) == 2
+        assert all(said.endswith("the bucket cannot be read: timed out; trying again in 0 s") for said in said)
 
 
 def ask_for_a_snapshot(cluster: Gathering) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from rallypoint.config import record_of, resolve
+from rallypoint.config import JobConfig, record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.policy import Sync
 from rallypoint.core.shard import clip
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
@@ -50,8 +51,8 @@ class _Channel:
 class _Server:
     """A reducer with one shard; the test is its owner, and says what a connection's thread would."""
 
-    def __init__(self) -> None:
-        self.job = ServerJob(record_of(CONFIG, LAYOUT), CONFIG)
+    def __init__(self, config: JobConfig = CONFIG) -> None:
+        self.job = ServerJob(record_of(config, LAYOUT), config)
         self.queued: list[inbox.Event] = []
         self.reducer = Reducer("s", self.job, _Context(), self.queued.append, Tracer("s"))
         self.channel = _Channel()
@@ -98,3 +99,19 @@ def test_a_contribution_and_first_weights_of_a_past_that_is_void_count_for_nothi
     credits = [frame for frame in server.channel.frames if frame.kind is Kind.CREDIT]
     assert sum(frame.replica for frame in credits) == 5, "whoever sent may send again"
     assert len(server.job.pool.free) == server.job.pool.made - 2, "and only the two versions' buffers are held"
+
+
+def test_a_verdict_that_was_queued_before_a_roll_back_decides_nothing_after_it() -> None:
+    """With a quorum the sum of the same step may be another one: only the new verdict is all servers' own."""
+    server = _Server(resolve({"replicas": 2, "steps": 5, "clip": 1.0, "sync": Sync(quorum=1)}))
+    verdicts = []
+    for number, value in ((FIRST, 1.0), (SECOND, 8.0)):
+        server.adopt(number)
+        server.bring(Kind.INITIAL, number, 0.0)
+        server.bring(Kind.PUSH, number, value)
+        verdicts.append(server.queued.pop())
+    old, new = verdicts
+    server.reducer.handle(old)
+    assert server.version == 0
+    server.reducer.handle(new)
+    assert server.version == 1

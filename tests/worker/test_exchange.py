@@ -16,15 +16,16 @@ from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.errors import LinkError
+from rallypoint.errors import JobAborted, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind, pack
+from rallypoint.net.frames import Header, Kind, pack, wants
 from rallypoint.net.gate import Gate
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
-from rallypoint.worker.exchange import exchange as module
+from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.link import ServerLink
 from rallypoint.worker.exchange.links import Context
 
 PATIENCE_S = 20.0
@@ -32,11 +33,11 @@ LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
 SERVER = Member("s", "here", "nobody:1", 1)
 
 
-def _view(count: int, assigned: dict[str, tuple[int, ...]]) -> View:
+def _view(count: int, assigned: dict[str, tuple[int, ...]], generation: int = 1) -> View:
     workers = (Member("w", "here", incarnation=2), Member("x", "here", incarnation=3))
     primary = {shard.index: "s" for shard in LAYOUT.shards}
-    return View(ViewNumber(1, count), ViewNumber(1, 1), workers, (SERVER,), (Assignment(0, assigned),), primary, {},
-        uploader="x")
+    number, began = ViewNumber(1, count), ViewNumber(1, generation)
+    return View(number, began, workers, (SERVER,), (Assignment(0, assigned),), primary, {}, uploader="x")
 
 
 @pytest.fixture
@@ -56,8 +57,8 @@ def _publish(exchange: Exchange, version: int) -> None:
     """All shards' version comes from the server."""
     for shard in LAYOUT.shards:
         header = Header(Kind.VERSION, exchange.view.number, shard=shard.index, step=version, length=shard.slot_bytes)
-        if exchange.arriving(header) is not None:
-            exchange.landed(shard.index)
+        if exchange.arrivals.arriving(header) is not None:
+            exchange.arrivals.landed(shard.index)
 
 
 def _until(happened: Callable[[], bool]) -> None:
@@ -78,7 +79,7 @@ class _Waiting:
 
     def settle(self) -> None:
         """Until it has seen that there is nothing, and waits."""
-        _until(lambda: bool(self._exchange._changed._waiters))  # type: ignore[attr-defined]
+        _until(lambda: bool(self._exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         assert not self._found.is_set()
 
     def _wait(self) -> None:
@@ -98,7 +99,7 @@ def _install(exchange: Exchange, version: int) -> None:
 
 def test_a_worker_that_is_dealt_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
     exchange.adopt(_view(2, {"w": (), "x": (0, 1)}))  # it is left without, and follows no more
@@ -111,7 +112,7 @@ def test_a_worker_that_is_dealt_a_replica_of_the_very_step_it_holds(exchange: Ex
 
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     waiting = _Waiting(exchange)
     _publish(exchange, 0)
     assert waiting.found() == machine.Install(0)
@@ -119,21 +120,21 @@ def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
 
 def test_a_worker_whose_link_stands_again(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
-    exchange.link_lost(SERVER, module.RallypointError("cut"))
+    exchange.arrivals.link_lost(SERVER, LinkError("cut"))
     waiting = _Waiting(exchange)
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     assert waiting.found() == machine.Compute(0, 0)
 
 
 def _compute(exchange: Exchange, replica: int) -> None:
     """The main thread computes a replica up to the gradient of shard 0, which is in its slot now."""
     assert exchange.next_action() == machine.Compute(0, replica)
-    assert exchange.begin_replica(0, replica) is not None
-    exchange.begin_push(1.0, finite=True)
-    assert exchange.claim(0)
+    assert exchange.replica.begin(0, replica) is not None
+    exchange.replica.weigh(1.0, finite=True)
+    assert exchange.replica.claim(0)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
@@ -141,7 +142,7 @@ def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch, interrupted: bool
 ) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.link_up(SERVER)
+    exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
     _compute(exchange, 0)
@@ -150,14 +151,14 @@ def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
     def encode(*_: Any) -> None:
         """Where the main thread may lose the processor for long: the link ends meanwhile, and stands again."""
         if interrupted:
-            exchange.link_lost(SERVER, module.RallypointError("cut"))
-            exchange.link_up(SERVER)
+            exchange.arrivals.link_lost(SERVER, LinkError("cut"))
+            exchange.arrivals.link_up(SERVER)
 
     monkeypatch.setattr(exchange._encoder, "encode", encode)
     monkeypatch.setattr(link, "push", lambda header, payload, sent: pushed.append(header.shard))
-    exchange.filled(0)
+    exchange.replica.filled(0)
     assert pushed == ([] if interrupted else [0])
-    exchange.replica_computed()
+    exchange.replica.computed()
     if interrupted:  # it is computed again, into the slot that nobody sends from
         _compute(exchange, 0)
 
@@ -183,7 +184,7 @@ def _at(count: int, primary: dict[int, str], homes: list[_Home]) -> View:
 
 
 def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange: Exchange) -> None:
-    transport = exchange._context.transport
+    transport = exchange._links._context.transport
     assert isinstance(transport, InprocTransport)
     homes = [_Home(transport, "old"), _Home(transport, "new")]
     slot = exchange.buffer[LAYOUT.shards[0].start : LAYOUT.shards[0].stop]
@@ -193,11 +194,11 @@ def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange
         sender, other = (home.channels.get(timeout=PATIENCE_S).connection for home in homes)
         values = torch.full_like(slot, 1.0).numpy().tobytes()
         sender.send(pack(Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)) + values[:half])
-        _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDING)
+        _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDING)
         exchange.adopt(_at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
         values = torch.full_like(slot, 6.0).numpy().tobytes()
         other.send(pack(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half)) + values)
-        _until(lambda: exchange._machine._slots[0] is machine.Slot.LANDED)
+        _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDED)
         with pytest.raises(LinkError):
             sender.send(bytes(half))  # of zeros
         assert slot.tolist() == [6.0] * len(slot)
@@ -205,3 +206,102 @@ def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange
         exchange.close()
         for home in homes:
             home.gate.close()
+
+
+def _one_home(exchange: Exchange) -> tuple[_Home, Channel]:
+    transport = exchange._links._context.transport
+    assert isinstance(transport, InprocTransport)
+    home = _Home(transport, "home")
+    exchange.adopt(_at(1, dict.fromkeys((0, 1, 2), "home"), [home]))
+    return home, home.channels.get(timeout=PATIENCE_S)
+
+
+@pytest.mark.parametrize(("header", "sentence"), [
+    (Header(Kind.CREDIT, replica=1000), "gives 1000 credits for 0 contributions"),
+    (Header(Kind.WAIT, base=1, wants=wants(2)), "to wait for replica 2: this job has 2"),
+    (Header(Kind.VERSION, ViewNumber(1, 1), shard=3), "shard 3: not in this job's layout"),
+    (Header(Kind.TAKEN), "codecs remember nothing"),
+], ids=lambda of: of.kind.name if isinstance(of, Header) else "")  # fmt: skip
+def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
+    exchange: Exchange, header: Header, sentence: str
+) -> None:
+    home, channel = _one_home(exchange)
+    try:
+        channel.connection.send(pack(header))
+        with pytest.raises(JobAborted, match=sentence):
+            exchange.next_action()
+    finally:
+        exchange.close()
+        home.gate.close()
+
+
+def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
+    sent: list[int] = []
+
+    class _Channel:
+        def send(self, header: Header, payload: memoryview, sent_: Callable[[], None]) -> None:
+            sent.append(header.shard)
+
+    link = ServerLink(transport=InprocTransport(), server=SERVER, me="w", token="", window=2, receiver=_Deaf(),
+        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
+    channel: Any = _Channel()
+    link._up(channel)
+    for shard in range(5):
+        link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda: None)
+    assert sent == [0, 1]
+    link._credit(channel, 2)
+    assert sent == [0, 1, 2, 3]
+    with pytest.raises(ProtocolError, match="gives 4294967295 credits for 2 contributions"):
+        link._credit(channel, 2**32 - 1)  # at once: nobody counts that far
+    assert sent == [0, 1, 2, 3]
+
+
+class _Deaf:
+    """A receiver that takes no notice."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: None
+
+
+def test_asking_again_and_again_whether_there_is_something_to_do_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a roll-back the encoder forgets and codec states are recalled: once, and not by the look whether."""
+    waiting = False
+
+    def many_looks(changed: threading.Condition, ready: Callable[[], bool], *_: Any) -> None:
+        nonlocal waiting
+        waiting = True
+        while sum(ready() for _ in range(3)) < 3:
+            changed.wait()
+        waiting = False
+
+    monkeypatch.setattr(module, "wait_until", many_looks)
+    settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
+    context = Context("w", "", InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve(settings), context)
+    resets: list[bool] = []
+    recalls: list[tuple[int, bool]] = []
+    monkeypatch.setattr(exchange._encoder, "reset", lambda: resets.append(waiting))
+    try:
+        exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+        exchange.adopt(_view(2, {"w": (0,), "x": (1,)}, generation=2))
+        link = exchange._links.get("s")
+        monkeypatch.setattr(link, "send_codec_state", lambda header, _: recalls.append((header.shard, waiting)))
+        exchange.arrivals.link_up(SERVER)
+        _publish(exchange, 0)
+        _install(exchange, 0)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(exchange.next_action()), daemon=True)
+        thread.start()
+        _until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
+        for shard in LAYOUT.shards:
+            header = Header(Kind.MEMORY, exchange.view.number, shard=shard.index)
+            exchange.arrivals.codec_state(header, bytearray())
+        thread.join(PATIENCE_S)
+        assert found == [machine.Compute(0, 0)]
+        assert resets == [False]
+        assert recalls == [(0, False), (1, False), (2, False)]
+    finally:
+        exchange.finish()
+        exchange.close()

@@ -109,7 +109,7 @@ def test_an_evaluation_sees_the_version_and_changes_nothing() -> None:
                 micro.backward(loss_of(model, micro.batch))
     for shards, owned in zip(seen, served, strict=True):
         assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(shards))
-    cadence = run._exchange._machine.cadence  # type: ignore[union-attr]
+    cadence = run._exchange._shell.machine.cadence  # type: ignore[union-attr]
     new = [index for index, shard in enumerate(first) if not torch.equal(shard, seen[0][index])]
     assert new == [index for index in range(len(first)) if cadence.due(index, 0)]
     assert 0 < len(new) < len(first)

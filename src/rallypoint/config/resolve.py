@@ -32,7 +32,7 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
 def parse(data: Mapping[str, Any]) -> JobConfig:
     """The configuration in a job record. ConfigError when it is none."""
     sync = data.get("sync")
-    if isinstance(sync, Mapping) and (why := of_another_mode(str(sync.get("type", "sync")), sync.keys())):
+    if isinstance(sync, Mapping) and (why := of_another_mode(sync)):
         raise ConfigError(why)
     try:
         config = msgspec.convert(data, JobConfig)

@@ -26,7 +26,10 @@ class Journal:
     def __init__(self, folder: str) -> None:
         path = str(Path(folder) / JOURNAL) if folder else ":memory:"
         self._path = path
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        try:
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        except sqlite3.DatabaseError as error:
+            raise DataError(f"the journal {path} cannot be opened ({error}): is its folder there, and yours?") from None
         try:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute("pragma synchronous=full")  # views are rare, and a lost one would be published twice

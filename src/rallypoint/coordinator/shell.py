@@ -1,10 +1,8 @@
-"""The coordinator without I/O: connections and messages in, acts out. The TCP service and the simulation both run it."""
+"""The coordinator without I/O: connections and messages in, acts out. The service and the simulation both run it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import msgspec
 
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import (

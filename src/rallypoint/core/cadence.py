@@ -1,10 +1,9 @@
-"""Which shards a round is for: all of them, or those whose turn it is (layers at their own frequency; streaming DiLoCo,
-Douillard et al., 2025).
+"""The shards that a round updates: all of them, or in a *staggered* round some (layers at their own frequency;
+streaming DiLoCo, Douillard et al., 2025).
 
-Where shards take turns a round is called a *tick*. A shard's own version counts its own updates; workers and the
-coordinator count ticks. One version of a shard is right for several ticks: from the one after its last update up to the
-tick at which it contributes next, and by that one it is known to whoever counts ticks. Where no shard takes turns ticks
-and versions are the same numbers.
+A shard's own version counts its own updates; workers and the coordinator count rounds. One version of a shard is right
+for several rounds. Example: a shard is updated in rounds 1, 3 and 5. Its version 0 is right for rounds 0 and 1, its
+version 1 for rounds 2 and 3. Where every round updates every shard, rounds and versions are the same numbers.
 """
 
 from __future__ import annotations
@@ -14,33 +13,32 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-EVERY_ROUND = -1  # in place of a turn: shards that take none, which are buffers
+EVERY_ROUND = -1  # in place of a period: of buffers, which are due in every round
 
 
 class Period(msgspec.Struct, frozen=True):
-    """Due at tick `first`, which is below `every`, and every so many ticks from there."""
+    """Due in round `first`, which is below `every`, and in every `every`-th round from there."""
 
     every: int
     first: int
 
     def has(self, round: int) -> bool:
-        """Is it due at this tick, were there no end?"""
+        """Is it due in this round, if the job had no end?"""
         return round % self.every == self.first
 
 
 class Cadence(msgspec.Struct, frozen=True):
-    """The turns of a job's shards.
+    """When the shards of a job are due.
 
-    All functions are total: a tick or version below 0 (nothing yet) stays as it is, and those after the end, which come
-    never, count on as if everything were due.
+    Every method takes any number: a round or version below 0 (nothing yet) stays as it is; those after the end, which
+    never come, count on as if every shard were due.
 
-    At every tick some shard with a turn has to be due (see `first_empty`): nobody would wait for the others otherwise.
+    In every round some shard with a period has to be due (see `first_empty`): workers wait for each other by it.
 
     Attributes:
-        periods: when shards are due, each some shard's; everything is at the last tick. None: all are due in every
-            round.
+        periods: the different periods. In the last round every shard is due. Empty: all are due in every round.
         rounds: how many there are.
-        period_of: the index of each shard's turn, or EVERY_TICK; of no meaning where there are no turns.
+        period_of: the index in `periods` for each shard, or EVERY_ROUND; not used where `periods` is empty.
     """
 
     periods: tuple[Period, ...] = ()
@@ -53,17 +51,17 @@ class Cadence(msgspec.Struct, frozen=True):
         return not self.periods
 
     def due(self, shard: int, round: int) -> bool:
-        """Does the shard take contributions at this tick?"""
+        """Does the shard take contributions in this round?"""
         return self.next_due(shard, round) == round
 
     def next_due(self, shard: int, round: int) -> int:
-        """The first tick from `round` on at which the shard takes contributions; from the end on, `round`."""
+        """The first round from `round` on in which the shard takes contributions; from the end on, `round`."""
         if round < 0 or round >= self.rounds or (period := self._period(shard)) is None:
             return round
         return min(round + (period.first - round) % period.every, self.rounds - 1)
 
     def updates_before(self, shard: int, round: int) -> int:
-        """The shard's own version that is right for a tick; `rounds` is the end of the job."""
+        """The shard's own version that is right for a round; `rounds` is the end of the job."""
         if round <= 0 or (period := self._period(shard)) is None:
             return round
         if round >= self.rounds:
@@ -75,9 +73,9 @@ class Cadence(msgspec.Struct, frozen=True):
         return self.updates_before(shard, self.rounds)
 
     def round_of(self, shard: int, version: int) -> int:
-        """The tick at which the shard, at its own version `version`, takes contributions next; `rounds` after the last.
+        """The round in which the shard, at its own version `version`, takes contributions next; `rounds` after the last.
 
-        That version is right for that tick, and for those before it back to the one after the update that made it.
+        That version is right for that round, and for those before it back to the one after the update that made it.
         """
         if version < 0 or (period := self._period(shard)) is None:
             return version
@@ -86,22 +84,22 @@ class Cadence(msgspec.Struct, frozen=True):
         return min(period.first + version * period.every, self.rounds - 1)
 
     def begun(self, shard: int, version: int) -> int:
-        """The first tick that this version of the shard is right for."""
+        """The first round that this version of the shard is right for."""
         return version if version <= 0 else self.round_of(shard, version - 1) + 1
 
     def changes(self, shard: int, round: int, later: int) -> bool:
-        """Does the shard have an update between these ticks?"""
+        """Does the shard have an update between these rounds?"""
         return self.updates_before(shard, round) != self.updates_before(shard, later)
 
     def witness(self, round: int) -> int:
-        """The shard whose update stands for the tick in the ledger: the first with a turn that is due."""
+        """The shard whose update stands for the round in the ledger: the first one with a period that is due."""
         if round < 0 or round >= self.rounds - 1:
             return 0  # everything is
         return min((self.period_of.index(index) for index, period in enumerate(self.periods) if period.has(round)),
             default=0)
 
     def _period(self, shard: int) -> Period | None:
-        """None where the shard is due at every tick."""
+        """None where the shard is due in every round."""
         return None if not self.periods or self.period_of[shard] == EVERY_ROUND else self.periods[self.period_of[shard]]
 
 
@@ -109,12 +107,12 @@ TOGETHER = Cadence()
 
 
 def cycle(periods: Iterable[Period]) -> int:
-    """After how many ticks everything begins anew."""
+    """The rounds after which the pattern repeats."""
     return math.lcm(*(period.every for period in periods))
 
 
 def first_empty(periods: Sequence[Period]) -> int | None:
-    """The first tick at which nothing would be due; None if there is none."""
+    """The first round in which nothing would be due; None if there is none."""
     return next((round for round in range(cycle(periods)) if not any(period.has(round) for period in periods)), None)
 
 

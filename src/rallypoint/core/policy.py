@@ -190,13 +190,13 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
     function of its position: the same bytes whatever is killed.
 
     With more than one of `fragments` it is streaming DiLoCo (Douillard et al., 2025): the parameters are cut into so
-    many runs of shards, each is synchronised every `steps` steps, and they take turns: a round, then called a tick, has
-    steps / fragments steps and moves one of them. At the last tick all are moved. Parameters that are not due go on
-    from where their replica has left them. Groups of parameters may have a period of their own (`Group.sync_every`),
-    whatever `steps` is.
+    many runs of shards. A *staggered* round has steps / fragments steps and updates one of the runs, so that each is
+    synchronised every `steps` steps. The last round updates all. Parameters that are not due go on from where their
+    replica has left them. Groups of parameters may have a period of their own (`Group.sync_every`), whatever `steps`
+    is.
 
-    With a `delay` the exchange is overlapped with computing (there, section 2.3): the replicas hear of what a tick has
-    come to only after so many steps of the next one (fewer than a tick has), and mix it with their own values:
+    With a `delay` the exchange overlaps with computing (there, section 2.3): replicas get the result of a round only
+    `delay` steps into the next one (fewer steps than a round has), and mix it with their own values:
     mix * version + (1 - mix) * own. Which version is mixed in at which step does not depend on when it comes.
     """
 
@@ -213,9 +213,9 @@ class AllReduce(msgspec.Struct, frozen=True, tag="all-reduce", forbid_unknown_fi
     """Servers only average, as under Sync (the same order, the same idempotence); what they publish as version t+1 is
     the mean gradient of step t, and every worker steps an optimizer of its own with it, in order and without a gap.
 
-    So workers have a state, the model with its optimizer's, and servers have none. Whoever is to have the state and has
-    not (a worker that joins, or was away) gets it from one that has, through the servers, in a view from which all
-    begin again there; if nobody is left who has it, from the last snapshot.
+    So workers hold the state (the model and its optimizer's), and servers hold none. A worker that joins, or was away,
+    gets the state from one that has it, through the servers: a new generation begins with it. If no worker is left that
+    has the state, the job goes back to the last snapshot.
 
     Attributes:
         own: the class of the optimizer that workers have in place of the job's; set by `job.train(own_optimizer=...)`.

@@ -51,7 +51,6 @@ class RunConsole:
         self._metrics: dict[str, float] = {}
         self._start = time.monotonic()
         self._last_plain = 0.0
-        self._total_items = 0
         self.steps_done = 0
         self.again = 0
         self.members: Members | None = None
@@ -117,9 +116,10 @@ class RunConsole:
         if self.finished and self._plan is not None and not self._said_done:
             self._said_done = True
             seconds = time.monotonic() - self._start
+            items = self._plan.items * (self._plan.steps - self._plan.done)  # each once, whatever was computed again
             self.console.print(
-                f"[bold]done[/bold]: {self._plan.steps} steps, {self._total_items:,} {escape(self._plan.item)} "
-                f"in {seconds:.1f} s ({self._total_items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
+                f"[bold]done[/bold]: {self._plan.steps} steps, {items:,} {escape(self._plan.item)} "
+                f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
             )
             if self._accounted is not None:
                 self.console.print(account(self._accounted))
@@ -156,7 +156,6 @@ class RunConsole:
     def _step(self, done: StepDone) -> None:
         now = time.monotonic()
         self.steps_done, self.again = done.step + 1, done.again
-        self._total_items += done.items
         self._recent.append((now, done.items))
         while self._recent[0][0] < now - _RATE_OVER_S and len(self._recent) > 2:
             self._recent.popleft()

@@ -100,7 +100,8 @@ class _Packer:
             return ["q", value.maxlen, *map(self.pack, value)]
         tag = _known_tag(kind)
         parts = [self.pack(getattr(value, name)) if hasattr(value, name) else _UNSET for name in _slots_of(kind)]
-        return [tag, *parts, *([self.pack(vars(value))] if hasattr(value, "__dict__") else [])]
+        parts += [self.pack(vars(value))] if hasattr(value, "__dict__") else []
+        return [tag, *parts, *([["t", *map(self.pack, value)]] if isinstance(value, list) else [])]
 
     def _sorted(self, values: Iterable[Any]) -> list[Any]:
         """A set's members in an order that is the same in every process."""
@@ -211,14 +212,16 @@ class _Unpacker:
         return self._instance(tag, kind, parts)
 
     def _instance(self, tag: str, kind: type, parts: list[Any]) -> Any:
-        value = self._keep(object.__new__(kind))
-        names, has_dict = _slots_of(kind), hasattr(value, "__dict__")
-        _check_count(tag, parts, len(names) + has_dict)
+        value = self._keep(kind.__new__(kind))
+        names, has_dict, is_list = _slots_of(kind), hasattr(value, "__dict__"), isinstance(value, list)
+        _check_count(tag, parts, len(names) + has_dict + is_list)
         for name, part in zip(names, parts, strict=False):
             if part != _UNSET:
                 object.__setattr__(value, name, self.unpack(part))
         if has_dict:
-            vars(value).update(self.unpack(parts[-1]))
+            vars(value).update(self.unpack(parts[len(names)]))
+        if is_list:
+            value.extend(self.unpack(parts[-1]))
         return value
 
     def _function(self, parts: list[Any]) -> Any:

@@ -11,7 +11,7 @@ from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.messages import CaughtUp, NotStored
+from rallypoint.net.messages import CaughtUp, NotStored, Say
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
@@ -22,6 +22,7 @@ from rallypoint.server.job import ServerJob
 from rallypoint.server.ledger import Ledger
 from rallypoint.server.replication import Replication
 from rallypoint.server.tickets import Tickets
+from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 
 AnyEffect = server.Effect | Answer[Channel]
@@ -171,12 +172,18 @@ class Effects:
     def _restore(self, indices: Sequence[int], origin: str) -> None:
         desk = self._desk
         store, generation = SnapshotStore(desk.snapshots_url), desk.shell.fence.generation
-        for record in store.read(store.load(origin), indices):
+        doing = f"{desk.shell.machine.me} restores {len(indices)} shards from snapshot {origin}"
+        manifest = patiently(lambda: store.load(origin), self._say, doing)
+        for index in indices:
+            record = patiently(lambda index=index: next(store.read(manifest, (index,))), self._say, doing)  # type: ignore[misc]
             self._owned[record.shard].load(record)
             if desk.codec_states is not None:
                 desk.codec_states.restored(record, desk.job.shards[record.shard])
             loaded = shard_events.Loaded(record.version, record.clocks)
             self.run(desk.shell.restored(record.shard, generation, loaded))
+
+    def _say(self, text: str) -> None:
+        self._desk.context.say(Say(text))
 
     def _clocks(self, index: int) -> tuple[int, ...]:
         machine = self._desk.shell.machine.machine(index)

@@ -13,6 +13,7 @@ from rallypoint.core.shard import clip
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.member import CoordinatorLink
@@ -55,10 +56,10 @@ class ServerService:
 
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", bind: str = "127.0.0.1:0",
-        transport: Transport | None = None,
+        advertise: str = "", transport: Transport | None = None,
     ) -> None:  # fmt: skip
         self.id = id
-        self._coordinator, self._token, self._bind = coordinator, token, bind
+        self._coordinator, self._token, self._bind, self._advertise = coordinator, token, bind, advertise
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
         self._views = Views()
@@ -68,12 +69,16 @@ class ServerService:
         self._peers: Peers | None = None
 
     def start(self) -> None:
-        """Listen, join the coordinator. AddressInUse, AccessDenied or LinkError when that fails."""
+        """Listen, join the coordinator. AddressInUse, AccessDenied or LinkError when that fails.
+
+        UsageError for an address to advertise that nobody could connect to.
+        """
         self._gate = Gate(self._transport, self._bind, self._token, self._admit, self._serve, self._tracer)
         try:
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, token=self._token, role="server", id=self.id,
-                listening_at=self._gate.address, on_message=self._on_message, on_lost=self._on_coordinator_lost,
+                listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
+                on_message=self._on_message, on_lost=self._on_coordinator_lost,
                 on_admitted=lambda new: self._owner.put(inbox.Admitted(new)),
             )  # fmt: skip
         except BaseException:

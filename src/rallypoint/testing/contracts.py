@@ -34,7 +34,7 @@ from rallypoint.core.shard.events import Contribute, Initialise
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.net.transport import Connection, Listener, Transport
-from rallypoint.testing.shard_play import ACTIONS, Cast, ShardPlay, in_order, play, missing
+from rallypoint.testing.shard_play import ACTIONS, Cast, ShardPlay, in_order, missing, play
 
 PATIENCE_S = 20.0  # after so long a test fails; nothing here is meant to come near it
 _BULK = 8 << 20

@@ -43,8 +43,11 @@ class Program:
     A child that the launcher names (RALLYPOINT_ID) has that name for the system too: ``psutil.Process(pid).name()``.
     """
 
-    def __init__(self, arguments: Sequence[str], output: Path, env: Mapping[str, str]) -> None:
-        process = fork_server().Process(target=_begin, args=(list(arguments), str(output), dict(env)))
+    def __init__(
+        self, arguments: Sequence[str], output: Path, env: Mapping[str, str], cwd: Path | None = None
+    ) -> None:
+        given = (list(arguments), str(output.resolve()), dict(env), str(cwd or Path.cwd()))
+        process = fork_server().Process(target=_begin, args=given)
         process.start()
         self._process = process
         self.pid: int = process.pid or 0
@@ -76,13 +79,28 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
 
+def run_program(
+    arguments: Sequence[str], output: Path, *, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 60.0
+) -> tuple[int, str]:
+    """Run ``python ARGUMENTS`` to its end: its exit status, and what it has written to stdout and stderr.
+
+    subprocess.TimeoutExpired after `timeout` seconds; the program is killed then, and what it started ends with it.
+    """
+    output.unlink(missing_ok=True)
+    program = Program(arguments, output, env, cwd)
+    try:
+        return program.wait(timeout), output.read_text()
+    finally:
+        program.kill()
+        program.wait()
+
+
 class _ForkedPopen(subprocess.Popen[Any]):
     """Popen inside a warm program: another Python program is forked from this one, anything else is started as ever."""
 
     def _execute_child(self, *given: Any) -> None:
         call = inspect.signature(_start_cold).bind(self, *given).arguments
-        argv = call["args"]
-        if isinstance(argv, str) or list(argv)[:1] != [sys.executable] or call["preexec_fn"] is not None:
+        if not _is_program(call["args"]) or call["preexec_fn"] is not None:
             _start_cold(self, *given)
             return
         sys.stdout.flush()
@@ -90,15 +108,22 @@ class _ForkedPopen(subprocess.Popen[Any]):
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads hold nothing that the child needs
             pid = os.fork()
         if pid == 0:
-            _become(list(argv)[1:], call)
+            _become(list(call["args"])[1:], call)
         self.pid = pid
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(call[name] for name in pipes))  # type: ignore[attr-defined]
 
 
-def _begin(arguments: list[str], output: str, env: dict[str, str]) -> None:
+def _is_program(argv: Any) -> bool:
+    """Is it ``python -m ...``, ``python -c ...`` or ``python SCRIPT ...``, with no other option of Python's?"""
+    given = [] if isinstance(argv, (str, bytes, os.PathLike)) else [os.fspath(word) for word in argv]
+    return len(given) > 1 and given[0] == sys.executable and (given[1] in ("-m", "-c") or given[1][:1] != "-")
+
+
+def _begin(arguments: list[str], output: str, env: dict[str, str], cwd: str) -> None:
     """In the fork server's child: be the program, and fork what it starts."""
+    os.chdir(cwd)
     written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -63,7 +63,7 @@ class Assigner:
         """
         start = furthest + AHEAD
         if (former := self._trial.verdict(now, start)) is not None:
-            why = f"steps have not become shorter: from step {start} on replicas are dealt as before"
+            why = f"steps have not become shorter: from step {start} on replicas are assigned as before"
             return why, (Assignment(0, dict(assigned)), Assignment(start, dict(former)))
         self._speeds.fade(assigned, now)
         seconds = self._trial.round(now)
@@ -74,7 +74,8 @@ class Assigner:
             return None
         self._trial.begin(assigned, seconds, start)
         shares = ", ".join(f"{worker} {len(own)}" for worker, own in sorted(assignments[-1].replicas.items()))
-        return f"workers are not equally fast: from step {start} on replicas are dealt by speed ({shares})", assignments
+        why = f"workers are not equally fast: from step {start} on replicas are assigned by speed ({shares})"
+        return why, assignments
 
     def straggler(
         self, assigned: Assigned, furthest: int, workers: Sequence[str], now: float

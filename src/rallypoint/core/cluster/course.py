@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.effects import Abort, Effect, Finish
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Phase
@@ -52,6 +52,17 @@ class Course:
     def changed(self) -> None:
         """Something has changed that the next coordinator must know."""
         self.revision += 1
+
+    def end(self, word: Finish | Abort) -> list[Effect]:
+        """The job is over, and this is its last word."""
+        self.phase, self.last_word = Phase.OVER, word
+        self.changed()
+        return [word]
+
+    def has_state(self, worker: str, version: int) -> None:
+        """A worker says that it has come to this version, or further."""
+        if worker in self.members.workers:
+            self.revision += self.recovery.has(worker, version)
 
     def state(self) -> ClusterState:
         """What the next coordinator has to know."""

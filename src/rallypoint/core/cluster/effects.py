@@ -20,7 +20,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Tell this member its birth number."""
+    """Tell this member its incarnation."""
 
     member: str
     incarnation: int

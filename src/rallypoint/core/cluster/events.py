@@ -27,7 +27,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A worker has computed a replica of `step` in `seconds`, in the past that `generation` names; it is `now`."""
+    """A worker has computed a replica of `step` in `seconds`, in that generation; it is `now`."""
 
     worker: str
     step: int
@@ -48,14 +48,14 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A worker was told to go: it hands its replicas back."""
+    """A worker was told to go: others are to compute its replicas."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker holds the last version, in the past that `generation` names."""
+    """A worker holds the last version, in that generation."""
 
     worker: str
     generation: ViewNumber

@@ -157,11 +157,11 @@ class ClusterMachine:
                 course.changed()
                 return self._succession.advance()
             case events.Failed(member=member, reason=reason):
-                return self._abort(f"{member}: {reason}") if member in course.members else []
+                return self.course.end(Abort(f"{member}: {reason}")) if member in course.members else []
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Found():
-                return self._ended_if_aborted(self._succession.found(event))
+                return self._succession.found(event)
             case _:
                 return self._snapshot_event(event)
 
@@ -184,7 +184,8 @@ class ClusterMachine:
             return [*effects, *self._begin_when_gathered()]
         if role != "server":
             return effects
-        return [*effects, *(self._succession.recover() if course.phase is Phase.RECOVERING else self._succession.advance())]
+        recovering = course.phase is Phase.RECOVERING
+        return [*effects, *(self._succession.recover() if recovering else self._succession.advance())]
 
     def _returned(self, member: Member) -> list[Effect]:
         """A member that outlived the coordinator before us."""
@@ -204,7 +205,7 @@ class ClusterMachine:
         elif (why := disagreement(course.record, record)) is not None:
             return self._disagrees(worker, why)
         if course.phase is Phase.GATHERING and (refused := record.refusal_of(self.terms.features)):
-            return self._abort(refused)
+            return course.end(Abort(refused))
         if worker in members.proposed:
             return []
         members.propose(worker)
@@ -216,7 +217,7 @@ class ClusterMachine:
         other = min(members.proposed, default="the job")
         sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
         if self.phase is Phase.GATHERING:
-            return self._abort(sentence)
+            return self.course.end(Abort(sentence))
         members.remove(worker)  # a late one cannot end a job that runs well without it
         return [Refuse(worker, sentence), Say(f"refused: {sentence}")]
 
@@ -263,23 +264,18 @@ class ClusterMachine:
         if not course.begun:
             course.begun = True
             course.changed()
-        self._has_state(event.worker, event.step)
+        course.has_state(event.worker, event.step)
         self._assigner.computed(event, course.replicas, max(course.now, event.now))
         course.furthest = max(course.furthest, event.step)
         self._snapshots.duty.computed(event.step, event.replica)
-        return []
-
-    def _has_state(self, worker: str, version: int) -> None:
-        """A worker says that it has come to this version, or further."""
-        if worker in self.course.members.workers:
-            self.course.revision += self.course.recovery.has(worker, version)
+        return self._snapshots.take_if_due()
 
     def _worker_done(self, worker: str) -> list[Effect]:
         course = self.course
         if worker not in course.members.workers or course.phase is not Phase.RUNNING or course.record is None:
             return []
         course.members.done.add(worker)
-        self._has_state(worker, course.record.rounds)
+        course.has_state(worker, course.record.rounds)
         course.furthest = max(course.furthest, course.record.rounds - 1)
         effects: list[Effect] = []
         if course.view is not None and not course.view.ending:
@@ -322,18 +318,4 @@ class ClusterMachine:
         assert course.record is not None
         assert course.view is not None
         lead, present = course.view.lead(course.record.rounds), members.present
-        return self._over(Finish(lead if lead in present else min(present)))
-
-    def _abort(self, reason: str) -> list[Effect]:
-        return self._over(Abort(reason))
-
-    def _ended_if_aborted(self, effects: list[Effect]) -> list[Effect]:
-        for effect in effects:
-            if isinstance(effect, Abort):
-                return self._over(effect)
-        return effects
-
-    def _over(self, word: Finish | Abort) -> list[Effect]:
-        self.course.phase, self.course.last_word = Phase.OVER, word
-        self.course.changed()
-        return [word]
+        return course.end(Finish(lead if lead in present else min(present)))

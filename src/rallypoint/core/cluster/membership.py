@@ -17,7 +17,7 @@ class Membership:
         incarnations: how many numbers have been given to processes that joined.
         workers, servers: who is here.
         proposed: workers that have brought the job's model, those who did so first first.
-        leaving: workers that were told to go, and hand their replicas back.
+        leaving: workers that were told to go, and whose replicas others take.
         done: workers that hold the last version.
         awaited: members known to an earlier coordinator that have not come back yet.
         given_up: workers given up for their silence, and until when the job's end is put off for them: most were only
@@ -47,7 +47,7 @@ class Membership:
         self.awaited = {*self.workers, *self.servers}
 
     def join(self, member: Member, role: str) -> int:
-        """A process came as "worker" or "server"; its birth number."""
+        """A process came as "worker" or "server"; its incarnation."""
         self.incarnations += 1
         self._of(role)[member.id] = msgspec.structs.replace(member, incarnation=self.incarnations)
         return self.incarnations

@@ -219,7 +219,8 @@ class WorkersHoldState:
         if not members.servers or (uploader and not active):
             return Wait()
         if not uploader:
-            return FromSnapshot("the model's state is lost with the workers that had it: going back to the last snapshot")
+            lost = "the model's state is lost with the workers that had it: going back to the last snapshot"
+            return FromSnapshot(lost)
         return FromWorker(uploader, self.holders.reached[uploader])
 
     def first_writers(self, uploader: str, servers: Sequence[str]) -> list[str]:

@@ -51,13 +51,18 @@ class SnapshotDuty:
         """A replica of `step` has been computed."""
         self._clocks[replica] = max(self._clocks.get(replica, 0), step + 1)
 
-    def is_due(self, record: JobRecord, furthest: int, now: float, *, ending: bool) -> bool:
-        """Is it time for another one, where `furthest` is the furthest step seen and `ending` that somebody is done?"""
+    def is_due(self, record: JobRecord, furthest: int, now: float, *, ending: bool, lead: int = 0) -> bool:
+        """Is it time for another one, where `furthest` is the furthest step seen and `ending` that somebody is done?
+
+        Those that are due by steps are of multiples of `snapshot_steps`, where they can be asked for in time: `lead`
+        steps before.
+        """
         if self.taking is not None or not self.terms.snapshots:
             return False
         version, when = self.last
         since = furthest + 1 - version
-        by_steps = 0 < self.terms.snapshot_steps <= since * record.steps_per_round
+        rounds = -(-self.terms.snapshot_steps // record.steps_per_round)
+        by_steps = rounds > 0 and furthest + max(1, lead) >= (version // rounds + 1) * rounds
         by_time = 0 < self.terms.snapshot_seconds <= now - when and since > 0
         return by_steps or by_time or self.wanted or (ending and not self.final)
 

@@ -60,8 +60,9 @@ class Snapshots:
         if not course.begun or course.phase is not Phase.RUNNING:
             return []
         assert course.record is not None
-        ending = course.view is not None and course.view.ending
-        return self.take() if self.duty.is_due(course.record, course.furthest, course.now, ending=ending) else []
+        ending, lead = course.view is not None and course.view.ending, course.strategies.snapshot_lead
+        due = self.duty.is_due(course.record, course.furthest, course.now, ending=ending, lead=lead)
+        return self.take() if due else []
 
     def take(self) -> list[Effect]:
         """Begin one, if everybody who is to write it can hear of it."""

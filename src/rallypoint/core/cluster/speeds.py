@@ -48,7 +48,7 @@ class Speeds:
         return {worker: known.get(worker, usual) for worker in workers}
 
     def makespan(self, assigned: Mapping[str, Sequence[int]], rates: Mapping[str, float]) -> float:
-        """Seconds until the last worker is through with its hand."""
+        """Seconds until the last worker has computed all of its replicas."""
         return max((len(own) / rates.get(worker, 1.0) for worker, own in assigned.items()), default=0.0)
 
     def known(self, assigned: Mapping[str, Sequence[int]]) -> bool:
@@ -71,7 +71,7 @@ class Speeds:
             if replica not in done and (step, replica) not in self._assisted
             and now - self._last.get(worker, now) > _LATE * self._usual(workers)
         ]  # fmt: skip
-        # One without a hand does not follow the job, and so has nothing to compute with.
+        # One without replicas does not follow the job, and so has nothing to compute with.
         idle = [w for w in workers if assigned.get(w) and set(assigned[w]) <= done and not any(w == slow for slow,
             _ in late)]
         if not late or not idle:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.recovery import Recovery, ServersHoldState, WorkersHoldState
-from rallypoint.core.cluster.snapshot_version import VersionRule, a_little_ahead, slowest_clock
+from rallypoint.core.cluster.snapshot_version import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 
@@ -21,6 +21,7 @@ class Strategies:
         backup_tasks: an idle worker is asked for a straggler's replica.
         workers_have_codec_states: workers are asked for those when a snapshot is taken.
         snapshot_version: which version the next snapshot is of.
+        snapshot_lead: so many steps before that version the snapshot is asked for.
     """
 
     recovery: Recovery = field(default_factory=ServersHoldState)
@@ -28,6 +29,7 @@ class Strategies:
     backup_tasks: bool = False
     workers_have_codec_states: bool = False
     snapshot_version: VersionRule = a_little_ahead
+    snapshot_lead: int = CAPTURE_AHEAD
 
 
 def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
@@ -40,4 +42,5 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         backup_tasks=terms.backup_tasks and not record.sticky and not record.stateful_workers,
         workers_have_codec_states=record.sticky and not record.stateful_workers,
         snapshot_version=slowest_clock if record.streaming else a_little_ahead,
+        snapshot_lead=0 if record.streaming else CAPTURE_AHEAD,
     )

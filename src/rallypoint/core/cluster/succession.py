@@ -127,7 +127,7 @@ class Succession:
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
         if event.snapshot == "":
-            return [Abort(course.recovery.no_snapshot)]
+            return course.end(Abort(course.recovery.no_snapshot))
         course.phase = Phase.RUNNING
         course.furthest = event.version - 1
         self.snapshots.duty.last = (event.version, course.now)

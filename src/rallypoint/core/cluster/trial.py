@@ -1,8 +1,8 @@
-"""Whether dealing replicas by the workers' speeds pays: such a deal is a trial, kept if rounds have become shorter.
+"""Does assigning replicas by the workers' speeds pay? Each such assignment is a trial, kept if rounds become shorter.
 
 A speed is measured while others compute. Workers that share a machine's cores slow each other down, and whichever
 happens to begin first looks fast: then replicas would move for nothing, or worse. What counts is how long a round,
-all R replicas of a step, takes before the deal and after it.
+all R replicas of a step, takes before the assignment and after it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass, field
 
 Assigned = Mapping[str, tuple[int, ...]]
 
-ROUNDS = 4  # that are measured before a deal, and of it;
+ROUNDS = 4  # that are measured before an assignment, and of it;
 SECONDS = 2.0  # and they last at least so long
-PAUSE_S, _LONGEST_PAUSE_S = 30.0, 1920.0  # after a deal that has not paid; twice as long after each further one
+PAUSE_S, _LONGEST_PAUSE_S = 30.0, 1920.0  # after one that has not paid; twice as long after each further one
 _PAID = 0.95  # times as long as before that a round may take
 
 
 @dataclass(slots=True)
 class Trial:
-    """The deal on trial, if there is one. `paid`: the last one has, so speeds count whenever replicas are dealt."""
+    """The assignment on trial, if there is one. `paid`: the last one has, so speeds count from then on."""
 
     paid: bool = False
     _former: Assigned | None = None  # to be returned to
@@ -45,17 +45,19 @@ class Trial:
             self._ends.popleft()
 
     def round(self, now: float) -> float | None:
-        """Seconds of a round, as another deal would have to beat it; None while that is not known, or not to be tried
-        again yet."""
+        """Seconds of a round, which another assignment would have to beat.
+
+        None while it is not known, or while none is to be tried yet.
+        """
         return self._seconds() if self._former is None and now >= self._not_before else None
 
     def begin(self, former: Assigned, seconds: float, start: int) -> None:
-        """Other hands than these, of which a round took so many seconds, will count from step `start` on."""
+        """Another assignment than `former`, whose rounds took so many seconds, counts from step `start` on."""
         self._former, self._before = former, seconds
         self._measure_from(start)
 
     def verdict(self, now: float, start: int) -> Assigned | None:
-        """The hands to return to from step `start` on, once it is known that the deal on trial has not paid."""
+        """The assignment to return to from step `start` on, once it is known that the one on trial has not paid."""
         seconds = self._seconds()
         if self._former is None or seconds is None:
             return None

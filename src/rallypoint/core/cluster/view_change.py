@@ -1,7 +1,7 @@
 """How one view follows another when members come and go: who holds which shard, and who computes which replica.
 
 A *home* is the server that holds a shard as its primary. `servers` are those that are here now, by id; a server of the
-view that is not among them, or was born again, holds nothing any more.
+view that is not among them, or has another incarnation, holds nothing any more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
 
-AHEAD = 2  # steps after the furthest one seen from which a new deal counts, so that nobody computes in vain
-_WORTH_IT = 1.1  # times as long as a fair deal that a step may take before replicas move
+AHEAD = 2  # steps after the furthest one seen from which a new assignment counts, so that nobody computes in vain
+_WORTH_IT = 1.1  # times as long as under a fair assignment that a step may take before replicas move
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------
@@ -55,7 +55,8 @@ def rebalanced(
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
     """Primary and backup of every shard, moved towards an even load from `primary`, the homes that survive.
 
-    A shard's new home is filled as its backup first. When all that are to move are in step they are promoted together.
+    A shard's new home is filled as its backup first. All that move are promoted together,
+    once they have caught up.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
@@ -73,7 +74,7 @@ def rebalanced(
 
 
 def still_caught_up(view: View, before: View, caught_up: AbstractSet[int]) -> set[int]:
-    """Those of the shards in step whose primary and backup are the same processes in `view` as in the one before."""
+    """Of the shards that have caught up, those with the same two processes in `view` as in the view before."""
     now, then = _pairs(view), _pairs(before)
     return {shard for shard in caught_up if now[shard] == then[shard]}
 
@@ -112,12 +113,12 @@ def following_assignments(
     assigned: Mapping[str, tuple[int, ...]], workers: Sequence[str], replicas: int, furthest: int, speeds: Speeds,
     round: float = 0.0,
 ) -> tuple[Assignment, ...]:  # fmt: skip
-    """How the replicas are dealt to `workers` (at least one), where `assigned` counts for the next step; {} if none
+    """Assign the replicas to `workers` (at least one), where `assigned` counts for the next step; {} if none
     does.
 
-    Replicas of those who are gone go to others at once. If that is uneven for the workers' speeds, a fair deal
+    Replicas of those who are gone go to others at once. If that is uneven for the workers' speeds, a fair one
     follows, which counts from a step a little ahead of the `furthest` one seen. If it is known what a `round` takes,
-    in seconds, what it takes beside computing counts too: no deal makes that shorter.
+    in seconds, what it takes beside computing counts too: no assignment makes that shorter.
     """
     rates = speeds.rates(workers)
     fair = assign_replicas(replicas, sorted(workers), rates)
@@ -135,7 +136,7 @@ def following_assignments(
 
 
 def says_nothing_new(view: View, before: View, furthest: int) -> bool:
-    """Does `view` differ from the one before in nothing but its number, and deals that no longer count?"""
+    """Does `view` differ from the one before in nothing but its number, and assignments that no longer count?"""
     pending = any(assignment.start > furthest + 1 for assignment in before.assignments)
     same_assignment = len(view.assignments) < 2 and not pending and view.assigned(0) == before.assigned(furthest + 1)
     assignments = before.assignments if same_assignment else view.assignments

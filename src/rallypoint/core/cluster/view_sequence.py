@@ -44,7 +44,7 @@ class ViewSequence:
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
             origin: str
     ) -> View:
-        """A view that makes everything before it void: all begin from snapshot `origin`, or what `uploader` brings.
+        """A view that makes everything before it stale: all begin from snapshot `origin`, or what `uploader` brings.
 
         ValueError when there is no server.
         """
@@ -80,7 +80,7 @@ class ViewSequence:
         self.view, self._last = view, view.number
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:
-        """`server` says that its backups of these shards, as they met in that view, are in step; is that new?
+        """`server` says that its backups of these shards, as they met in that view, have caught up; is that new?
 
         It counts of shards whose primary it is, and whose backup is still the one that it met then.
         """

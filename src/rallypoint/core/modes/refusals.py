@@ -1,8 +1,9 @@
-"""Which of a job's features its mode does not support, in sentences; and the table as Markdown."""
+"""Which of a job's features its mode does not support, in sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
 
 from rallypoint.core.modes.features import UNASKED, Feature
 from rallypoint.core.modes.table import CONFLICTS, TABLE, Cell, No, Only
@@ -26,14 +27,19 @@ _TYPES: dict[str, Mode] = {
 }  # fmt: skip
 
 
-def of_another_mode(kind: str, fields: Iterable[str]) -> str:
-    """Why a `sync` of this type cannot have a field that another mode has; "" if it has none of them."""
-    mode = _TYPES.get(kind)
+def of_another_mode(sync: Mapping[str, Any]) -> str:
+    """Why `sync`, as data, cannot have a field that only another mode has; "" if it has none of them."""
+    mode, over = _TYPES.get(sync.get("type", "sync")), sync.get("over")
     if mode is None:
         return ""
-    known, name = set(type(mode).__struct_fields__), name_of(mode)
-    strange = {_FIELDS[field] for field in fields if field in _FIELDS and field not in known}
-    return refusal(name, strange)
+    strange = _strange(mode, sync)
+    if isinstance(over, Mapping) and (policy := _TYPES.get(over.get("type", "sync"))) is not None:
+        strange |= _strange(policy, over)
+    return refusal(name_of(mode), strange)
+
+
+def _strange(mode: Mode, fields: Iterable[str]) -> set[Feature]:
+    return {_FIELDS[field] for field in fields if field in _FIELDS and field not in type(mode).__struct_fields__}
 
 
 def why_not(mode: ModeName, feature: Feature, features: Set[Feature] = frozenset()) -> str:

@@ -1,12 +1,12 @@
 """The worker's machine in an aligned job: what to compute, what to send, which versions to take, when to install them.
 
-When a version comes while its slot is being
-written (somebody else has computed our replica too), it is let go and fetched later (I5).
+A version may come while its slot is being written (another worker has computed our replica too): it is discarded then
+and fetched later (I5).
 
-Nothing here is ever repaired; it is done again (I2). A link that broke, a server that was replaced, a replica that
-changed hands: each only changes what this worker knows to have reached the shard's primary, and whatever has not is
-computed and sent once more. The model itself holds the version of the step in progress until every shard of the next
-one has come, so there is nothing to rewind for that.
+Nothing here is repaired; it is done again (I2). A link that broke, a server that was replaced, a replica that moved:
+each only changes what this worker knows to have reached the shard's primary. Whatever has not is computed and sent once
+more. The model itself holds the version of the step in progress until every shard of the next one has come, so there is
+nothing to rewind for that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.view import View
-from rallypoint.core.worker.scan import Lowest, Unanimity
+from rallypoint.core.worker.machine import SlotMachine
+from rallypoint.core.worker.scan import Unanimity
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -40,40 +41,32 @@ from rallypoint.core.worker.slots import (
     Send,
     Sent,
     Slot,
-    SlotMachine,
     ToWait,
     Viewed,
 )
+from rallypoint.core.worker.versions import Versions
 
 
 @dataclass(slots=True)
 class WorkerMachine(SlotMachine):
     """One worker's part in an aligned job, in which `step` is the version that the model holds.
 
-    Versions are the job's here, also where shards take turns: there, a shard's own version goes by the tick at which it
-    takes contributions next, the last of those it is right for. Only what is sent has the shard's own number.
+    Versions are the job's here, also in staggered rounds: there a shard's own version goes by the round at which it
+    takes contributions next. Only what is sent has the shard's own number.
     """
 
     cadence: Cadence = TOGETHER
-    in_order: bool = False  # the model goes from each version to the next, and may leave none out (AllReduce)
-    _held: list[int] = field(init=False)  # the version in a slot that is landing or landed
-    _newest: Lowest = field(init=False)  # the newest version known to exist, -1 when nothing is known
-    _whole: Lowest = field(init=False)  # the newest of which that can be begun with, likewise
-    _asked: list[int] = field(init=False)  # the version that was fetched and has not come
+    _versions: Versions = field(init=False)
     _here: Unanimity = field(init=False)
     _delivered: list[set[int]] = field(init=False)  # replicas of this step sent to the shard's primary
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
-    _installing: int = -1  # the version that the main thread is copying out of the slots
-    _finishing: bool = False  # it still does, although that version is void: the model is to be whole all the same
+    _finishing: bool = False  # it still installs a version that became stale, so that the model is whole (`in_order`)
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
-        self._held = [-1] * self.shards
-        self._newest = Lowest(self.shards, -1)
-        self._whole = Lowest(self.shards, -1)
+        self._versions = Versions(self._slots, self.cadence)
         self._here = Unanimity(self.shards)
-        self._asked = [-1] * self.shards
         self._delivered = [set() for _ in range(self.shards)]
 
     # ---- questions the shell asks ----
@@ -87,9 +80,9 @@ class WorkerMachine(SlotMachine):
         """
         if self._installing >= 0:
             return self._installing
-        known = self._newest.lowest
+        known = self._versions.newest.lowest
         if self.in_order and known >= 0:
-            return self.step + 1 if self.step >= 0 else self._whole.lowest
+            return self.step + 1 if self.step >= 0 else self._versions.whole.lowest
         return -1 if known < 0 else max(self.step + 1, known)
 
     def next_action(self) -> Action | None:
@@ -98,7 +91,7 @@ class WorkerMachine(SlotMachine):
             return Initialise() if self._may_initialise else None
         if self.complete:
             return Install(self.target)
-        if not 0 <= self.step < self.steps or self._newest.lowest < 0:
+        if not 0 <= self.step < self.steps or self._versions.newest.lowest < 0:
             return None  # (or nothing has been heard for a while: this step may be long over)
         for replica in self.assigned:
             if any(self._needs(shard, replica) for shard in range(self.shards)):
@@ -115,7 +108,7 @@ class WorkerMachine(SlotMachine):
 
     @property
     def takes_part(self) -> bool:
-        """Is there anything dealt to this worker, now or later?"""
+        """Does this worker compute anything, now or later?"""
         return self.view is not None and self.view.takes_part(self.me, self.step)
 
     @property
@@ -132,16 +125,11 @@ class WorkerMachine(SlotMachine):
         own = self.view.replicas_of(self.me, self.step) if self.view is not None else ()
         return sorted({*own, *self._assists})
 
-    @property
-    def keeps(self) -> frozenset[int]:
-        """The replicas that this worker may contribute for as things are."""
-        return frozenset(self.assigned)
-
     def may_fill(self, shard: int) -> bool | None:
         """May the gradient be written into the slot now? None: it need not be written at all."""
         if self._slots[shard] is Slot.FILLING:
             return True
-        if shard not in self._wanted or self._newest[shard] > self.step:
+        if shard not in self._wanted or self._versions.newest[shard] > self.step:
             return None
         return self._slots[shard] is Slot.FREE
 
@@ -156,17 +144,18 @@ class WorkerMachine(SlotMachine):
         """The shards that the install in progress is of: those that the model does not hold already."""
         return [shard for shard in range(self.shards) if self._changes(shard, self._installing)]
 
+    @property
+    def row_version(self) -> int | None:
+        """The version of which a replica in progress reads rows of tables."""
+        return max(0, self.step)
+
     def contributes(self, shard: int, replica: int) -> bool:
         """Does this replica contribute to that shard at the step in progress?"""
         return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
 
-    # ---- what the main thread does ----
-
-    def _begin_install(self, version: int) -> None:
-        self._installing = version
-
     def _begin_replica(self, replica: int) -> None:
-        self._wanted = frozenset(self._needed_by(replica))
+        SlotMachine._begin_replica(self, replica)
+        self._wanted = frozenset(shard for shard in range(self.shards) if self._needs(shard, replica))
 
     # ---- events ----
 
@@ -176,24 +165,22 @@ class WorkerMachine(SlotMachine):
             case Filled(shard=shard):
                 return self._filled(shard)
             case Sent(shard=shard, serial=serial):
-                self._sent(shard, serial)
+                self._slots.sent(shard, serial)
                 return []
-            case ReplicaComputed() | ReplicaAbandoned():
-                return self._end_replica()
             case Arriving():
                 return self._arriving(event)
             case Landed(shard=shard):
                 if self._slots[shard] is Slot.LANDING:
                     self._slots[shard] = Slot.LANDED
-                return self._seek() if self._held[shard] != self._right(shard, self.target) else []
+                return self._seek() if self._versions.held[shard] != self._versions.right(shard, self.target) else []
+            case ReplicaComputed() | ReplicaAbandoned():
+                self._computing, self._wanted, self.rewound = None, frozenset(), False
+                self._slots.free(Slot.FILLING)
+                return self._seek()
             case Installed():
-                if self._installing < 0:  # rewound meanwhile
-                    finishing, self._finishing = self._finishing, False
-                    return self._seek() if finishing else []
-                version, self._installing = self._installing, -1
-                return self._begin_step(version)
+                return self._installed()
             case ToWait():
-                return []  # nobody is ahead here
+                return []  # no replica is ahead of the others here
             case Assisted(step=step, replica=replica):
                 if step == self.step:
                     self._assists.add(replica)
@@ -203,59 +190,51 @@ class WorkerMachine(SlotMachine):
                 return [Follow(server)] if self.following else []
             case LinkLost(server=server):
                 self._links.discard(server)
-                self._initialise = self._initialise or self._first_weights_lost(server)
+                if self._uploads_first_weights() and any(self._versions.newest[s] < 0 for s in self._at([server])):
+                    self._initialise = True  # they may be lost
                 self._forget(self._at([server]))
                 return []
             case Viewed(view=view):
                 return self._viewed(view)
 
     def _filled(self, shard: int) -> list[Effect]:
-        home = self._home(shard)
-        if self._computing is None or self.rewound or home not in self._links or self._newest[shard] > self.step:
+        home, over = self._home(shard), self._versions.newest[shard] > self.step
+        if self._computing is None or self.rewound or home not in self._links or over:
             self._slots[shard] = Slot.FREE
             return self._seek()
         self._delivered[shard].add(self._computing)
         own = self.cadence.updates_before(shard, self.step)
-        return [Send(shard, own, self._computing, home, self._queue(shard), self._number)]
-
-    def _end_replica(self) -> list[Effect]:
-        self._computing, self._wanted, self.rewound = None, frozenset(), False
-        self._let_go()
-        return self._seek()
+        return [Send(shard, own, self._computing, home, self._slots.queue(shard), self._number)]
 
     def _arriving(self, event: Arriving) -> list[Effect]:
         shard, version = event.shard, self.cadence.round_of(event.shard, event.version)
         if self.view is None or event.view < self.view.generation:
             return [Discard(shard)]
         if event.begins and self.step >= 0:
-            # Of a beginning that we have not heard of yet; when we have, the links are made anew and it comes again.
+            # It begins a generation of which this worker has not heard. With its view the links are made anew, and it
+            # comes again.
             return [Discard(shard)]
         before = self.target
-        self._newest.raise_to(shard, version)
-        self._whole.raise_to(shard, version if event.whole else -1)
+        self._versions.exists(shard, version, whole=event.whole)
         target = self.target
-        if self._asked[shard] == version:
-            self._asked[shard] = -1
-        # A slot still QUEUED is no obstacle: that the version exists means the server needs nothing more from this
-        # step, so whatever else leaves from these bytes will be dropped as a repeat (I2).
-        right = self._right(shard, target)
+        right = self._versions.right(shard, target)
         usable = not self._finishing and (event.whole or self.step >= 0)
-        has_room = self._slots[shard] in (Slot.FREE, Slot.QUEUED) or (
-            self._slots[shard] is Slot.LANDED and self._held[shard] != right
-        )
         # Before anything is known of the other shards (the first version, a late joiner), take what comes.
-        if usable and has_room and version > self._right(shard, self.step) and right in (-1, version):
+        expected = version > self._versions.right(shard, self.step) and right in (-1, version)
+        if usable and expected and self._versions.has_room(shard, right):
             self._slots[shard] = Slot.LANDING
-            self._held[shard] = version
+            self._versions.held[shard] = version
             landing: list[Effect] = [Land(shard)]
             return landing if target == before else [*landing, *self._seek()]
         return [Discard(shard), *self._seek()]
 
-    def _begin_step(self, step: int) -> list[Effect]:
-        self.step = step
-        self._slots = [Slot.FREE] * self.shards
-        self._held = [-1] * self.shards
-        self._asked = [-1] * self.shards
+    def _installed(self) -> list[Effect]:
+        if self._installing < 0:  # there was a roll-back meanwhile
+            finishing, self._finishing = self._finishing, False
+            return self._seek() if finishing else []
+        self.step, self._installing = self._installing, -1
+        self._slots.free_all()
+        self._versions.begin_step()
         self._delivered = [set() for _ in range(self.shards)]
         self._assists.clear()
         return self._seek()
@@ -268,7 +247,13 @@ class WorkerMachine(SlotMachine):
             self._rewind(view)
         else:
             self._forget(self._moved(before, view, stayed))
-        return [*self._follow_or_not(view), *self._seek()]
+        following = view.ending or view.takes_part(self.me, self.step)
+        begins, ends = following and not self.following, self.following and not following
+        self.following = following
+        if begins:
+            self._versions.unknown()
+        news: list[Effect] = [Follow(server, following) for server in sorted(self._links)] if begins or ends else []
+        return [*news, *self._seek()]
 
     def _rewind(self, view: View) -> None:
         """All members go back to `view.origin`."""
@@ -276,37 +261,17 @@ class WorkerMachine(SlotMachine):
         self._finishing = self._finishing or (self.in_order and self._installing >= 0)
         self._installing = -1
         self._wanted = frozenset()
-        self._held = [-1] * self.shards
-        self._newest = Lowest(self.shards, -1)
-        self._whole = Lowest(self.shards, -1)
-        self._asked = [-1] * self.shards
+        self._versions.forget_all()
         self._delivered = [set() for _ in range(self.shards)]
         self._assists.clear()
 
-    def _first_weights_lost(self, server: str) -> bool:
-        return self._uploads_first_weights() and any(self._newest[s] < 0 for s in self._at([server]))
-
-    def _follow_or_not(self, view: View) -> list[Effect]:
-        following = view.ending or view.takes_part(self.me, self.step)
-        if following == self.following:
-            return []
-        self.following = following
-        if following:
-            self._newest = Lowest(self.shards, -1)  # nothing was heard for a while
-            self._whole = Lowest(self.shards, -1)
-        return [Follow(server, following) for server in sorted(self._links)]
-
     def _forget(self, shards: Iterable[int]) -> None:
-        """Nothing is known to have reached these shards' primary; what was under way to or from it is lost."""
+        """Nothing is known to have reached these shards' primary; what was on its way to or from it is lost."""
         for shard in shards:
             self._delivered[shard].clear()
-            self._asked[shard] = -1
+            self._versions.asked[shard] = -1
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
-
-    def _right(self, shard: int, step: int) -> int:
-        """The version of this shard that is right for a step, by the name that it has here."""
-        return self.cadence.next_due(shard, step)
 
     def _changes(self, shard: int, target: int) -> bool:
         """Does the target have another version of this shard than the model?"""
@@ -314,17 +279,12 @@ class WorkerMachine(SlotMachine):
 
     def _in_place(self, shard: int, target: int) -> bool:
         """Is what the target needs of this shard here, in the model or in its slot?"""
-        if not self._changes(shard, target):
-            return True
-        return self._slots[shard] is Slot.LANDED and self._held[shard] == self._right(shard, target)
-
-    def _needed_by(self, replica: int) -> list[int]:
-        """The shards that have not had this replica's contribution to the step in progress from us, and still may."""
-        return [shard for shard in range(self.shards) if self._needs(shard, replica)]
+        return not self._changes(shard, target) or self._versions.landed(shard, target)
 
     def _needs(self, shard: int, replica: int) -> bool:
+        """Has the shard not had this replica's contribution to the step in progress from us, and may it still?"""
         return (
-            self._newest[shard] <= self.step and replica not in self._delivered[shard]
+            self._versions.newest[shard] <= self.step and replica not in self._delivered[shard]
             and self.contributes(shard, replica) and self._home(shard) in self._links
         )  # fmt: skip
 
@@ -334,11 +294,21 @@ class WorkerMachine(SlotMachine):
         if target < 0 or not self.following or self._finishing:
             return []
         effects: list[Effect] = []
-        for shard, slot in enumerate(self._slots):
-            right = self._right(shard, target)
-            has_room = slot in (Slot.FREE, Slot.QUEUED) or (slot is Slot.LANDED and self._held[shard] != right)
-            known = self._newest[shard] >= right and self._asked[shard] != right and self._changes(shard, target)
-            if has_room and known and self._home(shard) in self._links:
-                self._asked[shard] = right
+        for shard in range(self.shards):
+            wanted = self._versions.wanted(shard, target) and self._changes(shard, target)
+            if wanted and self._home(shard) in self._links:
+                self._versions.asked[shard] = self._versions.right(shard, target)
                 effects.append(Fetch(shard, self.cadence.updates_before(shard, target), self._home(shard)))
         return effects
+
+    # ---- invariants ----
+
+    def validate(self) -> None:
+        """AssertionError, with a sentence, if an invariant does not hold."""
+        SlotMachine.validate(self)
+        self._versions.validate()
+        assert self._installing < 0 or self._installing > self.step, f"it goes from {self.step} to {self._installing}"
+        assert not self._wanted or self.computing, "shards are wanted of no replica"
+        assert self.step <= self.steps, f"step {self.step} of {self.steps}"
+        sent = {shard for shard, replicas in enumerate(self._delivered) if replicas}
+        assert not sent or 0 <= self.step < self.steps, f"contributions to {sent} outside of any step"

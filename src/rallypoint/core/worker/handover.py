@@ -1,12 +1,12 @@
-"""A worker's side of handing over what its codecs remember of a replica (error feedback's residual, say).
+"""A worker's side of moving codec states (error feedback's residual, say) when a replica moves to another worker.
 
-What a codec remembers of (shard, replica) is a *memory*. Like a contribution it has a name, (shard, replica, step): it
-is what there is after that step's contribution was encoded, and is always the same, whoever holds it. A worker that
-keeps a replica no longer gives its memories to the shards' primaries (or says that it has nothing new), each until that
-primary has said that it has it; one that begins with a replica recalls them there first, and computes once every shard
-has answered. `core/shard/relay.py` is the other side.
+What a codec remembers of (shard, replica) is a *codec state*. Like a contribution it has a name, (shard, replica,
+step): it is what there is after that step's contribution was encoded, and it is always the same, whoever holds it. A
+worker that keeps a replica no longer *gives* its codec states to the shards' primaries (or says that it has nothing
+new), each until that primary has said that it has it. A worker that begins with a replica *recalls* them there first,
+and computes once every shard has answered. `core/shard/relay.py` is the other side.
 
-Nothing is trusted to a connection: what was under way when one broke is given, or asked for, again.
+Nothing is trusted to a connection: what was on its way when one broke is given, or asked for, again.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Paths:
 
 @dataclass(slots=True)
 class Handover:
-    """`shards` are those that have memories."""
+    """`shards` are those that have codec states."""
 
     shards: tuple[int, ...]
-    _here: set[int] = field(default_factory=set)  # replicas whose memories are here, or that begin with none
+    _here: set[int] = field(default_factory=set)  # replicas whose codec states are here, or that begin with none
     _missing: dict[int, set[int]] = field(default_factory=dict)  # of replicas that are recalled: shards without answer
     _asked: dict[Key, tuple[str, int]] = field(default_factory=dict)
     _giving: dict[Key, tuple[str, int] | None] = field(default_factory=dict)  # not acknowledged; on which connection
@@ -56,7 +56,7 @@ class Handover:
         return replica in self._here
 
     def drop_all(self) -> None:
-        """There was a roll-back: all memories are of a past that does not count."""
+        """There was a roll-back: all codec states are stale."""
         for known in (self._here, self._missing, self._asked, self._giving):
             known.clear()
 
@@ -66,17 +66,23 @@ class Handover:
         """This replica is to be computed here: the shards to ask now, and the server of each."""
         if replica in self._here:
             return []
-        missing = self._missing.setdefault(replica, set(self.shards))
-        asks: list[tuple[int, str]] = []
-        for shard in sorted(missing):
-            way = paths.to(shard)
-            if way is not None and self._asked.get((shard, replica)) != way:
-                self._asked[shard, replica] = way
-                asks.append((shard, way[0]))
-        return asks
+        asks = self._unasked(replica, paths)
+        self._missing.setdefault(replica, set(self.shards))
+        for shard, way in asks:
+            self._asked[shard, replica] = way
+        return [(shard, server) for shard, (server, _) in asks]
+
+    def can_recall(self, replica: int, paths: Paths) -> bool:
+        """Would `recall` ask anybody now?"""
+        return replica not in self._here and bool(self._unasked(replica, paths))
+
+    def _unasked(self, replica: int, paths: Paths) -> list[tuple[int, tuple[str, int]]]:
+        missing = sorted(self._missing.get(replica, self.shards))
+        ways = [(shard, paths.to(shard)) for shard in missing]
+        return [(shard, way) for shard, way in ways if way is not None and self._asked.get((shard, replica)) != way]
 
     def answered(self, shard: int, replica: int) -> bool:
-        """The shard's primary has answered; is that what is waited for, or an answer of which nobody has use?"""
+        """The shard's primary has answered; False if this worker does not wait for that answer (any more)."""
         missing = self._missing.get(replica, set())
         if shard not in missing:
             return False
@@ -90,7 +96,7 @@ class Handover:
     # ---- giving ----
 
     def release(self, keeps: AbstractSet[int]) -> list[Key]:
-        """This worker keeps only these replicas: the memories that are to be given back.
+        """This worker keeps only these replicas: the codec states that it gives back.
 
         That includes those of which nothing has been encoded here, and those of which the answer has not come: the
         primary takes this worker for their owner.

@@ -1,22 +1,23 @@
 """The worker's machine in a streaming job: each replica goes at its own pace, and asks for what it needs next.
 
-A turn is one replica's step: compute it from the parameters held, push it shard by shard, and with each push say which
-replica comes next; every shard answers with its parameters for that one, and with the clock that it has of it. When all
-answers have come they are installed, and the next turn begins.
+The worker computes one step of one replica after the other. For each it uses the parameters that it holds, pushes the
+contribution shard by shard, and says with each push which replica comes next. Every shard answers with its parameters
+for that replica, and with the clock that it has of it. When all answers have come they are installed, and the next
+replica's step begins.
 
-As in `core/worker/aligned.py` nothing is repaired: what may not have arrived is computed and sent again (I2),
-    what was wanted
-and may not have been heard is wanted again. A replica that comes from another worker begins at the lowest clock that
-any shard has of it; those that are ahead drop the repeat.
+As in `core/worker/aligned.py` nothing is repaired: what may not have arrived is computed and sent again (I2), and what
+was wanted is wanted again if the server may not have heard it. A replica that comes from another worker begins at the
+lowest clock that any shard has of it; shards that are ahead drop the repeat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import View
+from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.scan import Unanimity
 from rallypoint.core.worker.slots import (
     Action,
@@ -39,7 +40,6 @@ from rallypoint.core.worker.slots import (
     Send,
     Sent,
     Slot,
-    SlotMachine,
     ToWait,
     Viewed,
     Want,
@@ -48,7 +48,7 @@ from rallypoint.core.worker.slots import (
 
 @dataclass(slots=True)
 class StreamMachine(SlotMachine):
-    """One worker's part in a streaming job, in which `step` is that of the replica whose turn it is."""
+    """One worker's part in a streaming job, in which `step` is that of the replica that is computed."""
 
     _clocks: dict[int, int] = field(default_factory=dict)  # the next step of each replica, as far as known here
     _current: int | None = None  # the replica that is being computed, or will be once its parameters are installed
@@ -58,15 +58,18 @@ class StreamMachine(SlotMachine):
     _answers: list[int] = field(init=False)  # the clock that came with what is landing or has landed; -1 if nothing
     _versions: list[int] = field(init=False)  # what is landing or has landed
     _bases: list[int] = field(init=False)  # what the model holds
-    _delivered: list[bool] = field(init=False)  # this turn's contribution has been sent to the shard's primary
+    _delivered: list[bool] = field(init=False)  # this step's contribution has been sent to the shard's primary
     _here: Unanimity = field(init=False)
-    _installing: bool = False
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
         self._here = Unanimity(self.shards)
-        self._answers, self._versions = [-1] * self.shards, [-1] * self.shards
         self._bases = [0] * self.shards
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """Nothing has been asked for, answered or delivered."""
+        self._answers, self._versions = [-1] * self.shards, [-1] * self.shards
         self._asked, self._delivered = [False] * self.shards, [False] * self.shards
 
     # ---- questions the shell asks ----
@@ -77,47 +80,38 @@ class StreamMachine(SlotMachine):
         return -1 if self._next is None else self.step + 1
 
     @property
-    def takes_part(self) -> bool:
-        """Is there anything dealt to this worker?"""
-        return bool(self.assigned)
-
-    @property
-    def assigned(self) -> list[int]:
-        """The replicas dealt to this worker, ascending: the newest deal counts at once."""
+    def assigned(self) -> Sequence[int]:
+        """The replicas assigned to this worker, ascending: the newest assignment counts at once."""
         assignments = self.view.assignments if self.view is not None else ()
         return sorted(assignments[-1].replicas.get(self.me, ())) if assignments else []
 
     @property
     def keeps(self) -> frozenset[int]:
-        """The replicas that this worker may contribute for as things are: the turn in hand is its own to the end."""
-        current = self._current if self._ready else self._next if self._installing else None
+        """The replicas that this worker may contribute for: those assigned, and the one that it has begun."""
+        current = self._current if self._ready else self._next if self._installing >= 0 else None
         return frozenset(self.assigned if current is None else (*self.assigned, current))
 
     @property
     def upcoming(self) -> tuple[int, int] | None:
-        """The step and replica whose turn is next."""
+        """The step and replica that come next."""
         known = self._next is not None and self._next != EVERYTHING and self._next in self._clocks
         return (self._clocks[self._next], self._next) if known and self._next is not None else None
-
-    @property
-    def missing(self) -> list[int]:
-        """Shards whose answer is not here."""
-        return [shard for shard, slot in enumerate(self._slots) if slot is not Slot.LANDED]
 
     def next_action(self) -> Action | None:
         """What the main thread is to do now; None when it has to wait."""
         if self._initialise:
             return Initialise() if self._may_initialise else None
-        if self._computing is not None or self._installing:
+        if self._computing is not None or self._installing >= 0:
             return None
-        if self._ready and self._current is not None and self._undelivered:
+        left = self._ready and any(self._is_left(s) and self._home(s) in self._links for s in range(self.shards))
+        if left and self._current is not None:
             return Compute(self.step, self._current)
         return Install(self._landed_clock) if self.complete else None
 
     @property
     def complete(self) -> bool:
         """Is all here that is to be installed next, and the main thread free to do it?"""
-        if self._computing is not None or self._installing or self._next is None:
+        if self._computing is not None or self._installing >= 0 or self._next is None:
             return False
         return self._all_landed
 
@@ -134,14 +128,6 @@ class StreamMachine(SlotMachine):
             return None
         return self._slots[shard] is Slot.FREE
 
-    # ---- what the main thread does ----
-
-    def _begin_install(self, version: int) -> None:
-        self._installing = True
-
-    def _begin_replica(self, replica: int) -> None:
-        """What it is for is known by its turn."""
-
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:
@@ -150,14 +136,14 @@ class StreamMachine(SlotMachine):
             case Filled(shard=shard):
                 return self._filled(shard)
             case Sent(shard=shard, serial=serial):
-                self._sent(shard, serial)
+                self._slots.sent(shard, serial)
                 return []
             case Arriving():
                 return self._arriving(event)
             case Landed(shard=shard):
                 if self._slots[shard] is Slot.LANDING:
                     self._slots[shard] = Slot.LANDED
-                return self._check_turn()
+                return self._check_clock()
             case ReplicaComputed() | ReplicaAbandoned():
                 return self._end_replica()
             case Installed():
@@ -167,7 +153,8 @@ class StreamMachine(SlotMachine):
                 return self._ask()
             case LinkLost(server=server):
                 self._links.discard(server)
-                self._initialise = self._initialise or self._first_weights_lost(server)
+                if self._uploads_first_weights() and any(self._answers[s] < 0 for s in self._at([server])):
+                    self._initialise = True  # they may be lost
                 self._forget(self._at([server]))
                 return self._choose_again()  # who waits for the end of the job may have to contribute once more
             case Viewed(view=view):
@@ -187,23 +174,20 @@ class StreamMachine(SlotMachine):
         self._delivered[shard] = True
         wants = self._following()
         self._asked[shard] = wants is not None
-        return [
-            Send(
-                shard, self.step, self._computing, home, self._queue(shard), self._number, base=self._bases[shard],
-                wants=wants,
-            )
-        ]  # fmt: skip
+        serial, base = self._slots.queue(shard), self._bases[shard]
+        return [Send(shard, self.step, self._computing, home, serial, self._number, base=base, wants=wants)]
 
     def _following(self) -> int | None:
-        """Whose parameters are to be in the answers to this turn's contributions (decided once a turn)."""
+        """The replica whose parameters the answers to this step's contributions are to hold (decided once a step)."""
         if self._next is None and self._current is not None:
-            self._next = self._choose({**self._clocks, self._current: self.step + 1})
+            clocks = {**self._clocks, self._current: self.step + 1}
+            self._next = _choose(self, clocks)
         return self._next
 
     def _end_replica(self) -> list[Effect]:
         computing, self._computing, self.rewound = self._computing, None, False
-        self._let_go()
-        if computing is None or computing != self._current or self._left:
+        self._slots.free(Slot.FILLING)
+        if computing is None or computing != self._current or any(map(self._is_left, range(self.shards))):
             return []  # rewound; or once more, as soon as there is a link
         self._following()
         self._clocks[computing] = self.step + 1
@@ -216,14 +200,14 @@ class StreamMachine(SlotMachine):
             return [Discard(shard)]
         if event.replica != self._next or not self._asked[shard] or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
             return [Discard(shard)]  # not wanted (any more), or here already
-        if self._installing or self._slots[shard] is not Slot.FREE:
+        if self._installing >= 0 or self._slots[shard] is not Slot.FREE:
             self._asked[shard] = False  # a late answer, or one that overtook the news that the gradient has left
             return [Discard(shard), *self._ask()]
         self._slots[shard] = Slot.LANDING
         self._answers[shard], self._versions[shard] = event.clock, event.version
         return [Land(shard)]
 
-    def _check_turn(self) -> list[Effect]:
+    def _check_clock(self) -> list[Effect]:
         """All answers are here: is there anything left for that replica to do?"""
         if self._next is None or self._next == EVERYTHING or not self._all_landed:
             return []
@@ -231,14 +215,13 @@ class StreamMachine(SlotMachine):
         return self._choose_again() if self._landed_clock >= self.steps else []
 
     def _installed(self) -> list[Effect]:
-        if not self._installing:
+        if self._installing < 0:
             return []  # rewound meanwhile
-        self._installing = False
+        self._installing = -1
         self.step, self._current, self._next = self._landed_clock, self._next, None
         self._bases = list(self._versions)
-        self._slots = [Slot.FREE] * self.shards
-        self._answers, self._versions = [-1] * self.shards, [-1] * self.shards
-        self._asked, self._delivered = [False] * self.shards, [False] * self.shards
+        self._slots.free_all()
+        self._forget_all()
         self._ready = self._current != EVERYTHING
         if self._current == EVERYTHING:
             self._current = None
@@ -260,38 +243,25 @@ class StreamMachine(SlotMachine):
         self._start_generation(view)
         self._clocks.clear()
         self._current = self._next = None
-        self._ready = self._installing = False
-        self._answers, self._versions = [-1] * self.shards, [-1] * self.shards
-        self._asked, self._delivered = [False] * self.shards, [False] * self.shards
-
-    def _first_weights_lost(self, server: str) -> bool:
-        return self._uploads_first_weights() and any(self._answers[s] < 0 for s in self._at([server]))
+        self._ready, self._installing = False, -1
+        self._forget_all()
 
     def _forget(self, shards: Iterable[int]) -> None:
-        """Nothing is known to have reached these shards' primary; what was under way to or from it is lost."""
+        """Nothing is known to have reached these shards' primary; what was on its way to or from it is lost."""
         for shard in shards:
             self._clocks.clear()  # what was sent of any replica may be lost with it: the answers will tell
             self._delivered[shard] = self._asked[shard] = False
-            # An answer is about the replica that is wanted next. This turn's contribution may have been lost after it.
+            # An answer is about the replica that is wanted next. This step's contribution may have been lost after it.
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING) or (self._ready and self._slots[shard] is Slot.LANDED):
                 self._slots[shard] = Slot.FREE
                 self._answers[shard] = -1
 
-    # ---- whose turn ----
-
-    @property
-    def _left(self) -> list[int]:
-        """The shards that have not had this turn's contribution."""
-        return [shard for shard in range(self.shards) if self._is_left(shard)]
+    # ---- which replica comes next ----
 
     def _is_left(self, shard: int) -> bool:
+        """Has the shard not had the contribution of the step in progress?"""
         current = self._current if self._ready else None
         return current is not None and not self._delivered[shard] and self.contributes(shard, current)
-
-    @property
-    def _undelivered(self) -> list[int]:
-        """Those of them that can have it now."""
-        return [shard for shard in self._left if self._home(shard) in self._links]
 
     @property
     def _landed_clock(self) -> int:
@@ -302,31 +272,21 @@ class StreamMachine(SlotMachine):
             (self._answers[s] for s in range(self.shards) if self.contributes(s, self._next)), default=self.steps
         )
 
-    def _choose(self, clocks: dict[int, int]) -> int | None:
-        """The replica that is furthest behind of those dealt to us; at the end, everything; else nothing."""
-        if self.step >= self.steps:
-            return None
-        left = [replica for replica in self.assigned if clocks.get(replica, 0) < self.steps]
-        if left:
-            return min(left, key=lambda replica: (clocks.get(replica, 0), replica))
-        finished = bool(self.assigned) or (self.view is not None and self.view.ending)
-        return EVERYTHING if finished else None
-
     def _choose_again(self) -> list[Effect]:
         """While nothing is computed: is what is wanted still what should be?"""
-        if self._ready or self._installing:
-            return []  # the turn in hand comes first, even if it was dealt to somebody else meanwhile
-        wanted = self._choose(self._clocks)
+        if self._ready or self._installing >= 0:
+            return []  # the step in progress comes first, even if its replica was reassigned meanwhile
+        wanted = _choose(self, self._clocks)
         if wanted == self._next:
             return []
         self._next = wanted
         self._asked = [False] * self.shards
-        self._slots = [Slot.FREE if slot in (Slot.LANDED, Slot.LANDING) else slot for slot in self._slots]
+        self._slots.free(Slot.LANDED, Slot.LANDING)
         return self._ask()
 
     def _ask(self) -> list[Effect]:
         """Want, of every shard that has not heard of it, what is to be installed next."""
-        if self._next is None or self._ready or self._installing:
+        if self._next is None or self._ready or self._installing >= 0:
             return []
         effects: list[Effect] = []
         for shard, slot in enumerate(self._slots):
@@ -334,3 +294,30 @@ class StreamMachine(SlotMachine):
                 self._asked[shard] = True
                 effects.append(Want(shard, self._next, self._home(shard)))
         return effects
+
+    # ---- invariants ----
+
+    def validate(self) -> None:
+        """AssertionError, with a sentence, if an invariant does not hold."""
+        SlotMachine.validate(self)
+        assert not self._ready or self._current is not None, "the model is ready for no replica"
+        assert not (self._ready and self._installing >= 0), "it installs before the step in progress is over"
+        computing = self._computing
+        assert computing is None or computing == self._current or self.rewound, f"it computes {computing} unasked"
+        assert self._current is None or 0 <= self.step < self.steps, f"step {self.step} of {self.steps}"
+        assert all(0 <= clock <= self.steps for clock in self._clocks.values()), f"clocks {self._clocks}"
+        for shard, slot in enumerate(self._slots):
+            if slot in (Slot.LANDING, Slot.LANDED):
+                assert self._next is not None, f"slot {shard} is {slot}, but nothing is wanted"
+                assert self._answers[shard] >= 0, f"slot {shard} is {slot}, but of no clock"
+
+
+def _choose(machine: StreamMachine, clocks: Mapping[int, int]) -> int | None:
+    """The assigned replica that is furthest behind; at the end, everything; else nothing."""
+    if machine.step >= machine.steps:
+        return None
+    left = [replica for replica in machine.assigned if clocks.get(replica, 0) < machine.steps]
+    if left:
+        return min(left, key=lambda replica: (clocks.get(replica, 0), replica))
+    finished = bool(machine.assigned) or (machine.view is not None and machine.view.ending)
+    return EVERYTHING if finished else None

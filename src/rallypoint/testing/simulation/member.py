@@ -110,7 +110,7 @@ def to_coordinator(said: Any) -> Message:
         case ("done", generation):
             return Done(generation)
         case ("captured", id, indices):
-            return Stored(id, {}, {index: ("", 0, 0, "") for index in indices})
+            return Stored(id, {}, dict.fromkeys(indices, ("", 0, 0, "")))
         case ("snapshot lost", id, reason, passed):
             return NotStored(id, reason, passed)
         case _:

@@ -1,98 +1,70 @@
-"""What this worker's codecs remember of its replicas, handed over when a replica changes hands."""
+"""Codec states on the move: out of the encoder and to a shard's primary, or from there into the encoder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Set as AbstractSet
-
 from rallypoint.codec.state import CodecState, ShardCodecStates
-from rallypoint.config import JobConfig
-from rallypoint.core.layout import Layout
-from rallypoint.core.worker.handover import Handover, Key, Paths
-from rallypoint.errors import ProtocolError
+from rallypoint.core.layout import Shard
+from rallypoint.core.worker.handover import Key
+from rallypoint.core.worker.shell import WorkerShell
+from rallypoint.core.worker.slots import CodecEffect, Give, Recall, Release, ResetCodecs, Send
 from rallypoint.net.frames import COPY, Header, Kind
 from rallypoint.worker.exchange.encoder import Encoder
-
-Send = Callable[[str, Header, memoryview | None], None]
+from rallypoint.worker.exchange.links import Links
 
 
 class CodecStates:
-    """The shell around `Handover`: it moves memories between the encoder and the links. Guarded by the exchange's lock.
+    """Runs what the shell decides about codec states (`core/worker/custody.py`).
 
-    `send(server, header, payload)` queues a frame and never blocks; whoever sends fills in the view's number.
+    Everything needs the exchange's lock, save for `check` and `copy`. No call blocks: frames are only queued.
     """
 
-    def __init__(self, layout: Layout, encoder: Encoder, formats: ShardCodecStates, send: Send) -> None:
-        self._layout, self._encoder, self._formats, self._send = layout, encoder, formats, send
-        self._handover = Handover(formats.among(layout))
+    def __init__(self, shell: WorkerShell, encoder: Encoder, formats: ShardCodecStates, links: Links) -> None:
+        self._shell, self._encoder, self._formats, self._links = shell, encoder, formats, links
         self._given: dict[Key, CodecState] = {}  # what no server has yet
 
-    @property
-    def settled(self) -> bool:
-        """Has everything been taken that this worker had to give?"""
-        return self._handover.settled
+    def run(self, effect: CodecEffect) -> None:
+        """Do what the shell has decided."""
+        match effect:
+            case ResetCodecs():
+                self._encoder.reset()
+                self._given.clear()
+            case Recall(shard=shard, replica=replica, server=server):
+                self._send(server, Header(Kind.RECALL, shard=shard, replica=replica), None)
+            case Release(shard=shard, replica=replica):
+                if (codec_state := self._encoder.give(shard, replica)) is not None:
+                    self._given[shard, replica] = codec_state
+                else:
+                    self._given.pop((shard, replica), None)
+            case Give(shard=shard, replica=replica, server=server):
+                given = self._given.get((shard, replica))
+                self._send(server, _header(shard, replica, given), None if given is None else given.data)
 
-    def drop_all(self) -> None:
-        """There was a roll-back. (What the encoder remembers, it forgets before anything is recalled.)"""
-        self._handover.drop_all()
-        self._given.clear()
-
-    # ---- a replica that is to be computed here ----
-
-    def ready(self, replica: int, paths: Paths) -> bool:
-        """Is all here that there is of this replica? If not, it is asked for."""
-        self._give(paths)  # first: it may be our own
-        for shard, server in self._handover.recall(replica, paths):
-            self._send(server, Header(Kind.RECALL, shard=shard, replica=replica), None)
-        return self._handover.ready(replica)
-
-    def check(self, header: Header) -> None:
-        """ProtocolError unless what comes can be a memory of that shard, or the word that there is none."""
-        if not 0 <= header.shard < len(self._layout.shards):
-            raise ProtocolError(f"a memory of shard {header.shard}, which is not in this job's layout")
+    def check(self, shard: Shard, header: Header) -> None:
+        """ProtocolError unless what comes can be a codec state of that shard, or the word that there is none."""
         if header.length:
-            self._formats.of(self._layout.shards[header.shard]).check(header.codec, header.length)
+            self._formats.of(shard).check(header.codec, header.length)
 
     def arrived(self, header: Header, data: bytearray) -> None:
         """A shard's primary has answered."""
-        if self._handover.answered(header.shard, header.replica):
+        if self._shell.states.answered(header.shard, header.replica):
             codec_state = CodecState(header.step, header.codec, memoryview(data)) if data else None
             self._encoder.take(header.shard, header.replica, codec_state)
 
-    def where_missing(self, paths: Paths) -> str:
-        """What is waited for, as a phrase; "" for nothing."""
-        for replica, shards in self._handover.missing.items():
-            homes = ", ".join(sorted({paths.homes[shard] for shard in shards}))
-            return f"what the worker before left of replica {replica}: {len(shards)} shards from {homes}"
-        return ""
-
-    # ---- snapshots ----
-
-    def copy(self, shard: int, replica: int, step: int, server: str) -> None:
-        """Send what is remembered after `step`, if there is anything, for a snapshot of the version after it."""
-        if (codec_state := self._encoder.copy(shard, replica, step)) is not None:
-            self._send(server, _header(shard, replica, codec_state)._replace(base=COPY), codec_state.data)
-
-    # ---- replicas that go elsewhere ----
-
-    def hand_over(self, keeps: AbstractSet[int], paths: Paths) -> None:
-        """This worker keeps only these replicas: what is remembered of others goes to the shards' primaries."""
-        for key in self._handover.release(keeps):
-            if (codec_state := self._encoder.give(*key)) is not None:
-                self._given[key] = codec_state
-            else:
-                self._given.pop(key, None)
-        self._give(paths)
-
     def taken(self, shard: int, replica: int) -> None:
         """A server has what it was given."""
-        self._handover.taken(shard, replica)
+        self._shell.states.taken(shard, replica)
         self._given.pop((shard, replica), None)
 
-    def _give(self, paths: Paths) -> None:
-        for shard, replica, server in self._handover.to_give(paths):
-            codec_state = self._given.get((shard, replica))
-            self._send(server, _header(shard, replica, codec_state), None if codec_state is None else codec_state.data)
+    def copy(self, send: Send) -> None:
+        """Before this contribution leaves: send what is remembered after the step before, for a snapshot."""
+        codec_state = self._encoder.copy(send.shard, send.replica, send.step - 1)
+        if codec_state is not None:
+            header = _header(send.shard, send.replica, codec_state)._replace(base=COPY)
+            self._send(send.server, header, codec_state.data)
+
+    def _send(self, server: str, header: Header, payload: memoryview | None) -> None:
+        if (link := self._links.get(server)) is not None:
+            link.send_codec_state(header._replace(view=self._shell.number), payload)
 
 
 def _header(shard: int, replica: int, codec_state: CodecState | None) -> Header:
@@ -100,9 +72,3 @@ def _header(shard: int, replica: int, codec_state: CodecState | None) -> Header:
     if codec_state is None:
         return header
     return header._replace(step=codec_state.step, codec=codec_state.code, length=len(codec_state.data))
-
-
-def codec_states_of(layout: Layout, config: JobConfig, encoder: Encoder, send: Send) -> CodecStates | None:
-    """Those of a job; None if its workers remember nothing."""
-    formats = ShardCodecStates(config)
-    return CodecStates(layout, encoder, formats, send) if formats.among(layout) else None

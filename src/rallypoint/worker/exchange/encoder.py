@@ -31,7 +31,7 @@ class Payload:
 class Encoder:
     """Encodes contributions with the codecs of their groups, and decodes versions. Buffers' shards go raw both ways.
 
-    What a codec with a memory (error feedback, DGC, PowerSGD) has sent of a step is kept until the next one: a
+    What a codec with a state (error feedback, DGC, PowerSGD) has sent of a step is kept until the next one: a
     contribution that has to be sent again is the same, and its residual is not moved twice.
     """
 
@@ -57,7 +57,7 @@ class Encoder:
             return self._encode((shard, replica), step, values, pool)
 
     def reset(self) -> None:
-        """After a roll-back: what codecs remember belongs to a past that is void."""
+        """After a roll-back: all codec states are stale."""
         with self._lock:
             for codec in self._codecs.values():
                 if isinstance(codec, Stateful):
@@ -96,7 +96,7 @@ class Encoder:
             codec = self._codec(key)
             sent = load(codec, codec_state.code, codec_state.data)
             if pool is None or len(sent) > codec.bytes_for(self._layout.shards[shard].words):
-                raise ProtocolError(f"a memory of shard {shard} that brings a contribution of {len(sent)} bytes")
+                raise ProtocolError(f"a codec state of shard {shard} with a contribution of {len(sent)} bytes")
             payload = None
             if len(sent):
                 buffer = pool.take()

@@ -19,11 +19,14 @@ from rallypoint.observe.trace import Tracer
 _NOTHING = memoryview(b"")
 
 
-class Arrivals(Protocol):
-    """Where versions, and news of the link itself, go: the exchange."""
+class Receiver(Protocol):
+    """Gets what comes on a link, and news of the link itself, on the link's receiving thread.
+
+    Whatever raises ProtocolError ends the link, and the job with that sentence.
+    """
 
     def arriving(self, header: Header) -> memoryview | None:
-        """The bytes where this version belongs; None to read and forget it. ProtocolError if it cannot be."""
+        """The bytes where this version belongs; None to read and drop it. ProtocolError if it cannot be."""
 
     def decode(self, shard: int, payload: memoryview) -> None:
         """The version that `arriving` made room for has come as this payload. ProtocolError if it cannot be read."""
@@ -38,13 +41,13 @@ class Arrivals(Protocol):
         """A shard's whole state has come, where workers have one. ProtocolError if it cannot be read."""
 
     def check_codec_state(self, header: Header) -> None:
-        """ProtocolError unless what comes can be a memory of that shard, or the word that there is none."""
+        """ProtocolError unless what comes can be a codec state of that shard, or the word that there is none."""
 
     def codec_state(self, header: Header, data: bytearray) -> None:
         """What was recalled of a replica. ProtocolError if it cannot be read."""
 
-    def codec_state_taken(self, shard: int, replica: int) -> None:
-        """The server has the memory that was sent."""
+    def codec_state_taken(self, header: Header) -> None:
+        """The server has the codec state that was sent."""
 
     def landed(self, shard: int) -> None:
         """The version that `arriving` made room for is whole."""
@@ -64,12 +67,12 @@ class ServerLink:
     """
 
     def __init__(
-        self, *, transport: Transport, server: Member, me: str, token: str, window: int, arrivals: Arrivals,
+        self, *, transport: Transport, server: Member, me: str, token: str, window: int, receiver: Receiver,
         view: Callable[[], ViewNumber], tracer: Tracer,
     ) -> None:  # fmt: skip
         self.server = server
         self._window = window
-        self._arrivals, self._tracer = arrivals, tracer
+        self._receiver, self._tracer = receiver, tracer
         self._channel: Channel | None = None
         self._credits, self._in_flight = 0, 0
         self._waiting: deque[tuple[Header, memoryview, Callable[[], None]]] = deque()
@@ -154,7 +157,7 @@ class ServerLink:
             in_flight = self._in_flight
         if in_flight:
             channel.connection.limit_in_flight(in_flight)
-        self._arrivals.link_up(self.server)
+        self._receiver.link_up(self.server)
 
     def _down(self, error: RallypointError) -> None:
         with self._lock:
@@ -162,7 +165,7 @@ class ServerLink:
             waiting, self._waiting = self._waiting, deque()
         for _, _, sent in waiting:
             sent()
-        self._arrivals.link_lost(self.server, error)
+        self._receiver.link_lost(self.server, error)
 
     def _receive_all(self, channel: Channel) -> None:
         while True:
@@ -171,18 +174,18 @@ class ServerLink:
                 case Kind.VERSION:
                     self._receive_version(channel, header)
                 case Kind.STATE:
-                    self._arrivals.state(header, channel.receive_bytes(header))
+                    self._receiver.state(header, channel.receive_bytes(header))
                 case Kind.ROWS:
-                    self._arrivals.rows(header, channel.receive_bytes(header))
+                    self._receiver.rows(header, channel.receive_bytes(header))
                 case Kind.CREDIT:
                     self._credit(channel, header.replica)
                 case Kind.MEMORY:
-                    self._arrivals.check_codec_state(header)
-                    self._arrivals.codec_state(header, channel.receive_bytes(header))
+                    self._receiver.check_codec_state(header)
+                    self._receiver.codec_state(header, channel.receive_bytes(header))
                 case Kind.TAKEN:
-                    self._arrivals.codec_state_taken(header.shard, header.replica)
+                    self._receiver.codec_state_taken(header)
                 case Kind.WAIT if header.wanted is not None:
-                    self._arrivals.to_wait(header.wanted, header.base)
+                    self._receiver.to_wait(header.wanted, header.base)
                 case Kind.REFUSE:
                     reason = expect(channel.receive_bytes(header), Refused).reason
                     raise AccessDenied(f"server {self.server.id} ({self.server.address}) ended the link: {reason}")
@@ -190,7 +193,7 @@ class ServerLink:
                     raise ProtocolError(f"a {header.kind.name} frame from server {self.server.id}")
 
     def _receive_version(self, channel: Channel, header: Header) -> None:
-        place = self._arrivals.arriving(header)
+        place = self._receiver.arriving(header)
         if place is None or header.codec:
             if len(self._scratch) < header.length:
                 self._scratch = memoryview(bytearray(header.length))
@@ -198,19 +201,22 @@ class ServerLink:
             channel.receive_into(payload)
             if place is None:
                 return
-            self._arrivals.decode(header.shard, payload)
+            self._receiver.decode(header.shard, payload)
         else:
             with self._tracer.span("pull", shard=header.shard, version=header.step):
                 channel.receive_into(place)
-        self._arrivals.landed(header.shard)
+        self._receiver.landed(header.shard)
 
     def _credit(self, channel: Channel, count: int) -> None:
-        for _ in range(count):
-            with self._lock:
-                self._credits += 1
-                ready = self._ready_to_leave()
-            for header, payload, sent in ready:
-                channel.send(header, payload, sent)
+        """The server has room for `count` more contributions."""
+        with self._lock:
+            if count > self._window - self._credits:
+                out = self._window - self._credits
+                raise ProtocolError(f"server {self.server.id} gives {count} credits for {out} contributions")
+            self._credits += count
+            ready = self._ready_to_leave()
+        for header, payload, sent in ready:
+            channel.send(header, payload, sent)
 
     def _ready_to_leave(self) -> list[tuple[Header, memoryview, Callable[[], None]]]:
         """What the credit allows: wants need none, but keep their place among the contributions."""

@@ -47,15 +47,18 @@ class Pushes:
         place = self._layout.shards[shard]
         return self._bytes[place.start * 4 : place.stop * 4]
 
+    def words(self, shard: int) -> torch.Tensor:
+        """The same as fp32."""
+        place = self._layout.shards[shard]
+        return self._buffer[place.start : place.stop]
+
     def push(self, send: machine.Send) -> None:
         """One shard's contribution; if its link is lost, so is this."""
         place = self._layout.shards[send.shard]
         if place.part is not None:
             self._push_rows(send, self._rows.pop(send.shard))
             return
-        payload = self._encoder.encode(
-            send.shard, send.step, send.replica, self._buffer[place.start : place.stop]
-        )
+        payload = self._encoder.encode(send.shard, send.step, send.replica, self.words(send.shard))
         weight = 1.0 if place.role == "buffers" else self._weight
         if payload is None:
             self._push_slot(send, self._header(send, place.nbytes, weight))
@@ -70,8 +73,8 @@ class Pushes:
     def _push_slot(self, send: machine.Send, header: Header) -> None:
         """Queue the slot's own bytes, unless they have become something else's.
 
-        Between the machine's word and this the link may have ended and stand again: the slot was let go then, and may
-        be written anew while this link sends from it. Who is told of the link's end waits for the lock.
+        Since the machine decided to send, the link may have ended and may stand again. The slot was free then, and may
+        be written while this link sends from it. The thread that reports the link's end waits for the lock.
         """
         with self._lock:
             link = self._links.get(send.server)

@@ -12,6 +12,7 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.order import derive_seed
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.data.loader import MicroBatches, seed_everything
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
@@ -39,8 +40,8 @@ class Run:
 
     def __init__(
         self, *, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, batches: MicroBatches,
-        exchange: Exchange, source: DeltaSource, coordinator: CoordinatorLink, tracer: Tracer, done: Callable[[], None],
-        leads: Callable[[], bool], optimizer: WorkerOptimizer | None = None,
+        exchange: Exchange, source: DeltaSource, coordinator: CoordinatorLink, tracer: Tracer,
+        done: Callable[[ViewNumber], None], leads: Callable[[], bool], optimizer: WorkerOptimizer | None = None,
     ) -> None:  # fmt: skip
         self._model, self._tensors, self._config, self._batches = model, tensors, config, batches
         self._exchange, self._source, self._coordinator, self._tracer = exchange, source, coordinator, tracer
@@ -113,12 +114,13 @@ class Run:
                 case machine.Initialise():
                     self._initialise()
                 case machine.Install(version=version):
+                    generation = self._exchange.view.generation  # what is claimed of this version is claimed in it
                     self._install(version)
                     if self._exchange.step != version:
                         continue  # there was a roll-back meanwhile
-                    self._evaluate()
+                    self._evaluate(generation)
                     if version == self._config.rounds:
-                        self._done()
+                        self._done(generation)
                 case machine.Compute(step=round, replica=replica):
                     yield from self._replica(round, replica)
                 case machine.Store():
@@ -138,7 +140,7 @@ class Run:
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         began = time.monotonic()
-        if (generation := self._exchange.begin_replica(round, replica)) is None:
+        if (generation := self._exchange.replica.begin(round, replica)) is None:
             return
         self._restore_buffers()
         done = self._resume(round, replica)
@@ -318,9 +320,10 @@ class Run:
         for placed, start in zip(self._tensors.buffers, self._buffers_at_start, strict=True):
             placed.tensor.copy_(start)
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, generation: ViewNumber) -> None:
         step, before = self.step, self._config.steps_at(self._exchange.step - 1)
         ended = step == self._config.steps
+        self._evaluated = min(self._evaluated, step)  # later versions are computed, and judged, again
         due = [fn for every, fn in self._evaluations if ended or step // every > before // every]
         if step <= self._evaluated or not due or not self.lead:
             return
@@ -332,7 +335,8 @@ class Run:
             for evaluation in due:
                 values = evaluation(step)
                 if values:
-                    self._coordinator.send(Metrics(step, {name: float(value) for name, value in values.items()}))
+                    figures = {name: float(value) for name, value in values.items()}
+                    self._coordinator.send(Metrics(step, figures, generation))
         self._model.train(training)
 
     def release_model(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.loader import MapDataset, MicroBatches
 from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
@@ -44,11 +44,7 @@ from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.loop.allreduce import SpecifiedStepper, WorkerOptimizer
 from rallypoint.worker.loop.own import OwnStepper
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.sources.delayed import DelayedSource
-from rallypoint.worker.sources.fragments import FragmentsSource
-from rallypoint.worker.sources.hooks import GradientHooks
-from rallypoint.worker.sources.local import LocalStepsSource
-from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
@@ -74,7 +70,8 @@ class Job:
         self._changed = threading.Condition()
         self._view: View | None = None
         self._record: JobRecord | None = None
-        self._finished = self._done = self._leaving = False
+        self._finished = self._leaving = False
+        self._done: ViewNumber | None = None  # the generation whose last version this worker holds
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that was asked for
         self._failure: BaseException | None = None
@@ -112,19 +109,10 @@ class Job:
         self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
-            source=self._source(model, tensors, config), coordinator=self._link, tracer=self._tracer, done=self.done,
-            leads=self._leads, optimizer=optimizer,
+            source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
+            tracer=self._tracer, done=self.done, leads=self._leads, optimizer=optimizer,
         )  # fmt: skip
         return self._run
-
-    def _source(self, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig) -> DeltaSource:
-        assert self._exchange is not None
-        assert self._staging is not None
-        if config.local is None:
-            clip = None if config.clips_on_servers else config.clip
-            return GradientHooks(tensors, self._exchange, self._staging, clip=clip)
-        kind = LocalStepsSource if not config.staggered else DelayedSource if config.local.delay else FragmentsSource
-        return kind(model, tensors, config, self._exchange, self._staging, self._say)
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
         """Propose `record`, wait until the job begins (or goes on without us so far), and connect to every server.
@@ -151,14 +139,20 @@ class Job:
             exchange.leave()
         return exchange
 
-    def done(self) -> None:
-        """Say that this worker holds the last version."""
-        self._done = True
+    def done(self, generation: ViewNumber) -> None:
+        """Say that this worker holds the last version of this generation.
+
+        `generation` is the one in which that version was installed: there may have been a roll-back meanwhile.
+        """
+        with self._changed:
+            if self._view is None or self._view.generation != generation:
+                return  # stale by now
+            self._done = generation
         self._say_done()
 
     def _say_done(self) -> None:
-        if self._view is not None:
-            self._link.send(Done(self._view.generation))
+        if (generation := self._done) is not None:
+            self._link.send(Done(generation))
 
     def leave(self) -> None:
         """Hand this worker's replicas back and go (a spot machine's notice): its loop ends with SystemExit.
@@ -235,8 +229,7 @@ class Job:
             record = self._record
         if record is not None:
             self._link.send(Propose(record))
-        if self._done:
-            self._say_done()
+        self._say_done()
         if self._leaving:
             self._link.send(Leaving())
 
@@ -279,7 +272,7 @@ class Job:
 
     def _adopt(self, view: View) -> None:
         with self._changed:
-            self._done = self._done and (self._view is None or self._view.generation == view.generation)
+            self._done = self._done if self._done == view.generation else None
             self._view = view
             exchange = self._exchange
             self._changed.notify_all()

@@ -1,10 +1,10 @@
-"""Streaming DiLoCo with its overlap: what comes back of a tick is mixed in some steps later (Douillard et al., 2025).
+"""Streaming DiLoCo with its overlap: a round's version is mixed in some steps later (Douillard et al., 2025).
 
-A version is not installed over what a replica has moved, but kept aside; `delay` steps into the tick the replica's own
-values are mixed with it. So those first steps need nothing of the version, and may be made while it is on its way.
+A version does not replace what a replica has changed. It is kept aside, and after `delay` steps of the round it is
+mixed with the replica's own values. So the first steps need nothing of it, and may be made while it is on its way.
 Beside what `worker/sources/fragments.py` takes that is, on the host,
-    K more for each replica (where the tick before began) and
-with it the inner optimizer's state of then: that tick may have to be computed again after this one has begun.
+    K more for each replica (its parameters when the round before began), and
+with it the inner optimizer's state of then: that round may have to be computed again after this one has begun.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ahead:
 
 
 class DelayedSource(FragmentsSource):
-    """Contributes as FragmentsSource does; what is installed waits for its step (LocalSteps with a delay)."""
+    """Contributes as FragmentsSource does; an installed version is mixed in later (LocalSteps with a delay)."""
 
     _round = -1
 
@@ -67,7 +67,7 @@ class DelayedSource(FragmentsSource):
 
     @torch.no_grad()
     def _mix(self) -> None:
-        """What was due in the round before becomes mix * version + (1 - mix) * own."""
+        """The shards of the round before become mix * version + (1 - mix) * own."""
         drift, local = self._inner[self._replica].drift, self._config.local
         assert local is not None
         if drift is None or self._round == drift.fresh:
@@ -83,7 +83,7 @@ class DelayedSource(FragmentsSource):
                 placed.write(start, new)
 
     def _replace(self, new: Sequence[Shard]) -> None:
-        """Nobody's own values give way before their step."""
+        """Does nothing: `_mix` installs the new values later."""
 
     def _go_on(self, drift: Drift) -> None:
         spare = torch.empty_like(drift.began) if drift.earlier is None else drift.earlier

@@ -1,9 +1,9 @@
-"""Local steps with fragments (streaming DiLoCo): only the shards that are due leave, the others stay where they are.
+"""Local steps with fragments (streaming DiLoCo): a staggered round sends only some of the shards.
 
-What a replica has moved and not sent yet is state of this worker, as its optimizer's is. Beside what
+What a replica has changed and not sent yet is state of this worker, as its optimizer's is. Beside what
 `worker/sources/local.py` takes that is, on the host,
-    K for each replica that this worker computes (where its tick began), and K more for each
-where there are two or more (what it has come to while the model is another's; with one only if this worker evaluates).
+    K for each replica that this worker computes (its parameters when its round began), and K more for each
+where there are two or more (its parameters while the model holds another's; with one only if this worker evaluates).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from rallypoint.worker.sources.local import Drift, LocalStepsSource
 
 
 class FragmentsSource(LocalStepsSource):
-    """Contributes start - local of the shards that are due (LocalSteps with more than one fragment).
+    """Contributes start - local of the shards of a round (LocalSteps with more than one fragment).
 
-    `_start` is the version, whole. A replica that has made the tick before on this worker goes on from where it was,
-    but for what has been installed since; any other begins at the version.
+    `_start` is the version, whole. A replica that has made the round before on this worker goes on from its own
+    parameters, except for what was installed meanwhile; any other starts from the version.
     """
 
     _in_model: int | None = None  # the replica whose parameters the model holds, and nobody else
 
     @torch.no_grad()
     def installed(self, shards: Sequence[Shard] | None) -> None:
-        """What is new counts for every replica."""
+        """The new shards replace those of every replica."""
         new = [shard for shard, _ in self._parts] if shards is None else shards
         for shard in new:
             for placed, start, stop in self._tensors.parts_in(shard):
@@ -42,7 +42,7 @@ class FragmentsSource(LocalStepsSource):
                     inner.drift.left[shard.start : shard.stop] = self._start[shard.start : shard.stop]
 
     def show_version(self) -> None:
-        """Whatever the replica in the model has moved is put away."""
+        """Save what the replica in the model has changed, and load the version."""
         self._put_away()
         self._load(self._start)
 
@@ -75,7 +75,7 @@ class FragmentsSource(LocalStepsSource):
         self._in_model = None  # nobody goes on from what is there
 
     def _put_away(self) -> None:
-        """The model makes way for something else."""
+        """Save the parameters of the replica in the model: it will hold something else."""
         inner = None if self._in_model is None else self._inner.get(self._in_model)
         self._in_model = None
         if inner is None or inner.drift is None:

@@ -21,7 +21,8 @@ class GradientHooks:
 
     A parameter that got no gradient by the end of the replica contributes zeros, so nothing ever waits for it. With
     `clip` every replica's gradient is clipped by its own norm before any of it leaves (what servers do in aligned modes
-    to the mean): nothing is pushed during backward then.
+    to the mean): nothing is pushed during backward then. The norm is that of the whole gradient, also when only some
+    shards want it: what the others would get is written beside the exchange buffer.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class GradientHooks:
         self._last = last
         self._tables.begin_backward()
         if last:
-            self._exchange.begin_push(weight, finite)
+            self._exchange.replica.weigh(weight, finite=finite)
 
     def end_step(self, *, finite: bool) -> None:
         """The gradient is on its way."""
@@ -80,20 +81,20 @@ class GradientHooks:
                 self._finish_unused(index, placed)
         if self._clip is not None:
             self._clip_and_send(self._clip)
-        if self._exchange.contributes_buffers(replica):
+        if self._exchange.replica.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
         self._tables.push()
         self._reset()
         self._staging.drain()
-        self._exchange.replica_computed()
+        self._exchange.replica.computed()
 
     def abandon(self) -> None:
-        """The replica in progress is void: forget its gradients."""
+        """The replica in progress is stale: forget its gradients."""
         self._staging.drain()
         for placed in self._tensors.parameters:
             placed.tensor.grad = None
         self._reset()
-        self._exchange.replica_abandoned()
+        self._exchange.replica.abandoned()
 
     def _reset(self) -> None:
         self._tables.reset()
@@ -101,6 +102,7 @@ class GradientHooks:
         self._claimed: dict[int, bool] = {}  # False: nobody needs this shard's contribution from us
         self._touched: set[int] = set()
         self._whole: list[int] = []
+        self._beside: dict[int, torch.Tensor] = {}  # with `clip`: gradients of shards that nobody needs from us
         self._done: set[int] = set()
 
     def _hook(self, index: int, placed: Placed) -> object:
@@ -122,57 +124,74 @@ class GradientHooks:
                 f"parameter {placed.entry.spec.name} got a gradient twice in one backward (reentrant checkpointing?): "
                 "use torch.utils.checkpoint with use_reentrant=False"
             )
-        for shard, slot, part in self._pieces(index, placed, gradient):
-            if self._claim(shard):
-                self._staging.write(slot, part, add=index in self._touched)
+        for slot, part in self._pieces(index, placed, gradient):
+            self._staging.write(slot, part, add=index in self._touched)
         self._touched.add(index)
         parameter.grad = None  # in its slot now: the memory is free for the rest of the backward
 
     def _pieces(
         self, index: int, placed: Placed, gradient: torch.Tensor
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """The parameter's gradient shard by shard: the shard, its place in the exchange buffer, the values."""
-        shards = self._shards_of[index]
-        if len(shards) == 1:
-            yield shards[0], placed.of(self._exchange.buffer), gradient
-            return
-        flat, entry = gradient.reshape(-1), placed.entry
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The parameter's gradient shard by shard, where it is needed: its place, and the values."""
+        shards, entry = self._shards_of[index], placed.entry
+        flat = gradient.reshape(-1) if len(shards) > 1 else gradient
         for shard in shards:
+            if (target := self._target(shard)) is None:
+                continue
+            vector, first = target
+            if len(shards) == 1:
+                yield placed.of_part(vector, first), gradient
+                return
             place = self._exchange.layout.shards[shard]
             start, stop = max(entry.start, place.start), min(entry.stop, place.stop)
-            yield shard, self._exchange.buffer[start:stop], flat[start - entry.start : stop - entry.start]
+            yield vector[start - first : stop - first], flat[start - entry.start : stop - entry.start]
+
+    def _target(self, shard: int) -> tuple[torch.Tensor, int] | None:
+        """The vector into which a shard's gradient is written, and the word of the model at which it begins."""
+        if self._claim(shard):
+            return self._exchange.buffer, 0
+        if self._clip is None:
+            return None
+        place = self._exchange.layout.shards[shard]
+        if shard not in self._beside:
+            self._beside[shard] = torch.zeros(place.words)
+        return self._beside[shard], place.start
 
     def _claim(self, shard: int) -> bool:
         if shard not in self._claimed:
-            self._claimed[shard] = self._exchange.claim(shard)
+            self._claimed[shard] = self._exchange.replica.claim(shard)
         return self._claimed[shard]
 
     def _release(self, index: int) -> None:
         self._done.add(index)
         for shard in self._shards_of[index]:
             self._left[shard] -= 1
-            if self._left[shard] == 0 and self._claim(shard):
-                if self._clip is None:
-                    self._staging.then(lambda shard=shard: self._exchange.filled(shard))  # type: ignore[misc]
-                else:
-                    self._whole.append(shard)
+            if self._left[shard]:
+                continue
+            if self._clip is not None:
+                self._whole.append(shard)
+            elif self._claim(shard):
+                self._staging.then(lambda shard=shard: self._exchange.replica.filled(shard))  # type: ignore[misc]
 
     def _clip_and_send(self, limit: float) -> None:
-        """Scale what is in the slots; a contribution that goes again to some shards is clipped by their norm alone."""
+        """Scale what is in the slots by the norm of the whole gradient, and send it."""
         self._staging.drain()
-        places = [self._exchange.layout.shards[shard] for shard in self._whole]
-        slots = [self._exchange.buffer[place.start : place.stop] for place in places]
-        scale = clip_scale(total_norm(float(torch.linalg.vector_norm(slot)) for slot in slots), limit)
-        for place, slot in zip(places, slots, strict=True):
-            if scale != 1.0:
-                slot.mul_(scale)
-            self._exchange.filled(place.index)
+        values = {shard: self._values(shard) for shard in self._whole}
+        scale = clip_scale(total_norm(float(torch.linalg.vector_norm(of)) for of in values.values()), limit)
+        for shard, slot in values.items():
+            if self._claim(shard):
+                if scale != 1.0:
+                    slot.mul_(scale)
+                self._exchange.replica.filled(shard)
+
+    def _values(self, shard: int) -> torch.Tensor:
+        place = self._exchange.layout.shards[shard]
+        return self._beside[shard] if shard in self._beside else self._exchange.buffer[place.start : place.stop]
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
         if placed.tensor.grad is not None:
             self._write(index, placed, placed.tensor)
         elif index not in self._touched:
-            for shard, slot, _ in self._pieces(index, placed, placed.tensor.detach()):
-                if self._claim(shard):
-                    slot.zero_()
+            for slot, _ in self._pieces(index, placed, placed.tensor.detach()):
+                slot.zero_()
         self._release(index)

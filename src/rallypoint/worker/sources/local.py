@@ -82,7 +82,7 @@ class LocalStepsSource:
     def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
         """Autograd accumulates; nothing leaves."""
         if last:
-            self._exchange.begin_push(weight, finite=True)  # a step that was not has been left out, or was meant
+            self._exchange.replica.weigh(weight, finite=True)  # a step that was not has been left out, or was meant
 
     def end_step(self, *, finite: bool) -> None:
         """Clip, and let the inner optimizer step."""
@@ -106,30 +106,30 @@ class LocalStepsSource:
     def end_replica(self, replica: int) -> None:
         """Write start - local into the slots, shard by shard."""
         for shard, parts in self._parts:
-            if not self._exchange.claim(shard.index):
+            if not self._exchange.replica.claim(shard.index):
                 continue
             for placed, start, stop in parts:
                 local = placed.words()[start - placed.entry.start : stop - placed.entry.start]
                 self._staging.write(self._exchange.buffer[start:stop], local, add=False)
             self._staging.then(partial(self._fill, shard))
-        if self._exchange.contributes_buffers(replica):
+        if self._exchange.replica.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
         if replica in self._inner:
             self._inner[replica].whole = True
         self._staging.drain()
-        self._exchange.replica_computed()
+        self._exchange.replica.computed()
 
     def abandon(self) -> None:
         """Back to the version: the model must not be left where nobody wants to go on from."""
         self._staging.drain()
         self._forget_gradients()
         self._go_back()
-        self._exchange.replica_abandoned()
+        self._exchange.replica.abandoned()
 
     def _fill(self, shard: Shard) -> None:
         slot = self._exchange.buffer[shard.start : shard.stop]
         torch.sub(self._start[shard.start : shard.stop], slot, out=slot)
-        self._exchange.filled(shard.index)
+        self._exchange.replica.filled(shard.index)
 
     @torch.no_grad()
     def _go_back(self) -> None:
@@ -156,7 +156,7 @@ class LocalStepsSource:
         assert self._config.local is not None
         if not self._config.local.keep_inner:
             return _Inner(self._new_optimizer(), round)
-        if self._generation != self._exchange.view.generation:  # after a roll-back all of it is of a past that is void
+        if self._generation != self._exchange.view.generation:  # after a roll-back all of it is stale
             self._generation = self._exchange.view.generation
             self._inner.clear()
         # What was computed elsewhere meanwhile has left its state there.
@@ -184,10 +184,10 @@ class LocalStepsSource:
 
 @dataclass(slots=True)
 class Drift:
-    """A replica's own parameters (flat vectors on the host) where the version is not all of what it goes on from.
+    """A replica's own parameters (flat vectors on the host), where it does not start each round from the version.
 
-    `began` is what `round` began with, in which it may have to be begun once more; `left`, with `away`, what the
-    replica has come to since, if the model had to make way for something else.
+    `began` is what `round` began with: it may have to be computed once more. `left`, with `away`, is what the replica
+    has come to, if the model holds something else now.
     """
 
     round: int
@@ -209,7 +209,7 @@ class _Inner:
     optimizer: torch.optim.Optimizer
     round: int
     whole: bool = False  # has it made all steps of the round?
-    drift: Drift | None = None  # where shards take turns: where its parameters are
+    drift: Drift | None = None  # in staggered rounds: where its parameters are
     before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
     earlier: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # with a delay: the round before's
 

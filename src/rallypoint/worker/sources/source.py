@@ -43,11 +43,11 @@ class DeltaSource(Protocol):
     def end_replica(self, replica: int) -> None:
         """The round is over: whatever has not left leaves now, the buffers too if this is replica 0.
 
-        Rewound when what was computed is void.
+        Rewound when what was computed is stale.
         """
 
     def abandon(self) -> None:
-        """The replica in progress is void: forget it."""
+        """The replica in progress is stale: forget it."""
 
     def remove(self) -> None:
         """The run is over: leave the model alone."""
@@ -57,7 +57,7 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange) -> None:
     """Push the model's buffers as replica 0 has left them: those shards of them that are wanted."""
     buffer, layout = exchange.buffer, exchange.layout
     places = [place for place in layout.shards if place.role == "buffers"]
-    wanted = {place.index for place in places if exchange.claim(place.index)}
+    wanted = {place.index for place in places if exchange.replica.claim(place.index)}
     if not wanted:
         return
     whole = torch.zeros(places[-1].stop - places[0].start)
@@ -66,4 +66,4 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange) -> None:
     for place in places:
         if place.index in wanted:
             buffer[place.start : place.stop].copy_(whole[place.start - places[0].start :][: place.words])
-            exchange.filled(place.index)
+            exchange.replica.filled(place.index)

@@ -92,7 +92,7 @@ class _Table:
             for shard, place in places.items()
         }
         values = torch.empty(len(ids), self._columns)
-        for shard, data in self._exchange.pull(wanted).items():
+        for shard, data in self._exchange.rows.pull(wanted).items():
             values[places[shard]] = torch.frombuffer(data, dtype=torch.float32).view(-1, self._columns)
         return values
 
@@ -107,10 +107,10 @@ class _Table:
         used = {part.index: place for part, place in self._split(self._sum.ids)}
         none = torch.empty(0, dtype=torch.int64)
         for part in self._parts:
-            if self._exchange.claim(part.index):
+            if self._exchange.replica.claim(part.index):
                 place = used.get(part.index, none)
                 ids = self._sum.ids[place] // len(self._parts)
-                self._exchange.filled_rows(part.index, encode_gradient(ids, self._sum.values[place]))
+                self._exchange.replica.filled_rows(part.index, encode_gradient(ids, self._sum.values[place]))
 
 
 def parts_of(layout: Layout, table: int) -> list[Shard]:

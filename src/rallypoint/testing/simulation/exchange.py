@@ -1,0 +1,126 @@
+"""A simulated worker's data plane: the real shell, links that come back, slots that hold names."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rallypoint.core.view import View
+from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.factory import shell_for
+from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
+from rallypoint.testing.simulation.link import SimulatedLink
+from rallypoint.testing.simulation.network import Node, Wire
+from rallypoint.testing.simulation.watch import watch
+from rallypoint.worker.exchange.plan import worker_plan
+
+
+class SimulatedExchange:
+    """`changed` is called after every event: whatever the main thread waits for may be there."""
+
+    def __init__(self, node: Node, job: SimulatedJob, changed: Callable[[], None]) -> None:
+        self.node, self.job, self._changed = node, job, changed
+        self.shell = shell_for(node.name, worker_plan(job.config, job.layout))
+        watch(self.shell.machine, node.name)
+        self.machine = self.shell.machine
+        self.slots: list[Content] = [GARBAGE] * job.shards
+        self.fetched = 0
+        self.links: dict[str, SimulatedLink] = {}
+        self._leaves: dict[Wire, float] = {}  # when the last contribution queued for it will
+        self._landing: dict[Wire, deque[Any]] = {}  # what has come behind a version that is being received
+
+    def adopt(self, view: View) -> None:
+        """A new view has come."""
+        if (ended := self.shell.links_to_end(view)) is None:
+            return
+        for server in ended:
+            self.links.pop(server).close()
+        self.apply(self.shell.adopt(view, ended))
+        for member in self.shell.links.to_open(view):
+            self.links[member.id] = SimulatedLink(self.node, member, self)
+
+    # ---- what arrives ----
+
+    def hello(self) -> Any:
+        return ("worker", self.machine.me, self.shell.number)
+
+    def link_up(self, link: SimulatedLink) -> None:
+        self.apply(self.shell.link_up(link.peer.id))
+
+    def link_lost(self, link: SimulatedLink) -> None:
+        self.apply(self.shell.link_lost(link.peer.id))
+
+    def receive(self, link: SimulatedLink, message: Any) -> None:
+        wire = link.wire
+        assert wire is not None
+        if wire in self._landing:
+            self._landing[wire].append(message)  # one after the other
+            return
+        match message:
+            case ("version", number, shard, version, content, replica, clock):
+                whole = not isinstance(content, Mean)
+                begins = whole and self.job.stateful_workers and shard not in self.job.buffer_shards
+                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock, whole, begins))
+                if machine.Land(shard) in effects:
+                    self.slots[shard] = GARBAGE
+                    self._landing[wire] = deque()
+                    seconds = self.node.world.latency() / 4
+                    self.apply(effects)
+                    self.node.later(seconds, lambda: self._land(link, wire, shard, content))
+                else:
+                    self.apply(effects)
+            case ("wait", _, replica, clock):
+                self.apply(self.machine.handle(machine.ToWait(replica, clock)))
+
+    def _land(self, link: SimulatedLink, wire: Wire, shard: int, content: Content) -> None:
+        waiting = self._landing.pop(wire)
+        if link.wire is not wire:
+            return  # it broke halfway
+        self.slots[shard] = content
+        self.apply(self.machine.handle(machine.Landed(shard)))
+        for message in waiting:
+            if link.wire is wire:
+                self.receive(link, message)
+
+    # ---- effects ----
+
+    def apply(self, effects: Sequence[machine.Effect]) -> None:
+        """Something has happened: run what follows."""
+        self.run(effects)
+        self._changed()
+
+    def run(self, effects: Sequence[machine.Effect]) -> None:
+        """The same, and the main thread knows."""
+        self.shell.validate()
+        for effect in effects:
+            match effect:
+                case machine.Send():
+                    self._send(effect)
+                case machine.Fetch(shard=shard, version=version, server=server) if server in self.links:
+                    self.fetched += 1
+                    self.links[server].send(("fetch", self.shell.number, shard, version))
+                case machine.Want(shard=shard, replica=replica, server=server) if server in self.links:
+                    self._want(self.links[server], ("want", self.shell.number, shard, replica))
+                case machine.Follow(server=server, on=on) if server in self.links:
+                    self.links[server].send(("follow", self.shell.number, on))
+
+    def _send(self, send: machine.Send) -> None:
+        wire = self.links[send.server].wire
+        assert wire is not None, f"{send} without a link"
+        leaves = max(self._leaves.get(wire, 0.0), self.node.world.now + self.node.world.latency() / 4)
+        self._leaves[wire] = leaves
+        self.node.later(leaves - self.node.world.now, lambda: self._transmit(wire, send))
+
+    def _want(self, link: SimulatedLink, want: Any) -> None:
+        """Not before what has been queued: the last want counts."""
+        if (wire := link.wire) is not None:
+            self.node.later(max(0.0, self._leaves.get(wire, 0.0) - self.node.world.now), lambda: wire.send(0, want))
+
+    def _transmit(self, wire: Wire, send: machine.Send) -> None:
+        content = self.slots[send.shard]  # what is in the slot when the bytes leave
+        push = ("push", send.view, send.shard, send.step, send.replica, content, send.base, send.wants)
+        for _ in range(2 if self.node.world.random.random() < 0.02 else 1):
+            wire.send(0, push)
+        sent = machine.Sent(send.shard, send.serial)
+        self.node.later(self.node.world.latency() / 4, lambda: self.apply(self.machine.handle(sent)))

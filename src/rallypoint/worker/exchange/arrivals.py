@@ -1,0 +1,95 @@
+"""What arrives: versions, states, rows, codec states, and news of the links. Called on the links' receiving threads."""
+
+from __future__ import annotations
+
+from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.view import Member
+from rallypoint.core.worker.slots import Arriving, ToWait
+from rallypoint.errors import JobAborted, ProtocolError, RallypointError
+from rallypoint.net.frames import Header
+from rallypoint.worker.exchange.codec_states import CodecStates
+from rallypoint.worker.exchange.encoder import Encoder
+from rallypoint.worker.exchange.locked import LockedShell
+from rallypoint.worker.exchange.pushes import Pushes
+from rallypoint.worker.exchange.replicated import ServerState
+from rallypoint.worker.exchange.row_pulls import RowPulls
+
+
+class Arrivals:
+    """The `Receiver` of all links of one exchange. Has no field that changes; each noun guards its own."""
+
+    def __init__(
+        self, layout: Layout, replicas: int, locked: LockedShell, pushes: Pushes, encoder: Encoder,
+        codec_states: CodecStates | None, optimizer: ServerState, rows: RowPulls,
+    ) -> None:  # fmt: skip
+        self._layout, self._replicas = layout, replicas
+        self._locked, self._pushes, self._encoder = locked, pushes, encoder
+        self._codec_states, self._optimizer, self._rows = codec_states, optimizer, rows
+
+    # ---- versions ----
+
+    def arriving(self, header: Header) -> memoryview | None:
+        shard, nbytes = self._shard(header), header.length
+        skips = self._optimizer.skips(header)
+        if header.codec == 0 and nbytes != (0 if skips else shard.slot_bytes):
+            raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {shard.slot_bytes}")
+        replica = 0 if header.wanted is None else header.wanted
+        event = Arriving(
+            shard.index, header.step, header.view, replica, header.base, whole=self._optimizer.starts(shard)
+        )
+        lands = self._locked.arriving(event, lambda: self._optimizer.lands(shard.index, skips=skips))
+        return self._pushes.slot(shard.index)[:nbytes if skips else None] if lands else None
+
+    def decode(self, shard: int, payload: memoryview) -> None:
+        self._encoder.decode(payload, self._pushes.words(shard))
+
+    def landed(self, shard: int) -> None:
+        self._locked.landed(shard)
+
+    def state(self, header: Header, data: bytearray) -> None:
+        shard = self._shard(header)
+        record = self._optimizer.read(header, data, shard)
+        event = Arriving(shard.index, header.step, header.view, begins=True)
+        if self._locked.arriving(event, lambda: self._optimizer.lands(shard.index, record=record)):
+            self._locked.landed(shard.index)
+
+    def to_wait(self, replica: int, clock: int) -> None:
+        if replica >= self._replicas:
+            raise ProtocolError(f"the word to wait for replica {replica}: this job has {self._replicas}")
+        self._locked.handle(ToWait(replica, clock))
+
+    def rows(self, header: Header, data: bytearray) -> None:
+        self._rows.arrived(header, data)
+
+    # ---- codec states ----
+
+    def check_codec_state(self, header: Header) -> None:
+        self._codec_states_of(header).check(self._shard(header), header)
+
+    def codec_state(self, header: Header, data: bytearray) -> None:
+        states = self._codec_states_of(header)
+        self._locked.set(lambda: states.arrived(header, data))
+
+    def codec_state_taken(self, header: Header) -> None:
+        states = self._codec_states_of(header)
+        self._locked.set(lambda: states.taken(header.shard, header.replica))
+
+    def _codec_states_of(self, header: Header) -> CodecStates:
+        if self._codec_states is None:
+            raise ProtocolError(f"a {header.kind.name} frame, though this job's codecs remember nothing")
+        return self._codec_states
+
+    # ---- links ----
+
+    def link_up(self, server: Member) -> None:
+        self._locked.apply(lambda: self._locked.shell.link_up(server.id))
+
+    def link_lost(self, server: Member, error: RallypointError) -> None:
+        if isinstance(error, ProtocolError):  # a refusal may pass: we may have been given up, and be taken back
+            self._locked.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
+        self._locked.apply(lambda: self._locked.shell.link_lost(server.id))
+
+    def _shard(self, header: Header) -> Shard:
+        if not 0 <= header.shard < len(self._layout.shards):
+            raise ProtocolError(f"a {header.kind.name} frame for shard {header.shard}: not in this job's layout")
+        return self._layout.shards[header.shard]

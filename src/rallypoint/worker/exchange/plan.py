@@ -1,0 +1,20 @@
+"""What a worker has to know of its job, from the configuration and the layout.
+
+Without torch: the simulation uses it too.
+"""
+
+from __future__ import annotations
+
+from rallypoint.config import JobConfig, cadence_of
+from rallypoint.core.layout import Layout
+from rallypoint.core.worker.factory import WorkerPlan
+
+
+def worker_plan(config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = ()) -> WorkerPlan:
+    """The plan for `shell_for`. `codec_state_shards` are the shards whose codec remembers something of each replica."""
+    shards = layout.shards
+    return WorkerPlan(
+        shards=len(shards), rounds=config.rounds, streaming=config.streaming, in_order=config.stateful_workers,
+        buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
+        cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards,
+    )  # fmt: skip

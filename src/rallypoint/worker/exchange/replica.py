@@ -1,0 +1,60 @@
+"""The replica that the main thread computes: its slots are claimed, written, and sent as they become whole."""
+
+from __future__ import annotations
+
+from rallypoint.core.layout import Layout
+from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker.slots import Filled
+from rallypoint.worker.exchange.links import Links
+from rallypoint.worker.exchange.locked import LockedShell
+from rallypoint.worker.exchange.pushes import Pushes
+
+
+class ReplicaPushes:
+    """Main thread only (save for `filled`, which the staging thread calls too).
+
+    Of each replica: `begin`; for each shard `claim`, then `filled`; at last `computed`, or `abandoned` at any place.
+    """
+
+    def __init__(self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links) -> None:
+        self._layout, self._locked, self._pushes, self._links = layout, locked, pushes, links
+
+    def begin(self, step: int, replica: int) -> ViewNumber | None:
+        """Begin to compute this replica: the generation that it belongs to. None if it is not to be computed (now)."""
+        with self._locked.changed:
+            return self._locked.shell.begin_replica(step, replica)
+
+    def contributes_buffers(self, replica: int) -> bool:
+        """Does this replica contribute to the buffers' shards?"""
+        machine = self._locked.machine
+        return all(machine.contributes(s.index, replica) for s in self._layout.shards if s.role == "buffers")
+
+    def weigh(self, weight: float, *, finite: bool) -> None:
+        """What the contributions from now on weigh, and whether their loss was finite."""
+        self._pushes.begin(weight, finite)
+
+    def claim(self, shard: int) -> bool:
+        """Wait until this slot may be written; False if it need not be. Rewound as `Exchange.check`."""
+        return self._locked.claim(shard, self._room)
+
+    def _room(self) -> str:
+        machine = self._locked.machine
+        unsent = machine.slots.unsent
+        return f"room for {len(unsent)} gradients: {self._links.describe(unsent, self._locked.shell.view.primary)}"
+
+    def filled(self, shard: int) -> None:
+        """The slot holds the replica's whole gradient: push it."""
+        self._locked.handle(Filled(shard))
+
+    def filled_rows(self, shard: int, gradient: memoryview) -> None:
+        """The same of a table's part, whose gradient (`codec/rows.py`) needs no slot."""
+        self._pushes.set_rows(shard, gradient)
+        self._locked.handle(Filled(shard))
+
+    def computed(self) -> None:
+        """The replica is over: all of it is on its way."""
+        self._locked.apply(lambda: self._locked.shell.end_replica(whole=True))
+
+    def abandoned(self) -> None:
+        """The replica was given up halfway: nobody writes slots any more."""
+        self._locked.apply(lambda: self._locked.shell.end_replica(whole=False))

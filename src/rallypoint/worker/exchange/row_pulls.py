@@ -1,0 +1,74 @@
+"""Pulls of rows of tables: the main thread asks for the rows of its batch and waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
+from rallypoint.worker.exchange.links import Links
+from rallypoint.worker.exchange.locked import LockedShell, Rewound
+from rallypoint.worker.exchange.pull import Pull
+
+
+class RowPulls:
+    """One pull at a time. `_pull` is the one that is waited for, guarded by the shell's lock."""
+
+    def __init__(self, locked: LockedShell, links: Links) -> None:
+        self._locked, self._links = locked, links
+        self._pull: Pull | None = None
+        self._pulls = 0
+
+    def pull(self, wanted: Mapping[int, tuple[memoryview, int]]) -> dict[int, bytearray]:
+        """Rows of tables as they are at the step in progress. Main thread only.
+
+        `wanted` has for each shard the payload of row numbers and how many bytes the answer has; the answers come back
+        by shard. While nothing is computed (an evaluation) a newer version will do, and in a streaming job it is the
+        newest. Rewound when what is being computed is stale, or that step is long over.
+        """
+        locked, machine = self._locked, self._locked.machine
+        self._pulls += 1
+        version, newest = machine.row_version, machine.row_version is None or not machine.computing
+        pull = Pull(self._pulls, LATEST if version is None else version, newest, wanted)
+        with locked.changed:
+            self._pull = pull
+            try:
+                while not pull.over:
+                    locked.check()
+                    for shard in self._unasked(pull):
+                        self._ask(pull, shard)
+                    locked.wait(
+                        lambda: pull.over or machine.rewound or bool(self._unasked(pull)),
+                        lambda: self._where_missing(pull),
+                    )
+            finally:
+                self._pull = None
+        if pull.outdated:
+            raise Rewound
+        return pull.got
+
+    def arrived(self, header: Header, data: bytearray) -> None:
+        """Rows have come, or the word that they are not kept any more. Takes the lock."""
+        with self._locked.changed:
+            outdated = bool(header.flags & SKIP)
+            if self._pull is not None and self._pull.answered(header.shard, header.base, data, outdated=outdated):
+                self._locked.changed.notify_all()
+
+    def _where_missing(self, pull: Pull) -> str:
+        home = self._locked.shell.view.primary
+        return f"rows of tables, step {self._locked.machine.step}: {self._links.describe(pull.missing, home)}"
+
+    def _unasked(self, pull: Pull) -> list[int]:
+        shell = self._locked.shell
+        return list(pull.unasked(shell.number, shell.view.primary, shell.links.connections))
+
+    def _ask(self, pull: Pull, shard: int) -> None:
+        shell = self._locked.shell
+        home = shell.view.primary[shard]
+        pull.ask(shard, shell.number, home, shell.links.connections[home])
+        payload = pull.wanted[shard][0]
+        header = Header(
+            Kind.PULL_ROWS, shell.number, shard=shard, step=pull.version, base=pull.number, length=len(payload),
+            flags=NEWEST if pull.newest else 0,
+        )  # fmt: skip
+        if (link := self._links.get(home)) is not None:
+            link.pull(header, payload)

@@ -1,0 +1,30 @@
+"""The one place where a worker asks which mode makes its contributions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rallypoint.config import JobConfig
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.sources.delayed import DelayedSource
+from rallypoint.worker.sources.fragments import FragmentsSource
+from rallypoint.worker.sources.hooks import GradientHooks
+from rallypoint.worker.sources.local import LocalStepsSource
+from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.tensors import ModelTensors
+
+
+def source_for(
+    model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, exchange: Exchange, staging: Staging,
+    say: Callable[[str], None],
+) -> DeltaSource:  # fmt: skip
+    """What makes this job's contributions: gradients, or what local steps have changed. `say` gets what users read."""
+    if config.local is None:
+        return GradientHooks(tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip)
+    if not config.staggered:
+        return LocalStepsSource(model, tensors, config, exchange, staging, say)
+    kind = DelayedSource if config.local.delay else FragmentsSource
+    return kind(model, tensors, config, exchange, staging, say)

@@ -1,0 +1,170 @@
+"""One small job for each cell of FEATURE x MODE: its settings, and what a worker runs."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rallypoint as rp
+from rallypoint.config import JobConfig, resolve
+from rallypoint.core.modes import TABLE, Feature, ModeName, Only
+from rallypoint.worker.tensors import weights_hash
+
+REPLICAS, STEPS = 4, 12
+HELD_AT = 6  # the step before which workers wait until somebody has been killed
+SPEED_STEPS = 120
+POLL_S = 0.005
+SYNCS: dict[ModeName, dict[str, Any]] = {
+    ModeName.SYNC: {"type": "sync"},
+    ModeName.QUORUM: {"type": "sync", "quorum": 3},
+    ModeName.SSP: {"type": "bounded-staleness", "staleness": 2},
+    ModeName.ASYNC: {"type": "async"},
+    ModeName.ALL_REDUCE: {"type": "all-reduce"},
+    ModeName.LOCAL: {"type": "local-steps", "steps": 2},
+    ModeName.STAGGERED: {"type": "local-steps", "steps": 4, "fragments": 2},
+    ModeName.LOCAL_QUORUM: {"type": "local-steps", "steps": 2, "over": {"type": "sync", "quorum": 3}},
+    ModeName.LOCAL_ASYNC: {"type": "local-steps", "steps": 2, "over": {"type": "async"}},
+}
+OF_SYNC: dict[Feature, dict[str, Any]] = {
+    Feature.FRESH_INNER: {"keep_inner": False},
+    Feature.FRAGMENTS: {"steps": 4, "fragments": 2},
+    Feature.DELAY: {"steps": 4, "delay": 1},
+    Feature.FOLD: {"fold": 2},
+    Feature.COMPENSATION: {"delay_compensation": 0.04},
+}
+OF_ASYNC = {Feature.FOLD, Feature.COMPENSATION}  # under rp.LocalSteps a setting of its `over`
+SETTINGS: dict[Feature, dict[str, Any]] = {
+    Feature.CLIP: {"clip": 0.5},
+    Feature.SKIP: {"nonfinite": "skip"},
+    Feature.ACCUMULATE: {"accumulate": 2},
+    Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
+    Feature.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
+    Feature.CODEC: {"codec": {"type": "fp16"}},
+    Feature.CODEC_STATE: {"codec": {"type": "int8"}},
+    Feature.DOWN: {"down": {"type": "bf16"}},
+    Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
+    Feature.ON_DEMAND: {"steps": 80},
+    Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
+}
+
+
+@dataclass(frozen=True)
+class CellJob:
+    """What workers train; `held` by the files in the folder `gate`, if there is one."""
+
+    mode: ModeName
+    features: tuple[Feature, ...] = ()
+    gate: str = ""
+
+    def has(self, feature: Feature) -> bool:
+        return feature in self.features
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of `job.train`, as data."""
+        found: dict[str, Any] = {
+            "replicas": REPLICAS, "batch": 2, "steps": STEPS, "seed": 3, "shard_bytes": 128,
+            "optimizer": {"type": "sgd", "lr": 0.05}, "sync": copy.deepcopy(SYNCS[self.mode]),
+        }  # fmt: skip
+        for feature in self.features:
+            found |= SETTINGS.get(feature, {})
+            sync = found["sync"]
+            (sync["over"] if feature in OF_ASYNC and "over" in sync else sync).update(OF_SYNC.get(feature, {}))
+        if self.has(Feature.BY_SPEED):  # all of them: nobody goes on without the slow one while it is measured
+            for policy in (found["sync"], found["sync"].get("over", {})):
+                policy.update({"quorum": found["replicas"]} if "quorum" in policy else {})
+        return found
+
+    @property
+    def config(self) -> JobConfig:
+        """Resolved; ConfigError where the table says so."""
+        return resolve(self.settings)
+
+    def held(self, at: Path) -> CellJob:
+        """The same, its workers held by files in this folder."""
+        return replace(self, gate=str(at))
+
+
+def job_of(feature: Feature, mode: ModeName) -> CellJob:
+    """The job of a supported cell; where the cell needs another feature, with that one."""
+    cell = TABLE[feature][mode]
+    return CellJob(mode, (feature, cell.beside) if isinstance(cell, Only) else (feature,))
+
+
+class Net(torch.nn.Module):
+    """Two layers, with what the features ask for between them."""
+
+    def __init__(self, job: CellJob) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first = torch.nn.Linear(6, 10)
+        self.norm = torch.nn.BatchNorm1d(10) if job.has(Feature.BUFFERS) else torch.nn.Identity()
+        self.table = torch.nn.Embedding(9, 10, sparse=True, device="meta") if job.has(Feature.TABLES) else None
+        self.last = torch.nn.Linear(10, 3)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.norm(self.first(x)))
+        return self.last(hidden if self.table is None else hidden + self.table(index % 9))
+
+
+def dataset() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(9)
+    return torch.utils.data.TensorDataset(
+        torch.randn(60, 6, generator=generator), torch.randn(60, 3, generator=generator), torch.arange(60)
+    )
+
+
+def train_cell(job: rp.Job, cell: CellJob) -> str:
+    """The weights' hash at the end."""
+    model = Net(cell)
+    own = [torch.optim.Adagrad(model.parameters(), lr=0.05)] if cell.has(Feature.OWN_OPTIMIZER) else []
+    run = job.train(model, dataset(), own_optimizer=own, **cell.settings)
+    wait = _gate(job, cell)
+    if cell.has(Feature.EVALUATION):
+
+        @run.every(4)
+        def evaluate(step: int) -> dict[str, float]:
+            return {"loss": float(_loss(model, dataset()[:]))}
+
+    for micro in run:
+        with micro:
+            wait(micro.step)
+            loss = _loss(model, micro.batch)
+            is_bad = cell.has(Feature.SKIP) and (micro.step, micro.replica) == (2, 1)
+            micro.backward(loss * math.nan if is_bad else loss)
+    return weights_hash(model)
+
+
+def _loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    x, y, index = batch
+    return torch.nn.functional.mse_loss(model(x, index), y)
+
+
+def _gate(job: rp.Job, cell: CellJob) -> Callable[[int], None]:
+    """What a worker does before each of its steps: wait where the test says so, and say where it is."""
+    folder = Path(cell.gate)
+    if not cell.gate:
+        return lambda step: None
+
+    def wait(step: int) -> None:
+        if cell.has(Feature.BY_SPEED):
+            if job.id == "worker1" and not (folder / "open").exists():
+                time.sleep(0.02)
+            return
+        if cell.has(Feature.BACKUP_TASKS) and job.id != "worker1":
+            (folder / f"{job.id} is at {step}").touch()
+            return
+        while step >= HELD_AT and not (folder / "open").exists():
+            (folder / f"{job.id} waits").touch()
+            time.sleep(POLL_S)
+        if cell.has(Feature.ON_DEMAND) and step > HELD_AT and not (folder / "stored").exists():
+            time.sleep(POLL_S)  # the snapshot is of a step ahead: it shall not be the last one
+
+    return wait

@@ -1,0 +1,115 @@
+"""A cluster of processes whose members a test starts, kills and replaces one by one."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cell_jobs import POLL_S, CellJob, train_cell
+
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import SnapshotWanted
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.testing.processes import ProcessCluster, _Process, _server_main, _worker_main
+
+PATIENCE_S = 10.0
+
+
+class Stage(ProcessCluster):
+    """One job in a folder. `worker` and `server` start members, `kill` ends them, `result` is what a worker returns."""
+
+    def __init__(self, folder: Path, terms: Terms, cell: CellJob, *, resume: str = "") -> None:
+        super().__init__(workers=0, servers=0, terms=terms, folder=str(folder), timeout=PATIENCE_S)
+        folder.mkdir(exist_ok=True)
+        self.home, self.cell, self.members = folder, cell, dict[str, _Process]()
+        about = JoinInfo(folder=str(folder), snapshots=f"{folder}/snapshots")
+        coordinator = self._start(_coordinator_main, terms, about, resume)
+        self.address = self._answer(coordinator)
+
+    def servers_come(self, *names: str) -> None:
+        for name in names:
+            self.members[name] = self._start(_server_main, name, self.address)
+
+    def workers_come(self, *names: str) -> None:
+        for name in names:
+            self.members[name] = self._start(_worker_main, name, self.address, train_cell, (self.cell,))
+
+    def kill(self, *names: str) -> None:
+        """End them with SIGKILL."""
+        for name in names:
+            self.members[name].process.kill()
+            self.members[name].process.join()
+
+    def open(self) -> None:
+        """Let everybody go on."""
+        (Path(self.cell.gate) / "open").touch()
+
+    def result(self, worker: str) -> str:
+        """The hash of its weights at the end."""
+        answer: str = self._answer(self.members[worker])
+        return answer
+
+    def until(self, happened: Callable[[], bool], what: str) -> None:
+        """Wait until something has happened."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not happened():
+            said = [event.get("text") or event for event in self.events()[-12:]]
+            assert time.monotonic() < deadline, f"{what}: not within {PATIENCE_S:.0f} s; the last events: {said}"
+            time.sleep(POLL_S)
+
+    def until_held(self, *workers: str) -> None:
+        """Until these workers wait at the gate."""
+        for worker in workers:
+            path = Path(self.cell.gate) / f"{worker} waits"
+            self.until(path.exists, f"{worker} waits at the gate")
+
+    def events(self, kind: str = "") -> list[dict[str, Any]]:
+        """What the coordinator has written down, of one type or all."""
+        path = self.home / "events.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        entries = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [entry for entry in entries if kind in ("", entry["type"])]
+
+    def said(self, text: str) -> bool:
+        """Has the coordinator said this?"""
+        return any(text in event["text"] for event in self.events("Say"))
+
+    def ask_for_a_snapshot(self) -> None:
+        """As `rallypoint snapshot` does."""
+        said: queue.SimpleQueue[object] = queue.SimpleQueue()
+        link = CoordinatorLink(
+            transport=TcpTransport(), address=self.address, token=self._token, role="observer", id="asking",
+            on_message=said.put, on_lost=said.put,
+        )  # fmt: skip
+        link.start()
+        try:
+            link.send(SnapshotWanted())
+        finally:
+            link.close()
+
+    def close(self) -> None:
+        """End whoever is left of them."""
+        self.__exit__()
+        self._started.clear()
+
+
+def _coordinator_main(pipe: Any, token: str, terms: Terms, about: JoinInfo, resume: str) -> None:
+    start = None
+    if resume:
+        manifest = SnapshotStore(resume).latest_usable(lambda text: None)
+        assert manifest is not None
+        start = (manifest.job, manifest.id, manifest.version)
+    service = CoordinatorService(terms=terms, token=token, join_info=about, resume=start)
+    service.start()
+    pipe.send(("value", service.address))
+    service.wait()
+    service.close()
+
+

@@ -1,0 +1,79 @@
+"""Every cell of FEATURE x MODE that is not supported is refused with the table's sentence."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rallypoint.config import record_of, with_own_optimizer
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.modes import CONFLICTS, TABLE, Conflict, Feature, ModeName, No, Only, describe, why_not
+from rallypoint.errors import ConfigError, ModelError
+from rallypoint.worker.tensors import ModelTensors
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from cell_jobs import CellJob
+
+UNSUPPORTED = [
+    pytest.param(feature, mode, id=f"{feature.name.lower()}-{mode.name.lower()}")
+    for feature, cells in TABLE.items() for mode, cell in cells.items() if isinstance(cell, No | Only)
+]  # fmt: skip
+TERMS = {
+    Feature.BACKUP_TASKS: Terms(backup_tasks=True),
+    Feature.REPLICATION: Terms(replication=2),
+    Feature.SNAPSHOTS: Terms(snapshots=True),
+}
+LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)
+
+
+def _refused(job: CellJob) -> str:
+    """The sentence with which a job is refused, wherever that is; fails where nothing is."""
+    terms = frozenset[Feature]().union(*(TERMS[feature].features for feature in job.features if feature in TERMS))
+    try:
+        if job.has(Feature.OWN_OPTIMIZER):
+            with_own_optimizer(job.config, "torch.optim.adamw.AdamW")
+        if job.has(Feature.TABLES):
+            ModelTensors(torch.nn.Embedding(9, 2, sparse=True, device="meta"), job.config)
+        layout = LAYOUT
+        if job.has(Feature.BUFFERS):
+            layout = ModelTensors(torch.nn.BatchNorm1d(40), job.config).layout
+        return record_of(job.config, layout).refusal_of(terms)
+    except (ConfigError, ModelError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("feature", "mode"), UNSUPPORTED)
+def test_what_the_table_does_not_support_is_refused_with_its_sentence(feature: Feature, mode: ModeName) -> None:
+    cell = TABLE[feature][mode]
+    assert isinstance(cell, No | Only)
+    if feature is Feature.BY_SPEED:  # nobody asks for it; replicas stay where they are, as the description says
+        assert why_not(mode, feature) == cell.why
+        assert describe(CellJob(mode).config.sync, CellJob(mode).config.features).leaves_state
+        return
+    sentence = _refused(CellJob(mode, (feature,)))
+    assert cell.why in sentence
+    assert feature is Feature.TABLES or sentence.startswith(feature.value)
+
+
+@pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda c: f"{c.first.name}-{c.second.name}".lower())
+def test_features_that_do_not_go_together_are_refused_with_the_table_s_sentence(conflict: Conflict) -> None:
+    pair = (conflict.first, conflict.second)
+    modes = [mode for mode in ModeName if mode in conflict.modes and not any(why_not(mode, one) for one in pair)]
+    for mode in modes:
+        if Feature.BY_SPEED in pair:
+            assert why_not(mode, Feature.BY_SPEED, {conflict.first, conflict.second}) == conflict.why
+        else:
+            assert conflict.why in _refused(CellJob(mode, pair)), mode
+    assert modes
+
+
+@pytest.mark.parametrize("mode", ModeName)
+def test_a_feature_that_needs_another_is_accepted_with_it(mode: ModeName) -> None:
+    for feature, cells in TABLE.items():
+        if isinstance(cell := cells[mode], Only):
+            assert _refused(CellJob(mode, (cell.beside, feature))) == ""

@@ -1,0 +1,217 @@
+"""Every cell of FEATURE x MODE that is supported, as a small job with a kill in it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.modes import TABLE, Bytes, Feature, ModeName, No
+from rallypoint.testing.processes import ProcessCluster
+
+sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
+
+from cell_jobs import HELD_AT, CellJob, job_of, train_cell
+from stage import Stage
+
+QUICK = {Feature.CLIP: set(ModeName), Feature.REPLICATION: {ModeName.SYNC}, Feature.SNAPSHOTS: {ModeName.SYNC}}
+PATIENT = 60.0  # heartbeat in seconds: nobody is given up because this machine is busy
+SUPPORTED = [
+    pytest.param(
+        feature, mode, id=f"{feature.name.lower()}-{mode.name.lower()}",
+        marks=() if mode in QUICK.get(feature, set()) else (pytest.mark.slow,),
+    )
+    for feature, cells in TABLE.items() for mode, cell in cells.items() if not isinstance(cell, No)
+]  # fmt: skip
+
+
+class Walk:
+    """One cell's job: who plays in it, who is killed, and what has to be true at the end."""
+
+    def __init__(self, home: Path, job: CellJob) -> None:
+        self.home, self.mode = home, job.config.mode
+        (home / "gate").mkdir()
+        self.job = job.held(home / "gate")
+        self.stages: list[Stage] = []
+
+    def begin(
+        self, workers: int = 2, servers: int = 2, *, at_most: int = 2, resume: bool = False, **terms: object
+    ) -> Stage:
+        """The job's processes, all started. `at_most`: so many workers compute."""
+        wanted = Terms(
+            workers_start=workers, workers_max=at_most, servers=servers, heartbeat=PATIENT, **terms  # type: ignore[arg-type]
+        )  # fmt: skip
+        folder = self.home / "run"
+        stage = Stage(folder, wanted, self.job, resume=f"{folder}/snapshots" if resume else "")
+        self.stages.append(stage)
+        stage.servers_come(*(f"server{i}" for i in range(servers)))
+        stage.workers_come(*(f"worker{i}" for i in range(workers)))
+        return stage
+
+    def ends(self, stage: Stage, *workers: str, went_on: bool = True) -> None:
+        """Let everybody go on to the end, and check what the mode promises. `went_on`: no worker's state is lost."""
+        stage.open()
+        hashes = {stage.result(worker) for worker in workers}
+        assert len(hashes) == 1, "workers end with different weights"
+        promised = self.mode.bytes is Bytes.ALWAYS or (self.mode.bytes is Bytes.UNDISTURBED and not went_on)
+        if promised:
+            assert hashes == {undisturbed(self.job.mode, self.job.features)}
+
+    def close(self) -> None:
+        for stage in self.stages:
+            stage.close()
+
+
+@cache
+def undisturbed(mode: ModeName, features: tuple[Feature, ...]) -> str:
+    """The hash of the same job with one worker and one server, to which nothing happens."""
+    with ProcessCluster(workers=1, servers=1) as cluster:
+        (hash,) = cluster.run(train_cell, CellJob(mode, features))
+    return hash
+
+
+# ---- what happens in the jobs ----
+
+
+def a_worker_is_killed(walk: Walk) -> None:
+    stage = walk.begin()
+    stage.until_held("worker0", "worker1")
+    stage.kill("worker1")
+    walk.ends(stage, "worker0")
+    _every_contribution_counts(walk, stage)
+
+
+def _every_contribution_counts(walk: Walk, stage: Stage) -> None:
+    """The servers' account at the end: each contribution once, and dropped only where that may be."""
+    if walk.mode.workers_hold_state or not stage.events("Accounted"):
+        return
+    account = stage.events("Accounted")[-1]
+    whole = account["applied"] + account["folded"] + account["dropped"]
+    config = walk.job.config
+    if not walk.job.config.staggered:
+        assert whole == config.replicas * config.rounds, account
+    assert walk.mode.drops or walk.job.has(Feature.SKIP) or account["dropped"] == 0, account
+
+
+def the_lead_is_killed_and_somebody_else_evaluates(walk: Walk) -> None:
+    stage = walk.begin()
+    stage.until_held("worker0", "worker1")
+    stage.kill("worker0")
+    walk.ends(stage, "worker1")
+    steps = {event["step"] for event in stage.events("Metrics")}
+    assert len(steps) > 1
+    assert max(steps) == walk.job.config.steps
+    assert any(step <= HELD_AT for step in steps), "none before the kill"
+
+
+def a_server_with_a_backup_is_killed(walk: Walk) -> None:
+    stage = walk.begin(replication=2)
+    stage.until_held("worker0", "worker1")
+    stage.until(lambda: stage.events("Members")[-1]["exposed"] == 0, "every shard has a backup")
+    stage.kill("server0")
+    walk.ends(stage, "worker0", "worker1", went_on=False)
+    assert not stage.said("going back")
+
+
+def everybody_with_the_state_is_killed(walk: Walk) -> None:
+    """Snapshots by steps; then nobody has the parameters any more."""
+    stage = walk.begin(servers=1, snapshots=True, snapshot_steps=1)
+    stage.until_held("worker0", "worker1")
+    stage.until(lambda: stage.events("Snapshotted") != [], "a snapshot is taken")
+    if walk.mode.workers_hold_state:
+        stage.kill("worker0", "worker1")
+        stage.workers_come("worker2", "worker3")
+        survivors = ("worker2", "worker3")
+    else:
+        stage.kill("server0")
+        stage.servers_come("server1")
+        survivors = ("worker0", "worker1")
+    stage.until(lambda: stage.said("going on from snapshot"), "the job goes back to the snapshot")
+    walk.ends(stage, *survivors)
+
+
+def a_snapshot_is_asked_for_and_a_worker_is_killed(walk: Walk) -> None:
+    stage = walk.begin(snapshots=True)
+    stage.until_held("worker0", "worker1")
+    stage.kill("worker1")
+    stage.until(lambda: "worker1" not in stage.events("Members")[-1]["workers"], "worker1 is given up")
+    stage.ask_for_a_snapshot()
+    stage.open()
+    stage.until(lambda: any(taken["version"] > 0 for taken in stage.events("Snapshotted")), "a snapshot is taken")
+    (walk.home / "gate" / "stored").touch()
+    walk.ends(stage, "worker0")
+    versions = {taken["version"] for taken in stage.events("Snapshotted")}
+    assert any(0 < version < walk.job.config.rounds for version in versions), versions
+
+
+def the_whole_job_is_killed_and_resumed(walk: Walk) -> None:
+    stage = walk.begin(snapshots=True, snapshot_steps=1)
+    stage.until_held("worker0", "worker1")
+    stage.until(lambda: stage.events("Snapshotted") != [], "a snapshot is taken")
+    stage.close()
+    again = walk.begin(workers=1, servers=1, snapshots=True, resume=True)
+    walk.ends(again, "worker0")
+
+
+def a_straggler_is_helped_and_killed(walk: Walk) -> None:
+    stage = walk.begin(backup_tasks=True)
+    stage.until_held("worker1")
+    stage.until(
+        lambda: any((walk.home / "gate").glob(f"worker0 is at {step}") for step in range(HELD_AT + 1, 12)),
+        "worker0 goes past the step in which worker1 stands still",
+    )
+    stage.kill("worker1")
+    walk.ends(stage, "worker0")
+
+
+def a_worker_that_stands_by_takes_over(walk: Walk) -> None:
+    stage = walk.begin(workers=3, at_most=2)
+    stage.until(lambda: stage.events("Members") != [], "the job begins")
+    computing, standby = stage.events("Members")[-1]["workers"], stage.events("Members")[-1]["standby"]
+    assert (len(computing), len(standby)) == (2, 1)
+    stage.until_held(*computing)
+    stage.kill(computing[0])
+    stage.until(lambda: standby[0] in stage.events("Members")[-1]["workers"], "the one that stood by has replicas")
+    walk.ends(stage, computing[1], *standby)
+
+
+def a_worker_joins_and_another_is_killed(walk: Walk) -> None:
+    stage = walk.begin(at_most=3)
+    stage.until_held("worker0", "worker1")
+    stage.workers_come("worker2")
+    stage.until(lambda: "worker2" in stage.events("Members")[-1]["workers"], "worker2 has replicas")
+    stage.kill("worker0")
+    walk.ends(stage, "worker1", "worker2")
+
+
+def replicas_move_to_the_faster_worker_which_is_killed(walk: Walk) -> None:
+    stage = walk.begin()
+    stage.until(lambda: stage.said("not equally fast"), "replicas are assigned by speed")
+    stage.kill("worker0")
+    walk.ends(stage, "worker1")
+
+
+PLAYS: dict[Feature, Callable[[Walk], None]] = {
+    Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
+    Feature.REPLICATION: a_server_with_a_backup_is_killed,
+    Feature.SNAPSHOTS: everybody_with_the_state_is_killed,
+    Feature.ON_DEMAND: a_snapshot_is_asked_for_and_a_worker_is_killed,
+    Feature.RESUME: the_whole_job_is_killed_and_resumed,
+    Feature.BACKUP_TASKS: a_straggler_is_helped_and_killed,
+    Feature.STANDBY: a_worker_that_stands_by_takes_over,
+    Feature.RESIZE: a_worker_joins_and_another_is_killed,
+    Feature.BY_SPEED: replicas_move_to_the_faster_worker_which_is_killed,
+}
+
+
+@pytest.mark.parametrize(("feature", "mode"), SUPPORTED)
+def test_a_supported_feature_survives_a_kill(feature: Feature, mode: ModeName, tmp_path: Path) -> None:
+    walk = Walk(tmp_path, job_of(feature, mode))
+    try:
+        PLAYS.get(feature, a_worker_is_killed)(walk)
+    finally:
+        walk.close()

@@ -1,0 +1,52 @@
+"""A process may bind to every address; what it tells others must be one that they can connect to."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.coordinator.service import CoordinatorService
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.errors import UsageError
+from rallypoint.net.advertise import advertised
+from rallypoint.server.service import ServerService
+
+TOKEN = "correct horse battery staple and more"
+
+
+@pytest.mark.parametrize("bound", ["0.0.0.0:4700", "[::]:4700"])
+def test_nobody_is_told_to_connect_to_every_address(bound: str) -> None:
+    with pytest.raises(UsageError, match=r"--advertise"):
+        advertised(bound)
+    with pytest.raises(UsageError, match="nobody can connect to"):
+        advertised("127.0.0.1:4700", bound)
+
+
+@pytest.mark.parametrize(("wanted", "told"), [
+    ("node7", "node7:4700"), ("node7:80", "node7:80"), ("10.0.0.7", "10.0.0.7:4700"), ("", "127.0.0.1:4700"),
+])  # fmt: skip
+def test_what_is_told_is_what_was_asked_for_or_where_it_listens(wanted: str, told: str) -> None:
+    assert advertised("127.0.0.1:4700", wanted) == told
+
+
+def test_a_server_bound_to_every_address_tells_the_one_on_its_way_to_the_coordinator() -> None:
+    assert advertised("0.0.0.0:4700", towards="127.0.0.1:9") == "127.0.0.1:4700"
+    coordinator = CoordinatorService(terms=Terms(), token=TOKEN)
+    coordinator.start()
+    server = ServerService(id="server0", coordinator=coordinator.address, token=TOKEN, bind="0.0.0.0:0")
+    server.start()
+    known = coordinator._shell.machine.course.members.servers
+    while "server0" not in known:
+        assert coordinator._owner.is_alive()
+    assert known["server0"].address == server._gate.address.replace("0.0.0.0", "127.0.0.1")
+    server.close()
+    coordinator.close()
+
+
+def test_a_coordinator_bound_to_every_address_needs_to_be_told_what_to_tell() -> None:
+    with pytest.raises(UsageError, match="add --advertise HOST:PORT"):
+        CoordinatorService(terms=Terms(), token=TOKEN, bind="0.0.0.0:0").start()
+    coordinator = CoordinatorService(terms=Terms(), token=TOKEN, bind="0.0.0.0:0", advertise="127.0.0.1")
+    coordinator.start()
+    assert coordinator.address.startswith("127.0.0.1:")
+    assert not coordinator.address.endswith(":0")
+    coordinator.close()
