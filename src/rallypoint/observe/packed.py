@@ -211,7 +211,7 @@ class _Unpacker:
             return kind(**dict(zip(kind.__struct_fields__, map(self.unpack, parts), strict=True)))
         return self._instance(tag, kind, parts)
 
-    def _instance(self, tag: str, kind: type, parts: list[Any]) -> Any:
+    def _instance(self, tag: str, kind: Any, parts: list[Any]) -> Any:
         value = self._keep(kind.__new__(kind))
         names, has_dict, is_list = _slots_of(kind), hasattr(value, "__dict__"), isinstance(value, list)
         _check_count(tag, parts, len(names) + has_dict + is_list)
