@@ -5,7 +5,6 @@ What it decides is in `core.cluster.machine`; whom it tells what is in `coordina
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from typing import Any
@@ -27,6 +26,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.messages import Hello, Say, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
+from rallypoint.observe.observed import observed
 from rallypoint.store.retention import Retention
 
 _FAREWELL_S = 2.0
@@ -69,9 +69,9 @@ class CoordinatorService:
         """Begin to listen. AddressInUse when somebody does there already; DataError for an unreadable journal."""
         self._journal = Journal(self._join_info.folder)
         self._shell = CoordinatorShell(
-            self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume,
-            check=os.environ.get("RALLYPOINT_CHECK") == "1",
-        )  # fmt: skip
+            self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume
+        )
+        observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
         self._owner = Owner(self._handle, self._terms.heartbeat / _TICKS)
         self._keeper = self._open_keeper()

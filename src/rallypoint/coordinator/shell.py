@@ -66,12 +66,12 @@ class CoordinatorShell:
 
     `handle` takes one event of `coordinator.inbox` at the time `now` (seconds of a clock that never goes back) and
     returns the acts to be done, in order. A `Save` comes before whatever it is about: the next coordinator must know
-    at least as much as the members (I7). With `check` the machine's invariants are checked after every event.
+    at least as much as the members (I7).
     """
 
     def __init__(
         self, terms: Terms, now: float, *, recovered: ClusterState | None = None,
-        resume: tuple[JobRecord, str, int] | None = None, check: bool = False,
+        resume: tuple[JobRecord, str, int] | None = None,
     ) -> None:  # fmt: skip
         self.machine = ClusterMachine(terms, recovered, resume)
         self.members: dict[str, Connection] = {}
@@ -79,7 +79,7 @@ class CoordinatorShell:
         self.announcer = Announcer(self.machine, now)
         self.evaluations = Evaluations()
         self._agreement = Agreement()
-        self._terms, self._check, self._now = terms, check, now
+        self._terms, self._now = terms, now
         self._ticked = self._awake = now
         self._written = 0
         self._capture: Capture | None = None  # the last snapshot that was asked for
@@ -188,8 +188,6 @@ class CoordinatorShell:
 
     def _drive(self, event: cluster_events.Event) -> list[Act]:
         effects = self.machine.handle(event)
-        if self._check:
-            self.machine.validate()
         acts = [*self._save(), *self._run(effects)]
         if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)

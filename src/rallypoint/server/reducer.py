@@ -16,6 +16,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import COPY, NOT_FINITE, Header
 from rallypoint.net.messages import CaughtUp
 from rallypoint.net.pool import Buffer
+from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
 from rallypoint.server import inbox
 from rallypoint.server.capture import Capture
@@ -42,7 +43,7 @@ class Reducer:
         writer: SnapshotWriter | None = None, snapshots_url: str = "",
     ) -> None:  # fmt: skip
         self.job = job
-        self.shell: ServerShell[Channel] = ServerShell(ServerMachine(me, job.plan))
+        self.shell: ServerShell[Channel] = ServerShell(observed(ServerMachine(me, job.plan), me))
         self._owned: dict[int, HeldShard] = {}
         self._pulls = Pulls(tracer)
         self._ledger = Ledger(context.say)

@@ -15,6 +15,7 @@ from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.watch import watch
 
 
 @dataclass
@@ -42,7 +43,8 @@ class SimulatedCoordinator:
     ) -> None:
         self.node, self.job, self.store, self.disk, self.outcome = Node(world, COORDINATOR), job, store, disk, outcome
         self._tick_s = terms.heartbeat / TICKS
-        self.shell = CoordinatorShell(terms, self._time, recovered=disk.state, check=True)
+        self.shell = CoordinatorShell(terms, self._time, recovered=disk.state)
+        watch(self.shell.machine, COORDINATOR)
         world.acceptors[COORDINATOR] = self
         self._do(self.shell.start())
         self._tick()

@@ -12,6 +12,7 @@ from rallypoint.core.worker.factory import shell_for
 from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
 from rallypoint.testing.simulation.link import SimulatedLink
 from rallypoint.testing.simulation.network import Node, Wire
+from rallypoint.testing.simulation.watch import watch
 from rallypoint.worker.exchange.plan import worker_plan
 
 
@@ -21,6 +22,7 @@ class SimulatedExchange:
     def __init__(self, node: Node, job: SimulatedJob, changed: Callable[[], None]) -> None:
         self.node, self.job, self._changed = node, job, changed
         self.shell = shell_for(node.name, worker_plan(job.config, job.layout))
+        watch(self.shell.machine, node.name)
         self.machine = self.shell.machine
         self.slots: list[Content] = [GARBAGE] * job.shards
         self.fetched = 0

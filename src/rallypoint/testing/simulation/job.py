@@ -12,7 +12,7 @@ from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync, server_policy
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
@@ -90,7 +90,7 @@ class SimulatedJob:
     @property
     def policy(self) -> ServerPolicy:
         """When servers apply contributions."""
-        return server_policy(self.sync)
+        return self.config.policy
 
     @property
     def same_bytes(self) -> bool:
@@ -100,7 +100,7 @@ class SimulatedJob:
     @property
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer?"""
-        return isinstance(self.sync, AllReduce)
+        return self.config.stateful_workers
 
     def averages(self, shard: int) -> bool:
         """Do servers have no more of this shard than the mean of its contributions?"""
@@ -121,15 +121,14 @@ class SimulatedJob:
         assert not these & those, f"{sorted(these & those)} are applied twice"
         return these | those
 
-    @property
+    @cached_property
     def replica_0_shards(self) -> frozenset[int]:
-        """The shards to which replica 0 alone contributes: with a quorum whoever is first brings the buffers."""
-        quorum = isinstance(self.sync, Sync) and self.sync != Sync()
-        return frozenset() if quorum else self.buffer_shards
+        """The shards to which replica 0 alone contributes."""
+        return frozenset(s.index for s in self.layout.shards if self.config.contributors(s.role) == 1)
 
     def expected(self, shard: int) -> int:
         """Contributions of a step to this shard."""
-        return 1 if shard in self.replica_0_shards else self.replicas
+        return self.config.contributors(self.layout.shards[shard].role)
 
     def check_end(self, shard: int, content: Content) -> None:
         """AssertionError unless this is what the shard may be at the end of the job."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
@@ -76,10 +78,7 @@ def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
         servers=servers, replication=rng.choice([1, 2, 2]), heartbeat=2.0, backup_tasks=rng.random() < 0.3,
         snapshot_seconds=rng.choice([0.5, 1.0, 3.0]), snapshot_steps=rng.choice([0, 0, 2]), snapshots=True,
     )  # fmt: skip
-    if job.record().refusal_of(terms.features):  # as a real job would be
-        terms = msgspec.structs.replace(terms, backup_tasks=False)
-    if job.record().refusal_of(terms.features):
-        terms = msgspec.structs.replace(terms, replication=1)
+    terms = supported(terms, job)
     faults = []
     at = 0.0
     for _ in range(rng.randint(0, 10)):
@@ -89,6 +88,18 @@ def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
         seconds = {"pause": rng.uniform(0.1, 1.5), "long pause": rng.uniform(2.0, 6.0)}.get(kind, rng.uniform(0.1, 5.0))
         faults.append(Fault(0.0 if kind == "drop first" else at, kind, role, seconds))
     return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S if hesitates(seed) else 0.0)
+
+
+def supported(terms: Terms, job: SimulatedJob) -> Terms:
+    """These terms without what the job's mode does not support: see `core.modes`."""
+    without: dict[Feature, dict[str, Any]] = {
+        Feature.REPLICATION: {"replication": 1}, Feature.BACKUP_TASKS: {"backup_tasks": False},
+    }  # fmt: skip
+    record = job.record()
+    for feature, changes in without.items():
+        if feature in terms.features and record.refusal_of(frozenset({feature})):
+            terms = msgspec.structs.replace(terms, **changes)
+    return terms
 
 
 def hesitates(seed: int) -> bool:

@@ -21,6 +21,7 @@ from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
 from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.watch import watch
 
 RETRY_S = 0.1
 Effects = Iterable[machine.Effect | Answer[Wire]]
@@ -62,7 +63,7 @@ class SimulatedServer:
         self.membership = Membership(self.node, "server", self._on_message, self._on_admitted, address=name)
 
     def _new_machine(self, plan: Plan) -> ServerMachine:
-        return ServerMachine(self.node.name, plan)
+        return watch(ServerMachine(self.node.name, plan), self.node.name)
 
     # ---- the coordinator's words ----
 
@@ -109,6 +110,7 @@ class SimulatedServer:
         return ""
 
     def _take(self, wire: Wire, who: str, message: Any) -> None:
+        server_checks.check_current(self, who, message)
         shell = self.shell
         match message:
             case ("push", number, shard, step, replica, content, base, wants) if shell.takes(shard, number):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness
 from rallypoint.core.shard.effects import Reply
@@ -58,6 +58,15 @@ def check_read(server: SimulatedServer, index: int, reply: Reply, content: Conte
             written = server.job.written(replica, reply.clock if replica == reply.replica else bound)
             missing = sorted(written - content)
             assert not missing, f"{server.node.name}: shard {index}: {reply} runs ahead of {missing}"
+
+
+def check_current(server: SimulatedServer, who: str, message: Any) -> None:
+    """What a server takes was sent in the generation in force, or later (I10)."""
+    kind, number, *_ = message
+    view = server.machine.view
+    assert view is not None
+    stale = f"{server.node.name} takes a {kind} of {who} that is of view {number}; the generation is {view.generation}"
+    assert number >= view.generation, stale
 
 
 def check_alike(server: SimulatedServer, index: int, step: int, scale: float | None) -> None:

@@ -21,6 +21,7 @@ from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.view import View
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
+from rallypoint.observe.observed import observed
 from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.codec_states import CodecStates
 from rallypoint.worker.exchange.effects import LinkEffects
@@ -52,6 +53,7 @@ class Exchange:
         self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
         formats = ShardCodecStates(config)
         self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout)))
+        observed(shell.machine, context.me)
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
         self._encoder = Encoder(layout, config)

@@ -1,0 +1,145 @@
+"""Machines that are watched: recorded (`RALLYPOINT_RECORD=FOLDER`), checked after every call (`RALLYPOINT_CHECK=1`).
+
+    machine = observed(WorkerMachine(...), "worker0")
+
+With neither variable that is the machine itself, and costs nothing. Otherwise the object gets a class of its own,
+derived from the one that it has, in which every public method tells the observer. Methods that only answer a question
+(`QUESTIONS`) stay as they are: what they are asked is not worth a record.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from rallypoint.observe.packed import PackingError
+from rallypoint.observe.recording import LIMIT_BYTES, Recorder, answered, call_of
+
+RECORD, RECORD_MB, CHECK = "RALLYPOINT_RECORD", "RALLYPOINT_RECORD_MB", "RALLYPOINT_CHECK"
+QUESTIONS = frozenset({
+    "contributes", "is_primary", "is_queued", "lateness", "machine", "may_fill", "next_action", "state", "takes_from",
+    "validate", "waiting_for",
+})  # fmt: skip
+BROKEN_STATUS = 70  # the exit status of a process whose machine has broken an invariant
+Machine = TypeVar("Machine")
+Broken = Callable[[str], None]
+
+
+def observed(machine: Machine, name: str) -> Machine:
+    """`machine`, watched as the environment says."""
+    folder, check = os.environ.get(RECORD, ""), os.environ.get(CHECK, "") not in ("", "0")
+    if not folder and not check:
+        return machine
+    megabytes = os.environ.get(RECORD_MB, "")
+    limit = int(megabytes) << 20 if megabytes.isdecimal() else LIMIT_BYTES
+    recorder = Recorder(Path(folder), name, limit) if folder else None
+    return watched(machine, name, recorder, end_process if check else None)
+
+
+def watched(machine: Machine, name: str, recorder: Recorder | None = None, broken: Broken | None = None) -> Machine:
+    """`machine`, which tells `recorder` of every call; after each one it is checked, and `broken` hears what is wrong.
+
+    A call that a method of the machine makes of another one of its own is part of the outer call.
+    """
+    observer = _Observer(name, recorder, broken)
+    kind = type(machine)
+    methods = {method: _watching(observer, method, vars_of(kind)[method]) for method in changing_methods(kind)}
+    body = {"__slots__": (), "observed_class": kind, **methods}
+    machine.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda space: space.update(body))
+    if recorder is not None:
+        recorder.begin(machine)
+    return machine
+
+
+def end_process(sentence: str) -> NoReturn:
+    """Nothing that follows could be trusted: no thread of this process goes on."""
+    print(sentence, file=sys.stderr, flush=True)
+    os._exit(BROKEN_STATUS)
+
+
+def changing_methods(kind: type) -> list[str]:
+    """The public methods of a machine that may change it: all but the QUESTIONS."""
+    return sorted(
+        name for name, value in vars_of(kind).items()
+        if isinstance(value, types.FunctionType) and not name.startswith("_") and name not in QUESTIONS
+    )  # fmt: skip
+
+
+def vars_of(kind: type) -> dict[str, Any]:
+    """What a class and its bases define, by name."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        found.update(vars(base))
+    return found
+
+
+class _Observer:
+    """Who is told of one machine's calls."""
+
+    def __init__(self, name: str, recorder: Recorder | None, broken: Broken | None) -> None:
+        self._name, self._recorder, self._broken = name, recorder, broken
+        self._inside = False
+
+    def call(
+        self, machine: Any, name: str, method: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> Any:
+        """Make a call, and tell of it unless it is part of another one."""
+        if self._inside:
+            return method(machine, *arguments, **keywords)
+        self._inside = True
+        try:
+            call = self._recorded(lambda: call_of(name, arguments, keywords))
+            try:
+                result = method(machine, *arguments, **keywords)
+            except BaseException as error:
+                self._tell(machine, call, error)
+                raise
+            self._tell(machine, call, result)
+            self._check(machine, name, arguments)
+        finally:
+            self._inside = False
+        return result
+
+    def _tell(self, machine: Any, call: Any, result: Any) -> None:
+        whole = self._recorded(lambda: answered(call, result)) if call is not None else None
+        if whole is not None and self._recorder is not None:
+            self._recorder.called(machine, whole)
+
+    def _recorded(self, make: Callable[[], Any]) -> Any:
+        """What is to be recorded; None when nothing is."""
+        if self._recorder is None:
+            return None
+        try:
+            return make()
+        except PackingError as error:
+            self._recorder.fail(error)
+            self._recorder = None
+            return None
+
+    def _check(self, machine: Any, method: str, arguments: tuple[Any, ...]) -> None:
+        validate = getattr(machine, "validate", None)
+        if self._broken is None or validate is None:
+            return
+        try:
+            validate()
+        except AssertionError as error:
+            said = ", ".join(map(repr, arguments))
+            self._broken(f"the machine of {self._name} broke a rule in {method}({said}): {_sentence(error)}")
+
+
+def _sentence(error: AssertionError) -> str:
+    """What an assertion says, without what pytest adds to it."""
+    return str(error).partition("\n")[0]
+
+
+def _watching(observer: _Observer, name: str, method: Any) -> Any:
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return observer.call(self, name, method, arguments, keywords)
+
+    return call

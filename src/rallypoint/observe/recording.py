@@ -1,0 +1,195 @@
+"""Recordings: files with all that one machine was told, and what it answered.
+
+A file is a row of msgpack records, each behind its length in 4 bytes. The first one is the `Beginning`: which machine
+it is, and its whole state. Each other one is a `Call`. Every record is handed to the kernel at once, so a process that
+is killed loses at most the call that it was in.
+
+A recording takes a bounded place: when a file is half as large as allowed, the next one begins, again with the whole
+state, and the one before the last is deleted. Each file can be replayed alone.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rallypoint.errors import RallypointError
+from rallypoint.observe.packed import PackingError, pack, pack_state
+
+FORMAT = 1
+LIMIT_BYTES = 64 << 20  # of one machine
+SUFFIX = ".recording"
+_LENGTH = struct.Struct("<I")
+_MOST = 1 << 30  # bytes of one record
+
+
+class RecordingError(RallypointError):
+    """A file is no recording, or cannot be read."""
+
+
+class Beginning(msgspec.Struct, frozen=True, array_like=True):
+    """The first record: `state` is the machine, packed, as it was before the calls that follow."""
+
+    format: int
+    version: str
+    name: str
+    part: int
+    state: Any
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One call of the machine. `result` is what it returned, packed; with `raised`, what it raised, as text."""
+
+    time: float
+    method: str
+    arguments: Any
+    keywords: Any
+    result: Any
+    raised: bool = False
+
+
+class Recorder:
+    """Writes what happens to one machine. What goes wrong with the file ends the recording and never the process."""
+
+    def __init__(self, folder: Path, name: str, limit: int = LIMIT_BYTES) -> None:
+        self.name = name
+        self._base = folder / _free_name(folder, f"{re.sub('[^A-Za-z0-9_.-]', '_', name)}-{os.getpid()}")
+        self._limit, self._size, self._part = limit, 0, 0
+        self._file: io.FileIO | None = None
+        self._ended = False
+
+    @property
+    def path(self) -> Path:
+        """The file that is written now."""
+        return self._path(self._part)
+
+    def begin(self, machine: Any) -> None:
+        """Begin a file with the state of `machine`."""
+        self._attempt(lambda: self._begin(machine))
+
+    def called(self, machine: Any, call: Call) -> None:
+        """`machine` was called, and is as it will be at the next call."""
+        self._attempt(lambda: self._write(call))
+        if self._size > self._limit // 2:
+            self._attempt(lambda: self._begin(machine))
+
+    def close(self) -> None:
+        """End the recording."""
+        self._ended = True
+        if self._file is not None:
+            self._file.close()
+
+    def fail(self, why: object) -> None:
+        """Say that the recording ends here."""
+        print(f"RALLYPOINT_RECORD: the recording of {self.name} ends here: {why}", file=sys.stderr, flush=True)
+        self.close()
+
+    def _attempt(self, what: Callable[[], None]) -> None:
+        if self._ended:
+            return
+        try:
+            what()
+        except (OSError, PackingError, TypeError, OverflowError) as error:
+            self.fail(error)
+
+    def _begin(self, machine: Any) -> None:
+        state = pack_state(machine)
+        if self._file is not None:
+            self._file.close()
+        self._part += 1
+        self._size = 0
+        self._path(self._part - 2).unlink(missing_ok=True)
+        self._path(self._part).parent.mkdir(parents=True, exist_ok=True)
+        self._file = io.FileIO(self._path(self._part), "x", opener=lambda path, flags: os.open(path, flags, 0o600))
+        self._write(Beginning(FORMAT, version(), self.name, self._part, state))
+
+    def _write(self, record: Beginning | Call) -> None:
+        assert self._file is not None
+        data = msgspec.msgpack.encode(record)
+        record_bytes = memoryview(_LENGTH.pack(len(data)) + data)
+        self._size += len(record_bytes)
+        while record_bytes:
+            record_bytes = record_bytes[self._file.write(record_bytes) :]
+
+    def _path(self, part: int) -> Path:
+        return self._base.with_name(f"{self._base.name}.{part}{SUFFIX}")
+
+
+@cache
+def version() -> str:
+    """Of this package, as it is installed."""
+    try:
+        return metadata.version("rallypoint")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _free_name(folder: Path, wanted: str) -> str:
+    """`wanted`, or with a number behind it if that machine is not the first of its name in this process."""
+    name, number = wanted, 1
+    while any(folder.glob(f"{name}.*{SUFFIX}")):
+        number += 1
+        name = f"{wanted}-{number}"
+    return name
+
+
+def call_of(method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
+    """A call that is about to be made; `answered` completes it."""
+    return Call(time.time(), method, [pack(a) for a in arguments], {k: pack(v) for k, v in keywords.items()}, None)
+
+
+def answered(call: Call, result: Any) -> Call:
+    """The call with what was returned, or raised."""
+    if isinstance(result, BaseException):
+        return msgspec.structs.replace(call, result=f"{type(result).__name__}: {result}", raised=True)
+    return msgspec.structs.replace(call, result=pack(result))
+
+
+def read(path: Path) -> tuple[Beginning, Iterator[Call]]:
+    """A recording's first record, and its calls. A last record that was not written whole is left out.
+
+    RecordingError when it is no recording, or one of another format.
+    """
+    records = _records(path)
+    try:
+        first = msgspec.msgpack.decode(next(records, b""), type=Beginning)
+    except msgspec.MsgspecError:
+        raise RecordingError(f"{path} is no recording of a machine") from None
+    if first.format != FORMAT:
+        raise RecordingError(f"{path} is of format {first.format}, not {FORMAT}: use Rallypoint {first.version}")
+    return first, _calls(path, records)
+
+
+def _calls(path: Path, records: Iterator[bytes]) -> Iterator[Call]:
+    decoder = msgspec.msgpack.Decoder(Call)
+    for number, record in enumerate(records, 1):
+        try:
+            yield decoder.decode(record)
+        except msgspec.MsgspecError as error:
+            raise RecordingError(f"{path}: record {number} is damaged: {error}") from None
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+                (length,) = _LENGTH.unpack(head)
+                if length > _MOST:
+                    raise RecordingError(f"{path} is no recording of a machine, or is damaged")
+                record = file.read(length)
+                if len(record) < length:
+                    return  # the process was killed in the middle
+                yield record
+    except OSError as error:
+        raise RecordingError(f"{path} cannot be read: {error}") from None

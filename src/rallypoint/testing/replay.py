@@ -1,0 +1,144 @@
+"""``python -m rallypoint.testing.replay FILE...``: runs a machine's recording again and compares what it answers.
+
+A recording is what ``RALLYPOINT_RECORD=FOLDER`` has made a process write (`observe/recording.py`). In a test:
+
+    replay(Path("worker0-4711.1.recording")).check()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rallypoint.errors import RallypointError
+from rallypoint.observe.observed import changing_methods
+from rallypoint.observe.packed import pack, unpack
+from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, read, version
+from rallypoint.testing.story import Told, story
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Call number `number` (from 1) was answered in another way than it was when it was recorded."""
+
+    number: int
+    call: str
+    expected: str
+    got: str
+
+    def __str__(self) -> str:
+        return f"call {self.number}: {self.call}\n  recorded: {self.expected}\n  now:      {self.got}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a replay came to: the machine after its last call, or where it first did something else."""
+
+    path: Path
+    name: str
+    recorded_by: str
+    machine: Any
+    calls: int
+    difference: Difference | None = None
+
+    def check(self) -> None:
+        """AssertionError with the first difference, if there is one."""
+        assert self.difference is None, f"{self.path}, {self.name}: {self.difference}"
+
+
+def replay(path: Path) -> Replayed:
+    """Run a recording again, up to the first difference; after each call the machine's rules are checked.
+
+    RecordingError when the file is no recording, PackingError when it holds what this version does not know.
+    """
+    first, calls = read(path)
+    machine = unpack(first.state)
+    number = 0
+    for number, call in enumerate(calls, 1):
+        got, raised = _call(machine, call)
+        if raised != call.raised or not _same(call, got):
+            difference = Difference(number, _said(call), _answer(call), str(got) if raised else repr(got))
+            return Replayed(path, first.name, first.version, machine, number, difference)
+    return Replayed(path, first.name, first.version, machine, number)
+
+
+def told(path: Path) -> Iterator[Told]:
+    """All that a recording tells, in order."""
+    _, calls = read(path)
+    for number, call in enumerate(calls, 1):
+        result = call.result if call.raised else unpack(call.result)
+        yield Told(number, call.time, call.method, [unpack(a) for a in call.arguments], result)
+
+
+def recordings(paths: list[Path]) -> list[Path]:
+    """The files themselves, and those that are in folders."""
+    found: list[Path] = []
+    for path in paths:
+        found += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+    return found
+
+
+def _call(machine: Any, call: Call) -> tuple[Any, bool]:
+    """What the machine answers now, and whether it raised that."""
+    if call.method not in changing_methods(type(machine)):
+        raise RecordingError(f"a {type(machine).__name__} has no {call.method}(): replay it with the same version")
+    arguments = [unpack(argument) for argument in call.arguments]
+    keywords = {name: unpack(value) for name, value in call.keywords.items()}
+    try:
+        result = getattr(machine, call.method)(*arguments, **keywords)
+        validate = getattr(machine, "validate", None)
+        if validate is not None:
+            validate()
+    except Exception as error:  # a machine that fails is what one wants to see
+        return f"{type(error).__name__}: {error}", True
+    return result, False
+
+
+def _same(call: Call, got: Any) -> bool:
+    if call.raised:
+        return bool(call.result == got)
+    return bool(call.result == pack(got) or unpack(call.result) == got)
+
+
+def _said(call: Call) -> str:
+    said = [repr(unpack(a)) for a in call.arguments] + [f"{k}={unpack(v)!r}" for k, v in call.keywords.items()]
+    return f"{call.method}({', '.join(said)})"
+
+
+def _answer(call: Call) -> str:
+    return str(call.result) if call.raised else repr(unpack(call.result))
+
+
+def _version_note(first: Beginning) -> str:
+    return "" if first.version == version() else f" (recorded by version {first.version}, this is {version()})"
+
+
+def main(
+    paths: Annotated[list[Path], typer.Argument(help="Recordings, or folders of them.")],
+    shard: Annotated[int, typer.Option("--story", help="Print what concerned this shard instead.")] = -1,
+) -> None:
+    """Run recordings of machines again: is what they answer the same?"""
+    differences = 0
+    try:
+        for path in recordings(paths):
+            if shard >= 0:
+                print(f"{path}:")
+                print("\n".join(story(told(path), shard)))
+                continue
+            replayed = replay(path)
+            differences += replayed.difference is not None
+            verdict = f"the same answers to {replayed.calls} calls" if replayed.difference is None else "DIFFERENT"
+            print(f"{path}: {verdict}{_version_note(read(path)[0])}")
+            if replayed.difference is not None:
+                print(replayed.difference)
+    except RallypointError as error:
+        raise SystemExit(str(error)) from None
+    raise typer.Exit(1 if differences else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
