@@ -55,7 +55,7 @@ class Play:
         self.incarnations: dict[str, int] = {}
         self.shell = CoordinatorShell(
             Terms(**{"workers_start": 1, "workers_max": 2, "heartbeat": 1000.0, **terms}), self.now,
-            recovered=recovered, check=True,
+            recovered=recovered,
         )  # fmt: skip
         self._do(self.shell.start())
 
