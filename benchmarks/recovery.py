@@ -22,8 +22,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.chaos import Chaos, Fault
-from rallypoint.launch.chaos_report import Measured, ledger_of, measure, typical_gap
+from rallypoint.launch.chaos.chaos import Chaos, Fault
+from rallypoint.launch.chaos.report import Measured, ledger_of, measure, typical_gap
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch

@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rallypoint.launch.chaos_report import ledger_of
+from rallypoint.launch.chaos.report import ledger_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.launcher import launch
 from rallypoint.launch.plan import Launch

@@ -12,8 +12,8 @@ import pytest
 from rallypoint.errors import UsageError
 from rallypoint.launch.cluster import Command
 from rallypoint.launch.local import LocalCluster
-from rallypoint.testing import cluster_contract
-from rallypoint.testing.cluster_contract import PATIENCE_S, ClusterContract, Started
+from rallypoint.testing.contracts import cluster as cluster_contract
+from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
 
 
 class TestLocalCluster(ClusterContract):

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from rallypoint.core.assignment import trial
 from rallypoint.core.cadence import Cadence
-from rallypoint.core.cluster import trial, view_change
+from rallypoint.core.cluster import view_change
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, Ledger, LocalSteps, Sync, Verdict
 from rallypoint.core.shard.clip import Verdict as ClipVerdict

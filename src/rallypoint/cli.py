@@ -111,8 +111,8 @@ def chaos(
 
     Example: [bold]rallypoint chaos --kills 40 --resizes 4,1,3 gpt --steps 1500[/bold]
     """
-    from rallypoint.launch.chaos import chaos as play
-    from rallypoint.launch.chaos import parse_faults, random_faults
+    from rallypoint.launch.chaos.chaos import chaos as play
+    from rallypoint.launch.chaos.chaos import parse_faults, random_faults
     from rallypoint.launch.console import Screen
 
     faults = parse_faults(schedule) or random_faults(

@@ -25,10 +25,10 @@ from codec_cases import (
     there_and_back,
 )
 
+from rallypoint.codec.base.protocol import Codec, NonFinitePayload, Stateful
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.codec.build import build, build_stateless
 from rallypoint.codec.dgc import DGCCodec
-from rallypoint.codec.protocol import Codec, NonFinitePayload, Stateful
-from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.spec import DGC, CodecSpec, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK
 from rallypoint.errors import ConfigError, ProtocolError, UsageError
 from rallypoint.net.pool import bytes_of

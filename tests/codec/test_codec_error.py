@@ -6,9 +6,9 @@ import pytest
 import torch
 from codec_cases import encoded, gradient, same_bytes, there_and_back
 
+from rallypoint.codec.base.scratch import PIECE_WORDS
 from rallypoint.codec.blocks import Int4Codec, Int8Codec
 from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
-from rallypoint.codec.scratch import PIECE_WORDS
 from rallypoint.codec.sign import SignCodec
 from rallypoint.codec.sparse import RandomKCodec
 

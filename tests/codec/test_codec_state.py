@@ -9,12 +9,12 @@ import pytest
 import torch
 from codec_cases import encoded, encoder_of, gradient, there_and_back
 
+from rallypoint.codec.base.protocol import Codec, Stateful
 from rallypoint.codec.blocks import Int8Codec
 from rallypoint.codec.cast import bf16_codec, raw_codec
 from rallypoint.codec.dgc import FIRST_RATIO, DGCCodec
 from rallypoint.codec.feedback import ErrorFeedback
 from rallypoint.codec.lowrank import LowRankCodec
-from rallypoint.codec.protocol import Codec, Stateful
 from rallypoint.codec.sparse import TopKCodec, count_for
 from rallypoint.errors import UsageError
 

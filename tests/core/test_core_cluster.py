@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rallypoint.config import JobConfig, record_of
+from rallypoint.core.assignment.trial import PAUSE_S, ROUNDS
 from rallypoint.core.cluster.effects import (
     Abort,
     Admit,
@@ -50,7 +51,6 @@ from rallypoint.core.cluster.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.snapshot_version import CAPTURE_AHEAD
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.cluster.trial import PAUSE_S, ROUNDS
 from rallypoint.core.cluster.view_change import AHEAD
 from rallypoint.core.job import JobRecord, disagreement
 from rallypoint.core.layout import TensorSpec, build_layout

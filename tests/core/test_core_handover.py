@@ -14,7 +14,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.cluster.speeds import Speeds
+from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.cluster.view_change import following_assignments
 from rallypoint.core.shard.relay import Answer, Relay
 from rallypoint.core.view import Assignment, Member, View, ViewNumber

@@ -24,7 +24,7 @@ from rallypoint.core.policy import (
 from rallypoint.core.shard.effects import Apply, Drop, Gather, Hold, Publish, Reply, Take, Wait
 from rallypoint.core.shard.events import Acked, Assigned, Contribute, FillBackup, Initialise, Loaded, Want
 from rallypoint.core.shard.machine import ShardMachine
-from rallypoint.testing.contracts import PolicyContract
+from rallypoint.testing.contracts.policies import PolicyContract
 from rallypoint.testing.shard_play import ACTIONS, Cast, PolicyBroken, play
 
 

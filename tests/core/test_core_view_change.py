@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.speeds import Speeds
 from rallypoint.core.cluster.view_change import (
     AHEAD,
     first_homes,

@@ -13,7 +13,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Done, Refused, Say, decode, expect
-from rallypoint.testing.contracts import Beside
+from rallypoint.testing.contracts.transports import Beside
 
 PATIENCE_S = 20.0
 

@@ -20,7 +20,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Challenge, Hello, Welcome, encode, expect
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Transport
-from rallypoint.testing.contracts import Beside, receive
+from rallypoint.testing.contracts.transports import Beside, receive
 
 TOKEN = "correct horse battery staple"
 

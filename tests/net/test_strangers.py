@@ -41,11 +41,11 @@ from rallypoint.net.messages import (
     expect,
 )
 from rallypoint.net.transport import Connection
-from rallypoint.server.inbox import Gone, Linked, Wake
-from rallypoint.server.reducer import Reducer
+from rallypoint.server.reducer.inbox import Gone, Linked, Wake
+from rallypoint.server.reducer.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
-from rallypoint.testing.contracts import receive
+from rallypoint.testing.contracts.transports import receive
 
 PATIENCE_S = 10.0
 WORDS = 16

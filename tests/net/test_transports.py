@@ -10,7 +10,7 @@ from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.tcp import TcpTransport, split_address
 from rallypoint.net.transport import LEAST_IN_FLIGHT, Transport, share_of
-from rallypoint.testing.contracts import TransportContract
+from rallypoint.testing.contracts.transports import TransportContract
 
 
 class TestTcp(TransportContract):

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.codec.spec import Bf16
 from rallypoint.config import resolve
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.server.averaged import AveragedShard
+from rallypoint.server.shards.averaged import AveragedShard
 from rallypoint.store.record import ShardRecord, decode_record, encode_record
 
 WORDS = 1000

@@ -11,10 +11,10 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.frames import Header, Kind
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox
-from rallypoint.server.intake import Intake
-from rallypoint.server.job import ServerJob
-from rallypoint.server.views import Views
+from rallypoint.server.intake.intake import Intake
+from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.intake.views import Views
+from rallypoint.server.reducer import inbox
 
 NUMBER = ViewNumber(1, 1)
 CONFIG = resolve({"replicas": 2, "steps": 9})

@@ -15,8 +15,8 @@ from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Aborted, Applied, Finished, Skipped, Snapshotted, SnapshotWanted
-from rallypoint.server.owned import OwnedShard
 from rallypoint.server.service import ServerService, run_servers
+from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store import retry
 from rallypoint.store.manifest import age
 from rallypoint.store.snapshots import SnapshotStore

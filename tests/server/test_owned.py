@@ -6,13 +6,13 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig, resolve
 from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.server.owned import OwnedShard
+from rallypoint.server.shards.owned import OwnedShard
 
 WORDS = 1000
 SHARD = Shard(index=0, start=0, stop=WORDS, group=0)

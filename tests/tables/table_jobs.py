@@ -19,7 +19,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind
-from rallypoint.server.rows import first_rows
+from rallypoint.server.shards.rows import first_rows
 
 USERS, ITEMS, COLUMNS = 700, 50, 6
 SETTINGS: dict[str, Any] = {"replicas": 3, "batch": 12, "steps": 30, "seed": 4, "shard_bytes": 4 << 10}

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rallypoint as rp
-from rallypoint.codec.rows import (
+from rallypoint.codec.base.rows import (
     RowSum,
     check_gradient,
     decode_gradient,
@@ -27,7 +27,7 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim.rows import RowsOptimizer
-from rallypoint.server.rows import OwnedRows, first_rows, fits_rows
+from rallypoint.server.shards.rows import OwnedRows, first_rows, fits_rows
 from rallypoint.store.record import decode_record, encode_record
 
 ROWS, COLUMNS = 40, 3

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.codec.payload import nonfinite, within
-from rallypoint.codec.pieces import PieceCodec
-from rallypoint.codec.random import Array, Bits
-from rallypoint.codec.scratch import PIECE_WORDS, Scratch
+from rallypoint.codec.base.payload import nonfinite, within
+from rallypoint.codec.base.pieces import PieceCodec
+from rallypoint.codec.base.random import Array, Bits
+from rallypoint.codec.base.scratch import PIECE_WORDS, Scratch
 from rallypoint.errors import ConfigError
 
 SCALE_BYTES = 4

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
+from rallypoint.codec.base.protocol import Codec
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.codec.blocks import Int4Codec, Int8Codec
 from rallypoint.codec.cast import bf16_codec, fp16_codec, raw_codec
 from rallypoint.codec.dgc import DGCCodec, largest_ratio
 from rallypoint.codec.feedback import ErrorFeedback
 from rallypoint.codec.lowrank import LowRankCodec, worthwhile
-from rallypoint.codec.protocol import Codec
-from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.sign import SignCodec
 from rallypoint.codec.sparse import RandomKCodec, TopKCodec
 from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int4, Int8, PowerSGD, RandomK, Raw, Sign, TopK

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rallypoint.codec.pieces import PieceCodec
-from rallypoint.codec.random import Bits
-from rallypoint.codec.scratch import Scratch, pieces
+from rallypoint.codec.base.pieces import PieceCodec
+from rallypoint.codec.base.random import Bits
+from rallypoint.codec.base.scratch import Scratch, pieces
 
 
 class CastCodec(PieceCodec):

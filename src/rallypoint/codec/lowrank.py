@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rallypoint.codec.base.payload import body_of_exactly, checked, nonfinite, room, within
+from rallypoint.codec.base.random import source
 from rallypoint.codec.feedback import require_like
-from rallypoint.codec.payload import body_of_exactly, checked, nonfinite, room, within
-from rallypoint.codec.random import source
 from rallypoint.core.layout import factors_pay
 from rallypoint.errors import ConfigError, UsageError
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from rallypoint.codec.base.protocol import Codec
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.codec.build import build_stateless
-from rallypoint.codec.protocol import Codec
-from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.spec import DGC
 from rallypoint.config import JobConfig, codec_of
 from rallypoint.core.layout import Shard

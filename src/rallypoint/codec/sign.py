@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rallypoint.codec.base.payload import require_finite
+from rallypoint.codec.base.random import Bits
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.codec.blocks import BlockCodec
-from rallypoint.codec.payload import require_finite
-from rallypoint.codec.random import Bits
-from rallypoint.codec.scratch import Scratch
 
 _LARGEST = torch.finfo(torch.float32).max
 _SIGN = -(1 << 31)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rallypoint.codec.payload import all_finite, body_of, body_of_exactly, checked, nonfinite, require_finite, room
-from rallypoint.codec.random import Array, draw
-from rallypoint.codec.scratch import Scratch, pieces
+from rallypoint.codec.base.payload import all_finite, body_of, body_of_exactly, checked, nonfinite, require_finite, room
+from rallypoint.codec.base.random import Array, draw
+from rallypoint.codec.base.scratch import Scratch, pieces
 from rallypoint.errors import ConfigError, ProtocolError
 
 SEGMENT_WORDS = 1 << 16

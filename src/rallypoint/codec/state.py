@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rallypoint.codec.base.payload import all_finite
+from rallypoint.codec.base.protocol import Codec, Stateful
 from rallypoint.codec.build import build
-from rallypoint.codec.payload import all_finite
-from rallypoint.codec.protocol import Codec, Stateful
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.spec import has_state
 from rallypoint.config import JobConfig, codec_of

@@ -65,7 +65,7 @@ class Handle(Protocol):
 
 
 class Cluster(Protocol):
-    """Starts processes and ends them. Implementations pass `rallypoint.testing.cluster_contract`.
+    """Starts processes and ends them. Implementations pass `rallypoint.testing.contracts.cluster`.
 
     An implementation over ssh in ten lines (`_Remote`, its handle, wraps `subprocess.Popen`)::
 

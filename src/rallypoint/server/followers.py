@@ -9,7 +9,7 @@ from rallypoint.core.shard.shell import ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.transport import share_of
-from rallypoint.server.held import HeldShard
+from rallypoint.server.shards.held import HeldShard
 
 
 class Followers:

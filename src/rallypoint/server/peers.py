@@ -13,8 +13,8 @@ from rallypoint.net.frames import Kind
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox
-from rallypoint.server.views import Views
+from rallypoint.server.intake.views import Views
+from rallypoint.server.reducer import inbox
 
 
 class Peers:

@@ -10,7 +10,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.observe.trace import Tracer
-from rallypoint.server.rows import Ids, OwnedRows
+from rallypoint.server.shards.rows import Ids, OwnedRows
 
 
 @dataclass(slots=True)

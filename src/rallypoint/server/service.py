@@ -35,13 +35,13 @@ from rallypoint.net.messages import (
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox
-from rallypoint.server.intake import Intake
-from rallypoint.server.job import ServerJob
-from rallypoint.server.owner import Owner
+from rallypoint.server.intake.intake import Intake
+from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.intake.views import Views
 from rallypoint.server.peers import Peers
-from rallypoint.server.reducer import Reducer
-from rallypoint.server.views import Views
+from rallypoint.server.reducer import inbox
+from rallypoint.server.reducer.owner import Owner
+from rallypoint.server.reducer.reducer import Reducer
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 

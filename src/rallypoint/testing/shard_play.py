@@ -1,6 +1,6 @@
 """One shard under a policy, played with a worker for each replica and perhaps a backup: every effect is checked.
 
-What the policies' contract suite runs (`testing/contracts.py`); the whole cluster is in `testing/simulation`.
+What the policies' contract suite runs (`testing/contracts/policies.py`); the whole cluster is in `testing/simulation`.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.assigner import Assigner
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.invariants import check_course

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
-from rallypoint.core.cluster.assigner import Assigner
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Publish, Say
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait

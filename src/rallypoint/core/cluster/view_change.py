@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 
 import msgspec
 
-from rallypoint.core.cluster.speeds import Speeds
+from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans

@@ -1,4 +1,4 @@
-"""The server's machine, one per shard: events in, effects out. It decides; `server/reducer.py` does.
+"""The server's machine, one per shard: events in, effects out. It decides; `server/reducer/reducer.py` does.
 
 A shard has one primary, which sums and publishes, and perhaps one backup, which applies the same updates and
 acknowledges them. The states of a backup, and what is published when, are in `core/shard/replication.py`.

@@ -1,7 +1,7 @@
 """A server's machine: its shards under the view in force, and the decisions that servers take together.
 
 Events for one shard go through `handle`, measures through `told`, views through `adopt`; what comes out is to be done
-in order, each with the shard it is meant for. `server/reducer.py` does it to tensors, `testing/simulation.py` to names.
+in order, each with the shard it is meant for. `server/reducer/` does it to tensors, `testing/simulation/` to names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What stands between a server's machine and its links, without any of them: who follows, who asks, who is whose peer.
 
-`server/reducer.py` runs it over TCP channels, `testing/simulation/server.py` over simulated wires. It decides what of
+`server/reducer/` runs it over TCP channels, `testing/simulation/server.py` over simulated wires. It decides what of
 all that arrives may reach the machine. What comes out are the machine's effects, in order; whom they are for is asked
 here: `followers`, `workers`, `peers`, `backup_link`.
 """

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from rallypoint.codec.base.protocol import Codec, NonFinitePayload, Stateful
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.codec.build import build, build_stateless
-from rallypoint.codec.protocol import Codec, NonFinitePayload, Stateful
-from rallypoint.codec.scratch import Scratch
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.codec.state import CodecState, dump, load
 from rallypoint.config import JobConfig, codec_of

@@ -47,7 +47,7 @@ class ReplicaPushes:
         self._locked.handle(Filled(shard))
 
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
-        """The same of a table's part, whose gradient (`codec/rows.py`) needs no slot."""
+        """The same of a table's part, whose gradient (`codec/base/rows.py`) needs no slot."""
         self._pushes.set_rows(shard, gradient)
         self._locked.handle(Filled(shard))
 

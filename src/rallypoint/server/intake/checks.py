@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from rallypoint.codec.rows import gradient_bytes
+from rallypoint.codec.base.rows import gradient_bytes
 from rallypoint.codec.state import ShardCodecStates
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import Measure
 from rallypoint.errors import DamagedSnapshot, ProtocolError
 from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind
-from rallypoint.server.job import ServerJob
-from rallypoint.server.owned import fits
-from rallypoint.server.rows import fits_rows
+from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.shards.owned import fits
+from rallypoint.server.shards.rows import fits_rows
 from rallypoint.store.record import ShardRecord, decode_record
 
 _measures = msgspec.msgpack.Decoder(tuple[Measure, ...])

@@ -15,8 +15,8 @@ from rallypoint.core.shard.shell import ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Message
-from rallypoint.server.held import HeldShard
-from rallypoint.server.inbox import Decided, Event
+from rallypoint.server.reducer.inbox import Decided, Event
+from rallypoint.server.shards.held import HeldShard
 
 
 class Context(Protocol):

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from rallypoint.server.inbox import Event
+from rallypoint.server.reducer.inbox import Event
 
 
 class Handler(Protocol):

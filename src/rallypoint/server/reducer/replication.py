@@ -11,10 +11,10 @@ from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer
-from rallypoint.server.held import HeldShard
-from rallypoint.server.inbox import Filled, Replicated
-from rallypoint.server.ledger import Ledger
-from rallypoint.server.tickets import Tickets
+from rallypoint.server.reducer.inbox import Filled, Replicated
+from rallypoint.server.reducer.ledger import Ledger
+from rallypoint.server.reducer.tickets import Tickets
+from rallypoint.server.shards.held import HeldShard
 from rallypoint.store.record import ShardRecord, encode_record
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from rallypoint.codec.protocol import NonFinitePayload
-from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.base.protocol import NonFinitePayload
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.codec.shards import down_codec
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.core.assignment.speeds import Speeds
+from rallypoint.core.assignment.trial import Trial
 from rallypoint.core.cluster.events import Progress
-from rallypoint.core.cluster.speeds import Speeds
-from rallypoint.core.cluster.trial import Trial
 from rallypoint.core.cluster.view_change import AHEAD, following_assignments
 from rallypoint.core.view import Assignment
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import SGD
@@ -16,8 +16,8 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer, state_names
-from rallypoint.server.gradient import GradientSum
-from rallypoint.server.wire import WireCopies
+from rallypoint.server.shards.gradient import GradientSum
+from rallypoint.server.shards.wire import WireCopies
 from rallypoint.store.record import ShardRecord
 
 _WIRE = "wire-"

@@ -15,7 +15,7 @@ from rich.console import Console
 from rallypoint.config import JobConfig, parse
 from rallypoint.core.modes import Bytes
 from rallypoint.errors import ConfigError, JobAborted
-from rallypoint.launch.chaos_report import Event, Report, ledger_of, measure, show
+from rallypoint.launch.chaos.report import Event, Report, ledger_of, measure, show
 from rallypoint.launch.cluster import Handle
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.launcher import INTERRUPTED, ClusterRun, launch

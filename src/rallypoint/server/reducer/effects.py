@@ -15,13 +15,13 @@ from rallypoint.net.messages import CaughtUp, NotStored, Say
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
-from rallypoint.server.decisions import Context, Decisions
 from rallypoint.server.followers import Followers
-from rallypoint.server.held import HeldShard, Shelf
-from rallypoint.server.job import ServerJob
-from rallypoint.server.ledger import Ledger
-from rallypoint.server.replication import Replication
-from rallypoint.server.tickets import Tickets
+from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.reducer.decisions import Context, Decisions
+from rallypoint.server.reducer.ledger import Ledger
+from rallypoint.server.reducer.replication import Replication
+from rallypoint.server.reducer.tickets import Tickets
+from rallypoint.server.shards.held import HeldShard, Shelf
 from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.server.gradient import GradientSum
-from rallypoint.server.wire import WireCopies
+from rallypoint.server.shards.gradient import GradientSum
+from rallypoint.server.shards.wire import WireCopies
 from rallypoint.store.record import ShardRecord, encode_record
 
 

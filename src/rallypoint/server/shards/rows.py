@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rallypoint.codec.rows import RowSum, decode_gradient, encode_gradient, gradient_bytes
+from rallypoint.codec.base.rows import RowSum, decode_gradient, encode_gradient, gradient_bytes
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.order import derive_seed

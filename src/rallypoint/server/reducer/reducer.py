@@ -18,19 +18,19 @@ from rallypoint.net.messages import CaughtUp
 from rallypoint.net.pool import Buffer
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
-from rallypoint.server.decisions import Context, Decisions
-from rallypoint.server.effects import Desk, Effects
 from rallypoint.server.followers import Followers
-from rallypoint.server.held import HeldShard, Shelf
-from rallypoint.server.job import ServerJob
-from rallypoint.server.ledger import Ledger
+from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.pulls import Pulls
-from rallypoint.server.replication import Replication
-from rallypoint.server.rows import OwnedRows
-from rallypoint.server.tickets import Tickets
+from rallypoint.server.reducer import inbox
+from rallypoint.server.reducer.decisions import Context, Decisions
+from rallypoint.server.reducer.effects import Desk, Effects
+from rallypoint.server.reducer.ledger import Ledger
+from rallypoint.server.reducer.replication import Replication
+from rallypoint.server.reducer.tickets import Tickets
+from rallypoint.server.shards.held import HeldShard, Shelf
+from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from rallypoint.codec.rows import check_gradient, decode_ids
+from rallypoint.codec.base.rows import check_gradient, decode_ids
 from rallypoint.codec.shards import ShardCodecs
 from rallypoint.core.layout import Shard
 from rallypoint.errors import ProtocolError, RallypointError
@@ -17,10 +17,10 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.observe.trace import Tracer
-from rallypoint.server import inbox
-from rallypoint.server.checks import FrameChecks
-from rallypoint.server.job import ServerJob
-from rallypoint.server.views import Views
+from rallypoint.server.intake.checks import FrameChecks
+from rallypoint.server.intake.job import ServerJob
+from rallypoint.server.intake.views import Views
+from rallypoint.server.reducer import inbox
 from rallypoint.store.state import read_state
 
 Put = Callable[[inbox.Event | None], None]

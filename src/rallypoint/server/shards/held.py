@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from rallypoint.codec.scratch import Scratch
+from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
-from rallypoint.server.averaged import AveragedShard
-from rallypoint.server.owned import OwnedShard
-from rallypoint.server.rows import OwnedRows
+from rallypoint.server.shards.averaged import AveragedShard
+from rallypoint.server.shards.owned import OwnedShard
+from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
 
 

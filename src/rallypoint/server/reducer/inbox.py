@@ -13,7 +13,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer
-from rallypoint.server.rows import Ids
+from rallypoint.server.shards.rows import Ids
 from rallypoint.store.record import ShardRecord
 
 # ---- from workers ----------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from rallypoint.codec.protocol import NonFinitePayload
-from rallypoint.codec.scratch import pieces
+from rallypoint.codec.base.protocol import NonFinitePayload
+from rallypoint.codec.base.scratch import pieces
 from rallypoint.errors import ProtocolError, UsageError
 
 ALIGNMENT = 4  # bytes

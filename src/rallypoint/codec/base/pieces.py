@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from rallypoint.codec.payload import body_of_exactly, checked, room
-from rallypoint.codec.random import Bits
-from rallypoint.codec.scratch import Scratch, pieces
+from rallypoint.codec.base.payload import body_of_exactly, checked, room
+from rallypoint.codec.base.random import Bits
+from rallypoint.codec.base.scratch import Scratch, pieces
 
 
 class PieceCodec(ABC):

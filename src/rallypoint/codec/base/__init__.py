@@ -1,0 +1,1 @@
+"""What codecs are made of: the protocol, payloads, scratch buffers, random bits."""

@@ -1,0 +1,1 @@
+"""Who computes which replica: evenly, or by measured speed (pure)."""

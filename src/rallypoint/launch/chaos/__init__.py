@@ -1,0 +1,1 @@
+"""``rallypoint chaos``: a run under faults, compared with one in peace."""
