@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.exchange.initial import push_initial
 from rallypoint.worker.exchange.link import ServerLink
 from rallypoint.worker.exchange.links import Context
 
@@ -254,6 +256,45 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
     with pytest.raises(ProtocolError, match="gives 4294967295 credits for 2 contributions"):
         link._credit(channel, 2**32 - 1)  # at once: nobody counts that far
     assert sent == [0, 1, 2, 3]
+
+
+def test_a_link_that_is_closed_lets_go_of_what_waits_for_credit() -> None:
+    link = ServerLink(transport=InprocTransport(), server=SERVER, me="w", token="", window=1, receiver=_Deaf(),
+        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
+    channel: Any = _Deaf()
+    link._up(channel)
+    free: list[int] = []
+    for shard in range(3):
+        link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda shard=shard: free.append(shard))  # type: ignore[misc]
+    assert free == []  # the first is on its way, the others wait
+    link.close()
+    assert free == [1, 2]
+    link.push(Header(Kind.PUSH, shard=3), memoryview(b""), lambda: free.append(3))
+    assert free == [1, 2, 3]  # by whoever looked the link up before it was closed
+
+
+def test_an_upload_that_nobody_takes_ends_with_its_generation() -> None:
+    views = iter([_view(1, {})] * 16)  # as many as may be on their way at once; then there is a roll-back
+
+    class _Stopped:
+        """Links whose server takes no byte."""
+
+        def get(self, server: str) -> Any:
+            return _Deaf()
+
+    layout = build_layout([TensorSpec("w", (64 * 16,), "float32", 0)], shard_bytes=64)
+    homes = dict.fromkeys(range(len(layout.shards)), "s")
+
+    def view() -> View | None:
+        at = next(views, None)
+        return None if at is None else msgspec.structs.replace(at, primary=homes)
+
+    links: Any = _Stopped()
+    upload = threading.Thread(target=push_initial, daemon=True, args=(
+        layout, links, view, lambda: None, 0, lambda start, stop: torch.zeros(stop - start), None))  # fmt: skip
+    upload.start()
+    upload.join(PATIENCE_S)
+    assert not upload.is_alive()
 
 
 class _Deaf:

@@ -32,6 +32,8 @@ def push_initial(
     for shard in layout.shards:
         while not room.acquire(timeout=0.1):
             check()
+            if view() is None:
+                return
         if (now := view()) is None:
             return
         header = Header(Kind.INITIAL, now.number, shard=shard.index, step=version, length=shard.slot_bytes)

@@ -142,8 +142,9 @@ class ServerLink:
             channel.connection.limit_in_flight(nbytes)
 
     def close(self) -> None:
-        """End the link and its threads."""
+        """End the link and its threads; what waits for credit is let go. Not under a lock that `sent` takes."""
         self._dialer.close()
+        self._let_go()
 
     def _send(self, header: Header) -> None:
         if (channel := self._channel) is not None:
@@ -160,12 +161,16 @@ class ServerLink:
         self._receiver.link_up(self.server)
 
     def _down(self, error: RallypointError) -> None:
+        self._let_go()
+        self._receiver.link_lost(self.server, error)
+
+    def _let_go(self) -> None:
+        """There is no connection: nothing waits for its credit any more."""
         with self._lock:
             self._channel = None
             waiting, self._waiting = self._waiting, deque()
         for _, _, sent in waiting:
             sent()
-        self._receiver.link_lost(self.server, error)
 
     def _receive_all(self, channel: Channel) -> None:
         while True:
