@@ -282,7 +282,7 @@ def test_an_upload_that_nobody_takes_ends_with_its_generation() -> None:
         def get(self, server: str) -> Any:
             return _Deaf()
 
-    layout = build_layout([TensorSpec("w", (64 * 16,), "float32", 0)], shard_bytes=64)
+    layout = build_layout([TensorSpec("w", (17 * 16,), "float32", 0)], shard_bytes=64)
     homes = dict.fromkeys(range(len(layout.shards)), "s")
 
     def view() -> View | None:
@@ -301,7 +301,7 @@ class _Deaf:
     """A receiver that takes no notice."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_: None
+        return lambda *_, **__: None
 
 
 def test_asking_again_and_again_whether_there_is_something_to_do_changes_nothing(

@@ -71,6 +71,7 @@ class ServerService:
         self._reducer: Reducer | None = None  # the job's, once it is known; set with the next two
         self._intake: Intake | None = None
         self._peers: Peers | None = None
+        self._joined = threading.Event()
 
     def start(self) -> None:
         """Listen, join the coordinator. AddressInUse, AccessDenied or LinkError when that fails.
@@ -90,6 +91,7 @@ class ServerService:
             self._owner.stop()
             raise
         self._link.start()
+        self._joined.set()
 
     def wait(self) -> str | None:
         """Until the job is over: None, or why it failed."""
@@ -101,6 +103,7 @@ class ServerService:
         threading.Thread(target=self._leave, name="leave", daemon=True).start()
 
     def _leave(self) -> None:
+        self._joined.wait()  # the notice may come while this server looks for its coordinator
         while not self._views.over.is_set():
             self._link.send(Leaving())  # a coordinator that takes over has not heard it
             self._views.over.wait(LEAVING_EVERY_S)
