@@ -294,6 +294,25 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (played.folder / "hash").read_text()
 
 
+def test_a_signal_that_the_launcher_was_started_to_ignore_stays_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while_it_ran: list[Any] = []
+
+    def started() -> Any:
+        while_it_ran.extend(map(signal.getsignal, (signal.SIGHUP, signal.SIGTERM)))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launcher, "LocalCluster", started)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        plan = Launch(worker=("true",), folder=str(tmp_path))
+        assert launcher.launch(plan, RunConsole(Console(file=io.StringIO()))) == launcher.INTERRUPTED
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert while_it_ran == [signal.SIG_IGN, launcher._interrupt]
+
+
 def test_a_coordinator_killed_as_soon_as_it_is_started_again_is_started_once_more(
     tmp_path: Path, undisturbed: str
 ) -> None:

@@ -50,6 +50,14 @@ def test_a_sentence_of_ours_is_shown_once_too() -> None:
     assert output.ended("worker1") == []
 
 
+def test_last_words_of_processes_that_end_well_are_shown_of_each() -> None:
+    output, lines = Output(), ["error: 0.25", "saved"]
+    for name in ("worker0", "worker1"):
+        say(output, name, lines)
+    assert [line.text for name in ("worker0", "worker1") for line in output.ended(name, well=True)] == [*lines, *lines]
+    assert output.summary() == []
+
+
 def test_a_keyboard_interrupt_is_shown_by_nobody() -> None:
     output = Output()
     say(output, "worker0", [*BOOM[:3], "KeyboardInterrupt"])

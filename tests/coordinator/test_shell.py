@@ -29,6 +29,7 @@ from rallypoint.net.messages import (
     Planned,
     Propose,
     Report,
+    Resize,
     Say,
     Stored,
     Waiting,
@@ -295,3 +296,17 @@ def test_each_of_many_coordinators_that_die_at_once_goes_on_where_the_one_before
     last.incarnations = dict(play.incarnations)
     last.join("s0", "w0")
     assert last.sent(NewView) == [NewView(view)] * 2
+
+
+# ---- what is announced is known to the next coordinator (I7) ---------------------------------------------------
+
+
+def test_a_new_size_is_written_down_before_the_launcher_hears_of_it() -> None:
+    play = Play()
+    play.begin()
+    play.join("o0")
+    done = play.say("o0", Resize(5))
+    written = [n for n, act in enumerate(done) if isinstance(act, acts.Save) and act.state.workers_max == 5]
+    told = [n for n, act in enumerate(done) if isinstance(act, acts.Send) and act.message == Resize(5)]
+    assert written < told
+    assert len(written) == len(told) == 1

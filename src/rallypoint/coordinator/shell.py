@@ -150,7 +150,7 @@ class CoordinatorShell:
         if hello.role == "observer":
             if isinstance(message, Resize):
                 resized = self._drive(cluster_events.Resized(message.workers)) if message.workers > 0 else []
-                return [*self._announce(message), *resized]
+                return [*resized, *self._announce(message)]  # the launcher acts on it: it must be known by then (I7)
             return self._drive(cluster_events.SnapshotWanted())
         if self.members.get(hello.id) != connection:
             return []  # it was refused: what it says does not count

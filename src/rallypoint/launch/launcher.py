@@ -80,7 +80,7 @@ def launch(
 
 
 def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene) -> int:
-    previous = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous = {number: signal.signal(number, _interrupt) for number in _heeded(signal.SIGTERM, signal.SIGHUP)}
     try:
         with LocalCluster() as cluster, ClusterRun(plan, console, cluster) as run:
             return run.watch(intervene)
@@ -188,7 +188,7 @@ class ClusterRun:
         self._relay()
         for name, how in ended:
             del self.handles[name]
-            self._show(self._output.ended(name))
+            self._show(self._output.ended(name, well=how.status == 0))
             if how.status != 0 and self._is_over and name in self.supervisor.took_part:
                 self._endings.append(f"{name} {how}")
         return ended
@@ -225,7 +225,7 @@ class ClusterRun:
                 argv = (sys.executable, "-m", "rallypoint.cli", "server")
             case _:
                 argv = self._worker_argv(name)
-        env = _environment(name, self._address, self._token, self.plan.threads)
+        env = environment.for_process(name, self._address, self._token, self.plan.threads)
         command = Command(name=name, role=role, argv=argv, env=env)
         self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
 
@@ -361,17 +361,6 @@ def _say_how_to_go_on(plan: Launch, console: RunConsole) -> None:
         console.console.print(f"to go on from the last snapshot: {way}", soft_wrap=True)
 
 
-def _environment(name: str, address: str, token: str, threads: int) -> dict[str, str]:
-    return {
-        **({environment.COORDINATOR: address} if address else {}),
-        environment.TOKEN: token,
-        environment.ID: name,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
 def _merge_trace(plan: Launch, console: RunConsole) -> None:
     parts = list(Path(plan.folder).glob("trace-*.json"))
     spans = merge(parts, Path(plan.trace))
@@ -388,11 +377,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted
 
 
+def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of the signals that this process is not told to ignore (by ``nohup``, or by a shell with ``&``)."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextlib.contextmanager
 def _interrupts_noted() -> Iterator[Sequence[int]]:
     """Ctrl-C and its like are noted here instead of raised anywhere: what was just taking a lock might keep it."""
     noted: list[int] = []
-    numbers = [n for n in _INTERRUPTS if signal.getsignal(n) is not signal.SIG_IGN]  # as a shell wants it
+    numbers = _heeded(*_INTERRUPTS)
     previous = {number: signal.signal(number, lambda number, frame: noted.append(number)) for number in numbers}
     try:
         yield noted

@@ -51,11 +51,13 @@ class Output:
         held.lines.append(text)
         return []
 
-    def ended(self, process: str) -> list[Line]:
-        """`process` has ended: what to show of its last words."""
+    def ended(self, process: str, *, well: bool = False) -> list[Line]:
+        """`process` has ended, with status 0 if `well`: what to show of its last words."""
         held = self._held.pop(process, None)
         if held is None:
             return []
+        if well and not self.ending:  # it only printed something that looks like an error, as "error: 0.25"
+            return [Line(process, text) for text in held.lines]
         kind = _kind(held.lines)
         if kind in _QUIET or (self.ending and kind not in self._shown):
             return []
