@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch import kept
+from rallypoint.launch.code import kept
 
 SCRIPT = """
 import inspect, os, sys
@@ -68,7 +68,7 @@ def test_a_traceback_names_the_users_files_and_shows_the_text_that_ran(home: Pat
     done = run(home, tmp_path)
     assert done.returncode == 1
     assert "code/" not in done.stderr
-    assert "launch/script.py" not in done.stderr
+    assert "launch/code/runner.py" not in done.stderr
     lines = done.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1] == f'  File "{home / "train.py"}", line 2, in <module>'

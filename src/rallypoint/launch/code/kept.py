@@ -1,7 +1,7 @@
 """Copies of a user's code, kept with the run: workers run what the run began with, whatever is edited meanwhile.
 
 The script and the ``.py`` files below its folder are copied to ``code/`` in the run's folder. `worker_argv` starts the
-script from there; see `rallypoint.launch.script` for what that changes (nothing but where the source text is read).
+script from there; see `rallypoint.launch.code.runner` for what that changes: only where the source text is read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch import script as runner
+from rallypoint.launch.code import runner
 
 CODE = "code"
 _FILES, _BYTES, _FOLDERS = 1_000, 20_000_000, 2_000  # bounds of what is copied, and of where is looked
