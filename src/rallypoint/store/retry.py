@@ -16,10 +16,13 @@ class StoreSilent(SnapshotError):
     """The filesystem of the snapshots did not answer; it may the next time."""
 
 
-def patiently(call: Callable[[], _T], say: Callable[[str], None], doing: str) -> _T:
+def patiently(
+    call: Callable[[], _T], say: Callable[[str], None], doing: str, pause: Callable[[float], object] | None = None
+) -> _T:
     """`call()`, again after a transient error: `len(DELAYS_S)` times, after longer and longer pauses.
 
-    `say` gets a sentence for each error. What is damaged or of another format is raised at once, and so is the last
+    `say` gets a sentence for each error, `pause` (default: `time.sleep`) the seconds to wait before the next try; what
+    `pause` raises ends the tries. What is damaged or of another format is raised at once, and so is the last
     error, as a SnapshotError with what to do.
     """
     for delay in DELAYS_S:
@@ -29,7 +32,7 @@ def patiently(call: Callable[[], _T], say: Callable[[str], None], doing: str) ->
             if not _is_transient(error):
                 raise
             say(f"{doing}: {_sentence(error)}; trying again in {delay:g} s")
-        time.sleep(delay)
+        (pause or time.sleep)(delay)
     try:
         return call()
     except Exception as error:
