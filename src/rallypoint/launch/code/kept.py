@@ -7,6 +7,7 @@ script from there; see `rallypoint.launch.code.runner` for what that changes: on
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -71,8 +72,8 @@ def worker_argv(worker: Sequence[str], script: str, folder: Path) -> tuple[str, 
 
 
 def _modules(home: Path) -> Iterator[Path]:
-    """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders and the
-    folders of runs are left out."""
+    """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders, the
+    folders of runs, and what this user cannot read, are left out."""
     waiting, seen = [home], 0
     while waiting and seen < _FOLDERS:
         folder, seen = waiting.pop(0), seen + 1
@@ -83,15 +84,16 @@ def _modules(home: Path) -> Iterator[Path]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_file() and entry.suffix == ".py":
+            if os.path.isfile(entry) and entry.suffix == ".py" and os.access(entry, os.R_OK):
                 yield entry
-            elif entry.is_dir() and not entry.is_symlink() and _may_hold_code(entry):
+            elif os.path.isdir(entry) and not os.path.islink(entry) and _may_hold_code(entry):
                 waiting.append(entry)
 
 
 def _may_hold_code(folder: Path) -> bool:
+    """A folder of somebody else's (as below /tmp) is not asked what it holds: `Path.exists` would raise."""
     own = (_RUN_FILE, _VENV_FILE)
-    return folder.name not in _NOT_CODE and not any((folder / name).exists() for name in own)
+    return folder.name not in _NOT_CODE and not any(os.path.exists(folder / name) for name in own)
 
 
 def _copy(source: Path, target: Path) -> None:
