@@ -124,6 +124,34 @@ def test_a_script_that_cannot_be_read_is_a_sentence(home: Path, tmp_path: Path) 
         kept.keep(str(home / "gone.py"), tmp_path)
 
 
+def test_copies_are_for_their_user_only(home: Path, tmp_path: Path) -> None:
+    kept.keep(str(home / "train.py"), tmp_path)
+    assert (tmp_path / kept.CODE).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_disk_that_is_full_leaves_the_copies_of_before(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.keep(str(home / "train.py"), tmp_path)
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.name == "inner.py":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UsageError, match=r"cannot be kept in .*: No space left"):
+        kept.keep(str(home / "train.py"), tmp_path)
+    assert run(home, tmp_path, "--a", "1").stdout.splitlines() == EXPECTED
+
+
+def test_the_folder_of_a_run_beside_its_script_does_not_keep_its_own_copies(home: Path) -> None:
+    for _ in range(2):
+        kept.keep(str(home / "train.py"), home)
+    assert not (home / kept.CODE / kept.CODE).exists()
+
+
 def test_a_run_that_has_kept_nothing_is_a_sentence(home: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="kept no code"):
         kept.changed(str(home / "train.py"), tmp_path / "other")
