@@ -1,0 +1,50 @@
+"""Ctrl-C, SIGTERM and SIGHUP: how they reach the launcher's loop."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator, Sequence
+from types import FrameType
+
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGHUP came: end as on Ctrl-C."""
+
+
+@contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP raise Interrupted in the main thread, as Ctrl-C raises KeyboardInterrupt."""
+    previous = {number: signal.signal(number, _interrupt) for number in _heeded(signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Sequence[int]]:
+    """Inside, Ctrl-C and its like are only appended to the list that is yielded.
+
+    An exception could be raised anywhere, also between a lock's acquire and its release.
+    """
+    came: list[int] = []
+    numbers = _heeded(*_INTERRUPTS)
+    previous = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
+    try:
+        yield came
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
+    """Those of the signals that this process was not started to ignore (by ``nohup``, or by a shell with ``&``)."""
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
