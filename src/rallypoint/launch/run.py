@@ -20,7 +20,7 @@ from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Line, Output
-from rallypoint.launch.plan import Launch, coordinator_arguments, server_arguments
+from rallypoint.launch.plan import Launch, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import new_token
 from rallypoint.net.member import CoordinatorLink
@@ -44,7 +44,8 @@ class OutputClosed(Exception):
 class ClusterRun:
     """One run on a cluster; a context manager that ends all of its processes."""
 
-    def __init__(self, plan: Launch, console: RunConsole, cluster: Cluster) -> None:
+    def __init__(self, plan: Launch, console: RunConsole, cluster: Cluster, edited: Sequence[str] = ()) -> None:
+        """`edited`: files of the user's that are known to differ from the copies that the run keeps."""
         self.plan, self.console, self.cluster = plan, console, cluster
         limits = LIMITS if plan.restart else Limits(restart=False)
         self.supervisor = Supervisor({"worker": plan.workers[1] + plan.standby, "server": plan.servers}, limits)
@@ -56,7 +57,7 @@ class ClusterRun:
         self._output = Output()
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
-        self._said_changed: list[str] = []
+        self._said_changed = list(edited)
 
     def __enter__(self) -> ClusterRun:
         return self
@@ -132,7 +133,7 @@ class ClusterRun:
         self._relay()
         for name, how in ended:
             del self.handles[name]
-            self._show(self._output.ended(name))
+            self._show(self._output.ended(name, time.monotonic()))
             if how.status != 0 and self._is_over and name in self.supervisor.took_part:
                 self._endings.append(f"{name} {how}")
         return ended
@@ -156,6 +157,8 @@ class ClusterRun:
         wanted = {"worker": size.workers + self.plan.standby} if size.workers else {}
         wanted |= {"server": size.servers} if size.servers else {}
         self._do(self.supervisor.resized(wanted, time.monotonic()))
+        self.plan = resized(self.plan, size.workers, size.servers)
+        write_plan(self.plan)  # a later `rallypoint resume` begins with this size
 
     # ---- processes ----
 
@@ -268,11 +271,12 @@ class ClusterRun:
         self.console.close()
         if self.plan.trace:
             _merge_trace(self.plan, self.console)
+        reason = self.console.failure or self.failure or "; ".join(self._endings)
+        self._show(self._output.rest(reason))
         for sentence in self._output.summary():
             self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
         if self._is_over and not self._endings:
             return 0
-        reason = self.console.failure or self.failure or "; ".join(self._endings)
         self.console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
         if not self._is_over:
             self.console.say_how_to_go_on(self.plan)
