@@ -62,6 +62,8 @@ def test_a_sentence_of_ours_is_shown_once_when_the_last_line_says_something_else
     assert output.due(1.5) == []
     assert [line.text for line in output.rest("worker0 ended with status 1")] == [f"error: {SENTENCE}"]
     assert output.rest("worker0 ended with status 1") == []
+    assert output.sentence_of("worker2") == SENTENCE
+    assert output.sentence_of("worker3") == ""
 
 
 def test_a_sentence_of_ours_that_did_not_end_the_run_is_shown_while_it_goes_on() -> None:

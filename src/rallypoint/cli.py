@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -118,6 +119,31 @@ def chaos(
     raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
 
 
+@app.command(rich_help_panel=_RUNNING)
+def resize(
+    run: RunFolder,
+    workers: Annotated[int, typer.Option("--workers", "-w", min=0, metavar="N", help="Workers that compute.")] = 0,
+    servers: Annotated[int, typer.Option("--servers", "-s", min=0, metavar="N", help="Servers.")] = 0,
+) -> None:
+    """Change the number of workers or servers of a running job, and wait until that is done. No step is lost.
+
+    Example: [bold]rallypoint resize runs/20260131-235959 --workers 4 --servers 3[/bold]
+    """
+    from rallypoint.launch.ask import resize as order
+
+    if not workers and not servers:
+        raise UsageError("to what size? give --workers N, --servers N or both")
+    print(order(run, workers, servers, lambda text: print(text, flush=True)))
+
+
+@app.command(rich_help_panel=_RUNNING)
+def snapshot(run: RunFolder) -> None:
+    """Ask a running job for a snapshot now, and wait until it is durable."""
+    from rallypoint.launch.ask import take_snapshot
+
+    print(take_snapshot(run))
+
+
 @app.command(rich_help_panel=_AFTER)
 def resume(
     run: RunFolder,
@@ -154,31 +180,6 @@ def resume(
     plan = resized(plan, 0, servers)
     print(f"going on from {manifest.id}, version {manifest.version}")
     raise typer.Exit(launch(plan, RunConsole(), original=original))
-
-
-@app.command(rich_help_panel=_RUNNING)
-def resize(
-    run: RunFolder,
-    workers: Annotated[int, typer.Option("--workers", "-w", min=0, metavar="N", help="Workers that compute.")] = 0,
-    servers: Annotated[int, typer.Option("--servers", "-s", min=0, metavar="N", help="Servers.")] = 0,
-) -> None:
-    """Change the number of workers or servers of a running job, and wait until that is done. No step is lost.
-
-    Example: [bold]rallypoint resize runs/20260131-235959 --workers 4 --servers 3[/bold]
-    """
-    from rallypoint.launch.ask import resize as order
-
-    if not workers and not servers:
-        raise UsageError("to what size? give --workers N, --servers N or both")
-    print(order(run, workers, servers, lambda text: print(text, flush=True)))
-
-
-@app.command(rich_help_panel=_RUNNING)
-def snapshot(run: RunFolder) -> None:
-    """Ask a running job for a snapshot now, and wait until it is durable."""
-    from rallypoint.launch.ask import take_snapshot
-
-    print(take_snapshot(run))
 
 
 @app.command(rich_help_panel=_AFTER)
@@ -252,11 +253,18 @@ def server(
 def main() -> None:
     """The entry point: errors of ours are one sentence."""
     logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
+    for command in app.registered_commands:
+        command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
-        app()
+        app(prog_name="rallypoint")
     except RallypointError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _unwrapped(text: str) -> str:
+    """The text with one line for each paragraph: a terminal's width is not that of our source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _without_settings(given: list[str]) -> tuple[list[str], list[str]]:

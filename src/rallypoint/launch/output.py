@@ -25,9 +25,9 @@ class Line:
 
 @dataclass(slots=True)
 class _Held:
-    """What a process has printed since an error began."""
+    """The lines of a process from the beginning of an error on."""
 
-    since: float
+    began: float
     lines: list[str] = field(default_factory=list)
 
 
@@ -42,7 +42,7 @@ class Output:
     ending: bool = False  # processes are being ended by us: what they print about that is nobody's concern
     _held: dict[str, _Held] = field(default_factory=dict)
     _shown: dict[str, list[str]] = field(default_factory=dict)  # by kind of error: who ended with it
-    _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)  # since when, of whom, the lines
+    _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)  # when it ended, who, the lines
 
     def line(self, process: str, text: str, now: float) -> list[Line]:
         """`process` has printed a line: what to show now."""
@@ -74,12 +74,17 @@ class Output:
     def due(self, now: float) -> list[Line]:
         """The lines of processes that have gone on after an error, and the sentences of those that did not end the
         run."""
-        late = [process for process, held in self._held.items() if now - held.since > _HELD_S]
+        late = [process for process, held in self._held.items() if now - held.began > _HELD_S]
         shown = [Line(process, text) for process in late for text in self._held.pop(process).lines]
         while self._sentences and now - self._sentences[0][0] > _LAST_WORD_S:
             _, process, lines = self._sentences.pop(0)
             shown += [Line(process, text) for text in lines]
         return shown
+
+    def sentence_of(self, process: str) -> str:
+        """The sentence of ours that `process` has ended with; "" if it ended in another way."""
+        kinds = (kind for kind, alike in self._shown.items() if process in alike and kind.startswith(_SENTENCE))
+        return next(kinds, "").removeprefix(_SENTENCE)
 
     def rest(self, failure: str) -> list[Line]:
         """At the end of the run: the sentences that were held back, without what `failure` says."""

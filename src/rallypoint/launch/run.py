@@ -64,8 +64,6 @@ class ClusterRun:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end()
-        if self._observer is not None:
-            self._observer.close()
         self.console.close()
 
     # ---- what others may ask, and do ----
@@ -204,6 +202,11 @@ class ClusterRun:
             observer.start()
             self._observer = observer
 
+    def _stop_observing(self) -> None:
+        if self._observer is not None:
+            self._observer.close()
+            self._observer = None
+
     def _on_lost(self, error: RallypointError) -> None:
         if not (self.console.finished or self.console.failure):
             self.failure = f"the coordinator is gone: {error}"
@@ -257,6 +260,7 @@ class ClusterRun:
                 time.sleep(_POLL_S)
         self._ended()
         self._output.ending = True
+        self._stop_observing()  # else the coordinator would announce each of the deaths that follow
         for handle in self.handles.values():
             handle.signal(signal.SIGCONT)
             handle.signal(signal.SIGINT)  # (a worker's ``finally`` may still end a process of its own)
@@ -272,6 +276,9 @@ class ClusterRun:
         if self.plan.trace:
             _merge_trace(self.plan, self.console)
         reason = self.console.failure or self.failure or "; ".join(self._endings)
+        name = reason.partition(" ")[0]
+        if not self.console.failure and (sentence := self._output.sentence_of(name)):
+            reason = f"{name}: {sentence}"  # what the coordinator would have said, had it been faster
         self._show(self._output.rest(reason))
         for sentence in self._output.summary():
             self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
