@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.errors import ConfigError, DataError
+from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
@@ -77,9 +77,14 @@ def resized(plan: Launch, workers: int, servers: int) -> Launch:
 
 
 def write_plan(plan: Launch) -> None:
-    """Keep the plan in the run's folder."""
+    """Keep the plan in the run's folder, whole or not at all. UsageError when it cannot be written."""
     path = Path(plan.folder) / RUN_FILE
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
+    fresh = path.with_suffix(".new")
+    try:
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
+        fresh.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def read_plan(folder: Path) -> Launch:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from rallypoint.errors import LinkError, RallypointError
+from rallypoint.errors import LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.code import kept
@@ -156,7 +156,10 @@ class ClusterRun:
         wanted |= {"server": size.servers} if size.servers else {}
         self._do(self.supervisor.resized(wanted, time.monotonic()))
         self.plan = resized(self.plan, size.workers, size.servers)
-        write_plan(self.plan)  # a later `rallypoint resume` begins with this size
+        try:
+            write_plan(self.plan)  # a later `rallypoint resume` begins with this size
+        except UsageError as error:
+            self.console.console.print(f"[yellow]{escape(str(error))}: the new size is for this run only[/yellow]")
 
     # ---- processes ----
 
@@ -201,11 +204,6 @@ class ClusterRun:
             )  # fmt: skip
             observer.start()
             self._observer = observer
-
-    def _stop_observing(self) -> None:
-        if self._observer is not None:
-            self._observer.close()
-            self._observer = None
 
     def _on_lost(self, error: RallypointError) -> None:
         if not (self.console.finished or self.console.failure):
@@ -260,7 +258,9 @@ class ClusterRun:
                 time.sleep(_POLL_S)
         self._ended()
         self._output.ending = True
-        self._stop_observing()  # else the coordinator would announce each of the deaths that follow
+        if self._observer is not None:
+            self._observer.close()  # else the coordinator would announce each of the deaths that follow
+            self._observer = None
         for handle in self.handles.values():
             handle.signal(signal.SIGCONT)
             handle.signal(signal.SIGINT)  # (a worker's ``finally`` may still end a process of its own)

@@ -7,6 +7,7 @@ script from there; see `rallypoint.launch.code.runner` for what that changes: on
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
@@ -24,26 +25,38 @@ _RUN_FILE, _VENV_FILE = "run.json", "pyvenv.cfg"  # of folders that hold other r
 def keep(script: str, folder: Path) -> str:
     """Copy `script` and the modules below its folder to ``folder/code``; a sentence when there are too many, else "".
 
-    UsageError when the script cannot be read.
+    Copies that are there already are replaced once the new ones are complete. Only this user may read them: the script
+    may be private. UsageError when the script cannot be read or the copies cannot be written.
     """
     path, kept = Path(script).resolve(), folder / CODE
-    if kept.is_dir():
-        shutil.rmtree(kept)
-    kept.mkdir(parents=True)
+    fresh = folder / f"{CODE}.new"
     try:
-        _copy(path, kept / path.name)
+        text = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{script} cannot be read: {error.strerror}") from None
-    count = size = 0
-    for source in _modules(path.parent):
-        count, size = count + 1, size + source.stat().st_size
-        if count > _FILES or size > _BYTES:
-            return (
-                f"{path.parent} has more than {_FILES} Python files, or {_BYTES // 10**6} MB of them: the first are "
-                "kept with the run; do not edit the others while it runs"
-            )
-        _copy(source, kept / source.relative_to(path.parent))
-    return ""
+    try:
+        remove(fresh)
+        fresh.mkdir(mode=0o700, parents=True)
+        (fresh / path.name).write_bytes(text)
+        complete = _copy_modules(path.parent, fresh, (kept.resolve(), fresh.resolve()))
+        remove(kept)
+        fresh.rename(kept)
+    except OSError as error:
+        raise UsageError(f"the code of {script} cannot be kept in {folder}: {error.strerror}") from None
+    if complete:
+        return ""
+    return (
+        f"{path.parent} has more than {_FILES} Python files, or {_BYTES // 10**6} MB of them: the first are "
+        "kept with the run; do not edit the others while it runs"
+    )
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, or a link to one (never what the link points to); nothing when there is none."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
 
 
 def changed(script: str, folder: Path) -> list[str]:
@@ -70,9 +83,24 @@ def worker_argv(worker: Sequence[str], script: str, folder: Path) -> tuple[str, 
     return (sys.executable, runner.__file__, str((folder / CODE).resolve()), script, *arguments)
 
 
-def _modules(home: Path) -> Iterator[Path]:
-    """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders and the
-    folders of runs are left out."""
+def _copy_modules(home: Path, kept: Path, without: Sequence[Path]) -> bool:
+    """Copy the modules below `home`; False when there are more than are kept."""
+    count = size = 0
+    for source in _modules(home, without):
+        if (text := _read(source)) is None:
+            continue  # what cannot be read here cannot be imported either
+        count, size = count + 1, size + len(text)
+        if count > _FILES or size > _BYTES:
+            return False
+        target = kept / source.relative_to(home)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text)
+    return True
+
+
+def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
+    """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders, the folders
+    of runs, what this user cannot read, and those that are named in `without`, are left out."""
     waiting, seen = [home], 0
     while waiting and seen < _FOLDERS:
         folder, seen = waiting.pop(0), seen + 1
@@ -83,25 +111,29 @@ def _modules(home: Path) -> Iterator[Path]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_file() and entry.suffix == ".py":
+            if os.path.isfile(entry) and entry.suffix == ".py" and os.access(entry, os.R_OK):
                 yield entry
-            elif entry.is_dir() and not entry.is_symlink() and _may_hold_code(entry):
+            elif (
+                os.path.isdir(entry) and not os.path.islink(entry) and entry not in without and _may_hold_code(entry)
+            ):
                 waiting.append(entry)
 
 
 def _may_hold_code(folder: Path) -> bool:
+    """A folder of somebody else's (as below /tmp) is not asked what it holds: `Path.exists` would raise."""
     own = (_RUN_FILE, _VENV_FILE)
-    return folder.name not in _NOT_CODE and not any((folder / name).exists() for name in own)
+    return folder.name not in _NOT_CODE and not any(os.path.exists(folder / name) for name in own)
 
 
-def _copy(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
+def _read(path: Path) -> bytes | None:
+    """The bytes of a file; None when they cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def _digest(path: Path) -> bytes:
     """The SHA-256 of a file; b"" when there is none."""
-    try:
-        return hashlib.sha256(path.read_bytes()).digest()
-    except OSError:
-        return b""
+    text = _read(path)
+    return b"" if text is None else hashlib.sha256(text).digest()
