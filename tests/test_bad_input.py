@@ -20,7 +20,7 @@ from rallypoint.testing.programs import run_program
 
 pytestmark = pytest.mark.programs
 
-SCRIPT = '''
+SCRIPT = """
 import math, os, sys
 import torch
 import rallypoint as rp
@@ -58,8 +58,10 @@ with rp.join() as job:
             if what == "nan" and micro.step == 2 and micro.replica == 1:
                 loss = loss * math.nan
             micro.backward(loss)
+        if what == "steps":
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
     print("the last line of", me)
-'''
+"""
 
 
 @dataclass(frozen=True)
@@ -196,14 +198,22 @@ def test_an_own_optimizer_that_is_set_on_one_worker_alone_ends_the_job(run: Call
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ("stepz=3", "error: the job's configuration is wrong: Object contains unknown field `stepz`"),
-        ("batch=lots", "error: the job's configuration is wrong: Expected `int`, got `str` - at `$.batch`"),
+        ("stepz=3", "the job's configuration is wrong: Object contains unknown field `stepz`"),
+        ("batch=lots", "the job's configuration is wrong: Expected `int`, got `str` - at `$.batch`"),
     ],
 )
 def test_a_wrong_setting_is_named(run: Callable[..., Outcome], setting: str, sentence: str) -> None:
     outcome = run("train", "--set", setting)
     assert outcome.status == 1
-    assert sentence in outcome.text
+    assert outcome.text.count(sentence) == 1
+    assert f"failed: worker0: {sentence}" in outcome.text
+    assert outcome.tracebacks == 0
+
+
+def test_a_sentence_that_every_worker_ends_with_is_shown_once(run: Callable[..., Outcome]) -> None:
+    outcome = run("steps", workers=2)
+    assert outcome.status == 1
+    assert outcome.text.count("the script calls SGD.step() on the model's parameters") == 1
     assert outcome.tracebacks == 0
 
 

@@ -33,9 +33,7 @@ LONG_SIGNATURES = {
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }
 FULL_FOLDERS: dict[str, str] = {}
-RETIRED_NAMES = {
-    "since": "being renamed",
-}
+RETIRED_NAMES: dict[str, str] = {}
 
 MODE_READERS = {
     "core/job.py": "which version of a shard a snapshot holds, and what the job's mode supports",

@@ -26,8 +26,8 @@ from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
 from rallypoint.launch.cluster import Handle
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.folder import read_where
-from rallypoint.launch.plan import Launch
+from rallypoint.launch.folder import read_where, refuse_a_finished_run
+from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.messages import Finished, Message
@@ -377,6 +377,26 @@ def test_a_job_is_resized_while_it_runs_and_ends_with_the_same_bytes(tmp_path: P
     assert [answer.partition(": ")[2] for answer in answers] == ["2 workers and 2 servers", "1 worker and 1 server"]
     assert "going back" not in played.said
     assert (played.folder / "hash").read_text() == undisturbed
+    kept = read_plan(played.folder)
+    assert (kept.workers, kept.workers_start, kept.servers) == ((1, 1), 1, 1)  # for `rallypoint resume`
+
+
+def test_processes_listen_at_one_address_and_are_told_another(tmp_path: Path, undisturbed: str) -> None:
+    gate = tmp_path / "gate"
+    gate.write_text("5")
+    played = Played(tmp_path, GATED, bind="127.0.0.1:0", advertise="localhost")
+    told: list[str] = []
+
+    def looks(run: ClusterRun) -> bool:
+        (server,) = run.of_role("server")
+        told.extend((read_where(played.folder).coordinator, " ".join(server.command.argv)))
+        return True
+
+    moves = (at_step(5), looks, kills("coordinator"), kills("worker0"), opens(gate, 99))
+    assert played.run(until(*moves)) == 0, played.said
+    assert told[0].startswith("localhost:")
+    assert told[1].endswith("--bind 127.0.0.1:0 --advertise localhost")
+    assert (played.folder / "hash").read_text() == undisturbed
 
 
 def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undisturbed: str) -> None:
@@ -417,6 +437,10 @@ def test_a_run_is_not_started_over_another_one(tmp_path: Path) -> None:
     assert (played.folder / "run.json").read_bytes() == plan
     assert played.run(overwrite=True) == 0
     assert played.said.count("done: 20 steps") == 2
+    with pytest.raises(
+        UsageError, match=r"holds a finished run of 20 steps: nothing is left to do"
+    ):
+        refuse_a_finished_run(played.folder)
 
 
 def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(tmp_path: Path) -> None:
@@ -434,6 +458,7 @@ def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(t
     played.plan = msgspec.structs.replace(played.plan, resume=snapshot)
     assert played.run(original=True) == 0, played.said
     assert "changed since the run began: script.py. The code runs as it was (--original)" in played.said
+    assert "edited since" not in played.said
     assert played.run() == 1
     assert "changed since the run began: script.py. The code runs as it is now" in played.said
     assert "ValueError: edited" in played.said

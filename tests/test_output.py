@@ -23,8 +23,8 @@ def test_a_traceback_that_all_workers_end_with_is_shown_once_and_the_others_are_
     output = Output()
     for n in range(3):
         assert say(output, f"worker{n}", boom(f"replica {n}")) == []
-    assert [line.text for line in output.ended("worker1")] == boom("replica 1")
-    assert output.ended("worker0") == output.ended("worker2") == []
+    assert [line.text for line in output.ended("worker1", 0.0)] == boom("replica 1")
+    assert output.ended("worker0", 0.0) == output.ended("worker2", 0.0) == []
     assert output.summary() == ["worker0, worker2 ended with the same error as worker1"]
 
 
@@ -32,36 +32,58 @@ def test_errors_from_other_places_are_others() -> None:
     output = Output()
     say(output, "worker0", boom("a"))
     say(output, "worker1", [line.replace("line 3", "line 9") for line in boom("a")])
-    assert len(output.ended("worker0")) == len(output.ended("worker1")) == 4
+    assert len(output.ended("worker0", 0.0)) == len(output.ended("worker1", 0.0)) == 4
     assert output.summary() == []
 
 
 def test_a_message_of_several_lines_is_part_of_the_error() -> None:
     output, lines = Output(), [*boom("first"), "second line", "", "third"]
     assert say(output, "worker0", lines) == []
-    assert [line.text for line in output.ended("worker0")] == lines
+    assert [line.text for line in output.ended("worker0", 0.0)] == lines
 
 
-def test_a_sentence_of_ours_is_shown_once_too() -> None:
+SENTENCE = "replicas must be positive"
+
+
+def ours() -> Output:
+    """Three workers have ended with the same sentence of ours, at time 1."""
     output = Output()
-    for name in ("worker0", "worker1"):
-        say(output, name, ["error: replicas must be positive"])
-    assert len(output.ended("worker0")) == 1
-    assert output.ended("worker1") == []
+    for name in ("worker0", "worker1", "worker2"):
+        assert say(output, name, [f"error: {SENTENCE}"]) == output.ended(name, 1.0) == []
+    return output
+
+
+def test_a_sentence_of_ours_that_failed_the_run_stands_in_the_last_line_only() -> None:
+    assert ours().rest(f"worker1: {SENTENCE}") == []
+
+
+def test_a_sentence_of_ours_is_shown_once_when_the_last_line_says_something_else() -> None:
+    output = ours()
+    assert output.due(1.5) == []
+    assert [line.text for line in output.rest("worker0 ended with status 1")] == [f"error: {SENTENCE}"]
+    assert output.rest("worker0 ended with status 1") == []
+    assert output.sentence_of("worker2") == SENTENCE
+    assert output.sentence_of("worker3") == ""
+
+
+def test_a_sentence_of_ours_that_did_not_end_the_run_is_shown_while_it_goes_on() -> None:
+    output = ours()
+    assert [line.text for line in output.due(2.1)] == [f"error: {SENTENCE}"]
+    assert output.due(9.0) == output.rest(f"worker1: {SENTENCE}") == []
 
 
 def test_last_words_of_processes_that_end_well_are_shown_of_each() -> None:
     output, lines = Output(), ["error: 0.25", "saved"]
     for name in ("worker0", "worker1"):
         say(output, name, lines)
-    assert [line.text for name in ("worker0", "worker1") for line in output.ended(name, well=True)] == [*lines, *lines]
+    assert [line.text for name in ("worker0", "worker1") for line in output.ended(name, 0.0, well=True)] == [*lines, *lines]
     assert output.summary() == []
 
 
 def test_a_keyboard_interrupt_is_shown_by_nobody() -> None:
     output = Output()
     say(output, "worker0", [*BOOM[:3], "KeyboardInterrupt"])
-    assert output.ended("worker0") == []
+    assert output.ended("worker0", 0.0) == []
 
 
 def test_a_traceback_that_was_only_logged_is_shown_when_the_process_goes_on() -> None:
@@ -75,4 +97,4 @@ def test_a_traceback_that_was_only_logged_is_shown_when_the_process_goes_on() ->
 def test_what_processes_print_while_we_end_them_is_dropped() -> None:
     output = Output(ending=True)
     assert say(output, "worker0", ["bye", *boom("x")]) == []
-    assert output.ended("worker0") == []
+    assert output.ended("worker0", 0.0) == []

@@ -19,7 +19,15 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import folder as folders
-from rallypoint.launch.folder import Where, clear, locked, read_where, refuse_an_old_run, write_where
+from rallypoint.launch.folder import (
+    Where,
+    clear,
+    locked,
+    read_where,
+    refuse_a_finished_run,
+    refuse_an_old_run,
+    write_where,
+)
 from rallypoint.launch.plan import Launch, read_plan, write_plan
 
 RECORD = record_of(JobConfig(steps=800), build_layout([TensorSpec("w", (4,), "float32", 0)], 64))
@@ -166,3 +174,12 @@ def test_where_a_job_runs_is_for_its_user_only(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_bytes(msgspec.json.encode({"coordinator": 1}))
     with pytest.raises(DataError, match="no run is under way in"):
         read_where(tmp_path)
+
+
+def test_a_finished_run_is_not_resumed_and_an_interrupted_one_is(tmp_path: Path) -> None:
+    old_run(tmp_path, None)
+    refuse_a_finished_run(tmp_path)
+    old_run(tmp_path, Finish("worker0"))
+    with pytest.raises(UsageError, match="holds a finished run of 800 steps: nothing is left to do"):
+        refuse_a_finished_run(tmp_path)
+    refuse_a_finished_run(tmp_path / "elsewhere")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ import typer
 
 from rallypoint.errors import ConfigError, RallypointError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.options import Bind, RunFolder, RunOptions, with_run_options
+from rallypoint.launch.options import Advertise, Bind, RunFolder, RunOptions, with_run_options
 
 app = typer.Typer(
     help="Data-parallel training for PyTorch: workers compute gradients, servers own the parameters, any of them may "
@@ -28,9 +29,6 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_int
 _START, _RUNNING, _AFTER = "Start a job", "While a job runs", "Afterwards"
 _CHAOS = RunOptions(standby=1, replication=2, snapshot_seconds=10.0)
 _FAULTS = "Faults"
-Advertise = Annotated[
-    str, typer.Option(metavar="HOST[:PORT]", help="The address that others connect to, where --bind is 0.0.0.0.")
-]
 
 
 def _print_version(wanted: bool) -> None:
@@ -115,47 +113,10 @@ def chaos(
     from rallypoint.launch.chaos.chaos import parse_faults, random_faults
     from rallypoint.launch.console import Screen
 
-    faults = parse_faults(schedule) or random_faults(
-        kills, _sizes(resizes), stops, everything, options.servers, seed
-    )
+    faults = parse_faults(schedule) or random_faults(kills, _sizes(resizes), stops, everything, options.servers, seed)
     arguments, settings = _without_settings(context.args)
     plan = options.plan(_recipe_argv(recipe, arguments), more_settings=settings)
     raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
-
-
-@app.command(rich_help_panel=_AFTER)
-def resume(
-    run: RunFolder,
-    workers: Annotated[str, typer.Option("--workers", "-w", help="Other numbers than before, as 4 or 2:8.")] = "",
-    servers: Annotated[int, typer.Option("--servers", "-s", min=0, help="Another number of servers.")] = 0,
-    original: Annotated[bool, typer.Option(
-        "--original", help="Run the code as it was when the run began, not as it is now.",
-    )] = False,
-    bind: Bind = "127.0.0.1:0",
-) -> None:  # fmt: skip
-    """Go on with a run from its newest usable snapshot: nothing else is needed.
-
-    Example: [bold]rallypoint resume runs/20260131-235959[/bold]
-    """
-    from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.launcher import launch
-    from rallypoint.launch.plan import parse_workers, read_plan
-    from rallypoint.store.snapshots import SnapshotStore
-
-    plan = read_plan(run)
-    if not plan.snapshots:
-        raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
-    manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: print(text, file=sys.stderr))
-    if manifest is None:
-        raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
-    plan = msgspec.structs.replace(plan, resume=manifest.id, bind=bind, folder=str(run))
-    if workers:
-        limits, start = parse_workers(workers)
-        plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
-    if servers:
-        plan = msgspec.structs.replace(plan, servers=servers, replication=min(plan.replication, servers))
-    print(f"going on from {manifest.id}, version {manifest.version}")
-    raise typer.Exit(launch(plan, RunConsole(), original=original))
 
 
 @app.command(rich_help_panel=_RUNNING)
@@ -184,6 +145,44 @@ def snapshot(run: RunFolder) -> None:
 
 
 @app.command(rich_help_panel=_AFTER)
+def resume(
+    run: RunFolder,
+    workers: Annotated[str, typer.Option("--workers", "-w", help="Other numbers than before, as 4 or 2:8.")] = "",
+    servers: Annotated[int, typer.Option("--servers", "-s", min=0, help="Another number of servers.")] = 0,
+    original: Annotated[bool, typer.Option(
+        "--original", help="Run the code as it was when the run began, not as it is now.",
+    )] = False,
+    bind: Bind = "", advertise: Advertise = "",
+) -> None:  # fmt: skip
+    """Go on with a run from its newest usable snapshot: nothing else is needed.
+
+    Example: [bold]rallypoint resume runs/20260131-235959[/bold]
+    """
+    from rallypoint.launch.console import RunConsole
+    from rallypoint.launch.folder import refuse_a_finished_run
+    from rallypoint.launch.launcher import launch
+    from rallypoint.launch.plan import parse_workers, read_plan, resized
+    from rallypoint.store.snapshots import SnapshotStore
+
+    plan = read_plan(run)
+    refuse_a_finished_run(run)
+    if not plan.snapshots:
+        raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
+    manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: print(text, file=sys.stderr))
+    if manifest is None:
+        raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
+    plan = msgspec.structs.replace(
+        plan, resume=manifest.id, folder=str(run), bind=bind or plan.bind, advertise=advertise or plan.advertise
+    )
+    if workers:
+        limits, start = parse_workers(workers)
+        plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
+    plan = resized(plan, 0, servers)
+    print(f"going on from {manifest.id}, version {manifest.version}")
+    raise typer.Exit(launch(plan, RunConsole(), original=original))
+
+
+@app.command(rich_help_panel=_AFTER)
 def export(
     snapshot: Annotated[str, typer.Argument(help="A snapshot, a folder of snapshots, or a run's folder.")],
     to: Annotated[Path, typer.Option(help="model.safetensors, or model.pt with the optimizer's state by name.")],
@@ -202,7 +201,8 @@ def coordinator(
     terms: Annotated[str, typer.Option(help="How the cluster is to behave (Terms), as JSON.")] = "{}",
     join_info: Annotated[str, typer.Option(help="What members are told (JoinInfo), as JSON.")] = "{}",
     resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
-    bind: Bind = "127.0.0.1:0", advertise: Advertise = "",
+    bind: Bind = "127.0.0.1:0",
+    advertise: Advertise = "",
 ) -> None:
     """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN."""
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
@@ -253,11 +253,18 @@ def server(
 def main() -> None:
     """The entry point: errors of ours are one sentence."""
     logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
+    for command in app.registered_commands:
+        command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
-        app()
+        app(prog_name="rallypoint")
     except RallypointError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+
+
+def _unwrapped(text: str) -> str:
+    """The text with one line for each paragraph: a terminal's width is not that of our source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
 def _without_settings(given: list[str]) -> tuple[list[str], list[str]]:

@@ -493,6 +493,66 @@ def test_a_server_that_was_told_to_go_gets_no_backups_either() -> None:
     assert "s1" not in {*job.view.primary.values(), *job.view.backup.values()}
 
 
+def test_a_server_that_is_killed_once_its_shards_have_moved_loses_nothing() -> None:
+    job = _begun()
+    generation = job.view.generation
+    job.play(Leaving("s1"))
+    job.all_caught_up()
+    assert _of(FindSnapshot, job.play(Left("s1", "its connection ended"))) == []
+    assert (job.view.generation, set(job.view.primary.values())) == (generation, {"s0"})
+
+
+def test_a_server_that_is_killed_while_its_shards_move_is_a_lost_server() -> None:
+    job = _begun(_terms(snapshots=True))
+    job.play(Leaving("s1"))
+    moving = job.view.shards_of("s1")
+    for shard in moving[1:]:
+        assert _of(Publish, job.caught_up(shard)) == []  # all of them move together
+    effects = job.play(Left("s1", "its connection ended"))
+    assert _of(FindSnapshot, effects) == [FindSnapshot()]
+    assert job.machine.phase is Phase.RECOVERING
+
+
+def test_with_a_backup_a_server_that_is_killed_as_soon_as_it_drains_loses_nothing() -> None:
+    job = _begun(_terms(2, 2, replication=2))
+    generation = job.view.generation
+    job.play(Leaving("s1"))
+    assert _of(FindSnapshot, job.play(Left("s1", "its connection ended"))) == []
+    assert (job.view.generation, set(job.view.primary.values())) == (generation, {"s0"})
+
+
+def test_a_coordinator_that_takes_over_goes_on_with_a_drain_when_the_server_says_so_again() -> None:
+    before = _begun()
+    before.play(Leaving("s1"))
+    job = _Job(before.machine.terms, before.machine.state())
+    for name in ("s0", "s1", "w0", "w1"):
+        job.join(name, incarnation=before.incarnations[name])
+    job.play(Tick(job.now))
+    assert _of(Dismiss, job.play(Leaving("s1"))) == []  # s0 does not hold its shards yet
+    assert {job.view.backup[shard] for shard in job.view.shards_of("s1")} == {"s0"}
+    assert _of(Dismiss, job.all_caught_up()) == [Dismiss("s1")]
+    assert _of(Dismiss, job.play(Leaving("s1"))) == [Dismiss("s1")]  # should the first one have been lost
+    assert job.view.generation == before.view.generation
+
+
+def test_two_of_three_servers_that_drain_at_once_hand_all_over_although_no_backup_is_left() -> None:
+    job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
+    job.all_caught_up()
+    generation = job.view.generation
+    effects = job.play(Leaving("s1"), Leaving("s2"))
+    dismissed: set[str] = set()
+    while dismissed != {"s1", "s2"}:
+        dismissed |= {effect.server for effect in _of(Dismiss, effects)}
+        assert not dismissed & {*job.view.primary.values(), *job.view.backup.values()}
+        effects = job.all_caught_up()
+    assert {*job.view.primary.values(), *job.view.backup.values()} == {"s0"}
+    assert job.machine.exposed == len(SHARDS)
+    job.play(Left("s1", "x"), Left("s2", "x"))
+    job.come("s3")
+    job.all_caught_up()
+    assert (job.machine.exposed, job.view.generation) == (0, generation)
+
+
 def test_the_last_server_is_not_let_go() -> None:
     job = _begun()
     job.step(0)

@@ -55,8 +55,8 @@ class Connections:
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
                 self._put(inbox.Received(channel, hello, checked(decode(channel.receive_bytes(header)), hello)))
-        except LinkError as error:
-            reason = str(error)
+        except LinkError:
+            reason = "its connection ended"  # the error names its port, which tells a user nothing
             raise
         except ProtocolError as error:
             reason = f"it broke the protocol: {error}"

@@ -33,6 +33,7 @@ from rallypoint.net.messages import (
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
+_WIDE = 80  # a terminal with fewer columns has room for the step and the loss only
 _REFUSED = "refused: "  # how the coordinator begins the sentence about a worker that it does not take
 
 
@@ -99,9 +100,9 @@ class RunConsole:
             case Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
                     self._said.add(text)
-                    self.console.print(escape(text), soft_wrap=True)
+                    self._say(escape(text))
             case Say(text=text) | Waiting(text=text):
-                self.console.print(escape(text), soft_wrap=True)
+                self._say(escape(text))
             case Skipped(step=step, replicas=replicas):
                 who = f"the loss of replica {', '.join(map(str, replicas))}" if replicas else "the gradient"
                 self.console.print(f"[yellow]{self._named(step)} skipped: {who} is not finite[/yellow]")
@@ -170,11 +171,13 @@ class RunConsole:
             f"{len(plan.workers)} worker{'s' * (len(plan.workers) != 1)}; {plan.steps} steps"
         )
         if self.console.is_terminal:
-            self._progress = Progress(
-                TextColumn("step {task.completed}/{task.total}"), BarColumn(bar_width=24),
-                TextColumn("loss {task.fields[loss]}"), TextColumn("{task.fields[metrics]}"), _Rate(),
-                TimeRemainingColumn(compact=True), TextColumn("left"), console=self.console, transient=True,
-            )  # fmt: skip
+            where, loss = TextColumn("step {task.completed}/{task.total}"), TextColumn("loss {task.fields[loss]}")
+            rest: list[ProgressColumn] = [
+                TextColumn("{task.fields[metrics]}"), _Rate(), TimeRemainingColumn(compact=True), TextColumn("left"),
+            ]  # fmt: skip
+            wide = self.console.width >= _WIDE
+            columns = [where, BarColumn(bar_width=24), loss, *rest] if wide else [where, loss]
+            self._progress = Progress(*columns, console=self.console, transient=True)
             self._task = self._progress.add_task("train", total=plan.steps, loss="-", metrics="", rate="")
             self._progress.start()
 
@@ -183,7 +186,11 @@ class RunConsole:
         if before is None:
             return
         for sentence in changes(before, members):
-            self.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
+            self._say(f"[dim]{escape(sentence)}[/dim]")
+
+    def _say(self, sentence: str) -> None:
+        """Print a sentence: in a terminal wrapped between words, in a file as one line."""
+        self.console.print(sentence, soft_wrap=not self.console.is_terminal)
 
     def _step(self, done: StepDone) -> None:
         now = time.monotonic()

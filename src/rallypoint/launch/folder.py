@@ -13,6 +13,7 @@ import msgspec
 
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, Finish
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS
@@ -63,18 +64,11 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
     if not _holds_a_run(folder):
         _refuse_others_code(folder)
         return
-    state = None
-    if (folder / JOURNAL).exists():
-        journal = Journal(str(folder))
-        try:
-            state = journal.load()
-        finally:
-            journal.close()
+    state = _journaled(folder)
     match None if state is None else state.last_word:
         case Finish():
-            record = state.record if state is not None else None
-            steps = f" of {record.config['steps']} steps" if record is not None else ""
-            raise UsageError(f"{folder} holds a finished run{steps}: choose another --folder, or --overwrite")
+            what = f"a finished run{_of_steps(state)}"
+            raise UsageError(f"{folder} holds {what}: choose another --folder, or --overwrite")
         case Abort(reason=reason):
             what = f"a run that failed ({reason})"
         case None:
@@ -82,6 +76,32 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
     if has_snapshot(snapshots):
         raise UsageError(f"{folder} holds {what}: go on with `rallypoint resume {folder}`, or --overwrite")
     raise UsageError(f"{folder} holds {what}, without a snapshot: choose another --folder, or --overwrite")
+
+
+def refuse_a_finished_run(folder: Path) -> None:
+    """UsageError when the run in this folder is over: there is nothing to go on with."""
+    state = _journaled(folder)
+    if state is not None and isinstance(state.last_word, Finish):
+        raise UsageError(
+            f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
+            f"`rallypoint export {folder} --to model.safetensors` writes its model"
+        )
+
+
+def _journaled(folder: Path) -> ClusterState | None:
+    """What the run's last coordinator has written down; None without a journal."""
+    if not (folder / JOURNAL).exists():
+        return None
+    journal = Journal(str(folder))
+    try:
+        return journal.load()
+    finally:
+        journal.close()
+
+
+def _of_steps(state: ClusterState | None) -> str:
+    record = state.record if state is not None else None
+    return f" of {record.config['steps']} steps" if record is not None else ""
 
 
 def has_snapshot(snapshots: str) -> bool:

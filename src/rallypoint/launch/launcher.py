@@ -34,14 +34,14 @@ def launch(
             clear(folder)
         elif not plan.resume:
             refuse_an_old_run(folder, plan.snapshots)
-        _keep_code(plan, console, original=original)
+        edited = _keep_code(plan, console, original=original)
         write_plan(plan)
-        return _launch_locked(plan, console, intervene or _let_be)
+        return _launch_locked(plan, console, intervene or _let_be, edited)
 
 
-def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene) -> int:
+def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edited: list[str]) -> int:
     try:
-        with raised(), LocalCluster() as cluster, ClusterRun(plan, console, cluster) as run:
+        with raised(), LocalCluster() as cluster, ClusterRun(plan, console, cluster, edited) as run:
             return run.watch(intervene)
     except (KeyboardInterrupt, Interrupted):
         console.close()
@@ -54,11 +54,14 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene) -> i
         (Path(plan.folder) / CLUSTER_FILE).unlink(missing_ok=True)
 
 
-def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> None:
-    """Copy the script and its modules into the run's folder; of a resumed run, say what has changed in them."""
+def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str]:
+    """Copy the script and its modules into the run's folder; of a resumed run, say what has changed in them.
+
+    Returns the files that differ from the copies from now on: none, unless `original`.
+    """
     folder = Path(plan.folder)
     if not plan.script:
-        return
+        return []
     if plan.resume and (folder / kept.CODE).is_dir():
         changed = kept.changed(plan.script, folder)
         which = "as it was (--original)" if original else "as it is now; --original takes it as it was"
@@ -68,9 +71,10 @@ def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> None:
                 soft_wrap=True,
             )
         if original:
-            return
+            return changed
     if sentence := kept.keep(plan.script, folder):
         console.console.print(f"[yellow]{escape(sentence)}[/yellow]", soft_wrap=True)
+    return []
 
 
 def _let_be(_: ClusterRun) -> None:

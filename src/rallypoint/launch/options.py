@@ -20,7 +20,11 @@ from rallypoint.store.retention import Retention
 _CLUSTER, _SNAPSHOTS, _FILES = "Cluster", "Snapshots", "Settings and files"
 _COMPRESSIONS = ("zstd", "zstd-planes", "none")
 Bind = Annotated[str, typer.Option(
-    metavar="HOST:PORT", rich_help_panel=_CLUSTER, help="Where the coordinator listens; port 0 is any free one.",
+    metavar="HOST:PORT", rich_help_panel=_CLUSTER,
+    help="Where the coordinator listens (port 0: any free one), and the host at which servers do.",
+)]  # fmt: skip
+Advertise = Annotated[str, typer.Option(
+    metavar="HOST[:PORT]", rich_help_panel=_CLUSTER, help="What others connect to, where --bind is 0.0.0.0.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
@@ -58,6 +62,7 @@ class RunOptions:
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
     bind: Bind = "127.0.0.1:0"
+    advertise: Advertise = ""
     snapshot_seconds: Annotated[float, _option(
         min=0, metavar="S", panel=_SNAPSHOTS, help="Take a snapshot every so many seconds; 0: not by time.",
     )] = 60.0  # fmt: skip
@@ -120,7 +125,7 @@ class RunOptions:
 
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
-    "standby", "servers", "replication", "heartbeat", "backup_tasks", "threads", "bind", "snapshot_steps",
+    "standby", "servers", "replication", "heartbeat", "backup_tasks", "threads", "bind", "advertise", "snapshot_steps",
     "snapshot_seconds", "compression",
 }  # fmt: skip
 

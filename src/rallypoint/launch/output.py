@@ -11,6 +11,7 @@ _TRACEBACK = "Traceback (most recent call last):"
 _SYNTAX = '  File "'  # the first line of a SyntaxError's report, which has no header
 _SENTENCE = "error: "  # how our own errors begin
 _HELD_S = 3.0  # a process that lives on for so long after a traceback has only logged it
+_LAST_WORD_S = 1.0  # the coordinator may say within so long that a sentence of ours has failed the run
 _QUIET = ("KeyboardInterrupt", "SystemExit")
 
 
@@ -24,9 +25,9 @@ class Line:
 
 @dataclass(slots=True)
 class _Held:
-    """What a process has printed since an error began."""
+    """The lines of a process from the beginning of an error on."""
 
-    since: float
+    began: float
     lines: list[str] = field(default_factory=list)
 
 
@@ -34,12 +35,14 @@ class _Held:
 class Output:
     """The lines of all processes. An error is held back until its process ends, or goes on.
 
-    Two processes ended alike if their errors are of one type and came from the same lines of code.
+    Two processes ended alike if their errors are of one type and came from the same lines of code. A sentence of ours
+    (``error: ...``) is held back a little longer: the line ``failed: ...`` at the end may say the same.
     """
 
     ending: bool = False  # processes are being ended by us: what they print about that is nobody's concern
     _held: dict[str, _Held] = field(default_factory=dict)
     _shown: dict[str, list[str]] = field(default_factory=dict)  # by kind of error: who ended with it
+    _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)  # when it ended, who, the lines
 
     def line(self, process: str, text: str, now: float) -> list[Line]:
         """`process` has printed a line: what to show now."""
@@ -51,8 +54,8 @@ class Output:
         held.lines.append(text)
         return []
 
-    def ended(self, process: str, *, well: bool = False) -> list[Line]:
-        """`process` has ended, with status 0 if `well`: what to show of its last words."""
+    def ended(self, process: str, now: float, *, well: bool = False) -> list[Line]:
+        """`process` has ended, with status 0 if `well`: what to show of its last words now."""
         held = self._held.pop(process, None)
         if held is None:
             return []
@@ -63,12 +66,34 @@ class Output:
             return []
         alike = self._shown.setdefault(kind, [])
         alike.append(process)
-        return [Line(process, text) for text in held.lines] if len(alike) == 1 else []
+        if len(alike) > 1:
+            return []
+        if kind.startswith(_SENTENCE):
+            self._sentences.append((now, process, held.lines))
+            return []
+        return [Line(process, text) for text in held.lines]
 
     def due(self, now: float) -> list[Line]:
-        """The lines of processes that have gone on after an error."""
-        late = [process for process, held in self._held.items() if now - held.since > _HELD_S]
-        return [Line(process, text) for process in late for text in self._held.pop(process).lines]
+        """The lines of processes that have gone on after an error, and the sentences of those that did not end the
+        run."""
+        late = [process for process, held in self._held.items() if now - held.began > _HELD_S]
+        shown = [Line(process, text) for process in late for text in self._held.pop(process).lines]
+        while self._sentences and now - self._sentences[0][0] > _LAST_WORD_S:
+            _, process, lines = self._sentences.pop(0)
+            shown += [Line(process, text) for text in lines]
+        return shown
+
+    def sentence_of(self, process: str) -> str:
+        """The sentence of ours that `process` has ended with; "" if it ended in another way."""
+        kinds = (kind for kind, alike in self._shown.items() if process in alike and kind.startswith(_SENTENCE))
+        return next(kinds, "").removeprefix(_SENTENCE)
+
+    def rest(self, failure: str) -> list[Line]:
+        """At the end of the run: the sentences that were held back, without what `failure` says."""
+        said = {f"{_SENTENCE}{line}" for line in _told(failure)} | set(_told(failure))
+        left = [Line(process, text) for _, process, lines in self._sentences for text in lines if text not in said]
+        self._sentences.clear()
+        return left
 
     def summary(self) -> list[str]:
         """Of each error that several workers ended with: a sentence that says so."""
@@ -76,6 +101,12 @@ class Output:
             f"{', '.join(others)} ended with the same error as {first}"
             for first, *others in self._shown.values() if others
         ]  # fmt: skip
+
+
+def _told(failure: str) -> list[str]:
+    """The lines of ``worker1: a sentence``, with and without the name."""
+    lines = failure.splitlines()
+    return [*lines, *(line.partition(": ")[2] for line in lines[:1])]
 
 
 def _kind(lines: list[str]) -> str:

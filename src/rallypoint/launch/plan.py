@@ -67,6 +67,15 @@ def parse_workers(text: str) -> tuple[tuple[int, int], int]:
     return (int(least), int(most)), int(least)
 
 
+def resized(plan: Launch, workers: int, servers: int) -> Launch:
+    """The plan with other numbers of processes; 0: as many as before."""
+    if workers:
+        plan = msgspec.structs.replace(plan, workers=(min(plan.workers[0], workers), workers), workers_start=workers)
+    if servers:
+        plan = msgspec.structs.replace(plan, servers=servers, replication=min(plan.replication, servers))
+    return plan
+
+
 def write_plan(plan: Launch) -> None:
     """Keep the plan in the run's folder, whole or not at all. UsageError when it cannot be written."""
     path = Path(plan.folder) / RUN_FILE

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from rallypoint.errors import LinkError, RallypointError
+from rallypoint.errors import LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.code import kept
@@ -20,7 +20,7 @@ from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Line, Output
-from rallypoint.launch.plan import Launch, coordinator_arguments, server_arguments
+from rallypoint.launch.plan import Launch, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import new_token
 from rallypoint.net.member import CoordinatorLink
@@ -44,7 +44,8 @@ class OutputClosed(Exception):
 class ClusterRun:
     """One run on a cluster; a context manager that ends all of its processes."""
 
-    def __init__(self, plan: Launch, console: RunConsole, cluster: Cluster) -> None:
+    def __init__(self, plan: Launch, console: RunConsole, cluster: Cluster, edited: Sequence[str] = ()) -> None:
+        """`edited`: files of the user's that are known to differ from the copies that the run keeps."""
         self.plan, self.console, self.cluster = plan, console, cluster
         limits = LIMITS if plan.restart else Limits(restart=False)
         self.supervisor = Supervisor({"worker": plan.workers[1] + plan.standby, "server": plan.servers}, limits)
@@ -56,15 +57,13 @@ class ClusterRun:
         self._output = Output()
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
-        self._said_changed: list[str] = []
+        self._said_changed = list(edited)
 
     def __enter__(self) -> ClusterRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end()
-        if self._observer is not None:
-            self._observer.close()
         self.console.close()
 
     # ---- what others may ask, and do ----
@@ -132,7 +131,7 @@ class ClusterRun:
         self._relay()
         for name, how in ended:
             del self.handles[name]
-            self._show(self._output.ended(name, well=how.status == 0))
+            self._show(self._output.ended(name, time.monotonic(), well=how.status == 0))
             if how.status != 0 and self._is_over and name in self.supervisor.took_part:
                 self._endings.append(f"{name} {how}")
         return ended
@@ -156,6 +155,11 @@ class ClusterRun:
         wanted = {"worker": size.workers + self.plan.standby} if size.workers else {}
         wanted |= {"server": size.servers} if size.servers else {}
         self._do(self.supervisor.resized(wanted, time.monotonic()))
+        self.plan = resized(self.plan, size.workers, size.servers)
+        try:
+            write_plan(self.plan)  # a later `rallypoint resume` begins with this size
+        except UsageError as error:
+            self.console.console.print(f"[yellow]{escape(str(error))}: the new size is for this run only[/yellow]")
 
     # ---- processes ----
 
@@ -254,6 +258,9 @@ class ClusterRun:
                 time.sleep(_POLL_S)
         self._ended()
         self._output.ending = True
+        if self._observer is not None:
+            self._observer.close()  # else the coordinator would announce each of the deaths that follow
+            self._observer = None
         for handle in self.handles.values():
             handle.signal(signal.SIGCONT)
             handle.signal(signal.SIGINT)  # (a worker's ``finally`` may still end a process of its own)
@@ -268,11 +275,15 @@ class ClusterRun:
         self.console.close()
         if self.plan.trace:
             _merge_trace(self.plan, self.console)
+        reason = self.console.failure or self.failure or "; ".join(self._endings)
+        name = reason.partition(" ")[0]
+        if not self.console.failure and (sentence := self._output.sentence_of(name)):
+            reason = f"{name}: {sentence}"  # what the coordinator would have said, had it been faster
+        self._show(self._output.rest(reason))
         for sentence in self._output.summary():
             self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
         if self._is_over and not self._endings:
             return 0
-        reason = self.console.failure or self.failure or "; ".join(self._endings)
         self.console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
         if not self._is_over:
             self.console.say_how_to_go_on(self.plan)
