@@ -53,10 +53,10 @@ def test_parts_of_one_memory_at_odd_places_are_compared() -> None:
 
 def test_a_gpus_comparison_is_read_later_and_names_the_step_of_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for the device: what it finds of step 1 is read when it has it, at step 5 here."""
-    step = 0
-    monkeypatch.setattr(Comparison, "ready", property(lambda comparison: step >= 5))
+    seen: list[int] = []
+    monkeypatch.setattr(Comparison, "ready", property(lambda comparison: seen[-1] >= 5))
     model = torch.nn.Linear(3, 2)
-    seen = []
+
     def trained() -> None:
         with EmbeddedJob() as job:
             for micro in job.train(model, DATA, batch=4, steps=8):
@@ -75,6 +75,7 @@ def test_a_gpus_comparison_is_read_later_and_names_the_step_of_the_change(monkey
 def test_what_a_gpu_has_not_said_by_the_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "ready", False)
     model = torch.nn.Linear(3, 2)
+
     def trained() -> None:
         with EmbeddedJob() as job:
             for micro in job.train(model, DATA, batch=4, steps=3):
@@ -90,6 +91,7 @@ def test_what_a_gpu_has_not_said_by_the_end_is_waited_for(monkeypatch: pytest.Mo
 def test_an_evaluations_comparison_is_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Comparison, "ready", False)
     model = torch.nn.Linear(3, 2)
+
     def trained() -> None:
         with EmbeddedJob() as job:
             run: rp.Run = job.train(model, DATA, batch=4, steps=8)

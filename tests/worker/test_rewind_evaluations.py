@@ -131,6 +131,7 @@ def test_a_job_that_fails_during_an_evaluation_ends_after_it(cluster: Cluster) -
     """The model's hooks are off then, so that it can be saved: nothing unwinds an evaluation."""
     model, data = build()
     evaluated = []
+
     def trained() -> None:
         with cluster.job as job:
             run = job.train(model, data, **SETTINGS)
@@ -203,6 +204,7 @@ def test_a_handler_of_errors_does_not_hide_that_the_job_has_failed(cluster: Clus
     trap, fail = model[2], Once(AT, lambda: abort(cluster))
     assert isinstance(trap, Trap)
     trap.in_forward = fail
+
     def trained() -> None:
         with cluster.job as job:
             for micro in job.train(model, data, **SETTINGS):
@@ -220,6 +222,7 @@ def test_a_handler_of_errors_does_not_hide_that_the_job_has_failed(cluster: Clus
 
 def test_a_handler_of_errors_does_not_hide_why_a_backward_has_failed(cluster: Cluster) -> None:
     model, data = build()
+
     def trained() -> None:
         with cluster.job as job:
             for micro in job.train(model, data, **SETTINGS):
@@ -259,6 +262,7 @@ def test_a_function_may_be_registered_twice_and_another_one_by_an_evaluation(clu
 
 def test_an_evaluation_that_trains_is_refused(cluster: Cluster) -> None:
     model, data = build()
+
     def trained() -> None:
         with cluster.job as job:
             run: rp.Run = job.train(model, data, **SETTINGS)
