@@ -53,16 +53,6 @@ with rp.join() as job:
         (run.folder / "hash").write_text(weights_hash(model))
 """
 
-EVALUATING = """    @run.every(6)
-    def evaluate(step):
-        loss = torch.nn.functional.mse_loss(model(data[:][0]), data[:][1]).item()
-        (gate.parent / f"evaluating-{step}").write_text(os.environ["RALLYPOINT_ID"])
-        while not (gate.parent / "go").exists():
-            time.sleep(0.005)
-        return {"loss": loss}
-
-    for micro in run:
-"""
 
 
 AnyCluster = TypeVar("AnyCluster", bound="Cluster")
@@ -306,24 +296,6 @@ def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undis
     assert "worker1 has left" in cluster.output
     assert "starting another" not in cluster.output
     assert cluster.hash == undisturbed.hash
-
-
-def test_a_worker_that_is_told_to_go_ends_its_evaluation_first(cluster: Cluster, undisturbed: Cluster) -> None:
-    cluster.script.write_text(SCRIPT.replace("    for micro in run:\n", EVALUATING))
-    cluster.run("--workers", "2", "--servers", "1")
-    cluster.open(STEPS)
-    evaluating = cluster.home / "evaluating-6"
-    cluster.until(lambda: evaluating.exists() and bool(evaluating.read_text()))
-    leaving = evaluating.read_text()
-    victim = cluster.processes()[leaving]
-    victim.terminate()
-    cluster.until(lambda: leaving not in cluster.events("Members")[-1]["workers"])
-    assert alive(victim), "it is still evaluating"
-    (cluster.home / "go").touch()
-    assert cluster.ended() == 0, cluster.output
-    assert cluster.hash == undisturbed.hash
-    assert cluster.events("Metrics")[0]["step"] == 6, "its result has come too"
-    assert "was killed" not in cluster.output
 
 
 def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undisturbed: Cluster) -> None:

@@ -265,7 +265,7 @@ class Job:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
 
     def _capture(self) -> None:
-        """Hand the coordinator's last request for a snapshot on, once. (It comes with each view: some may have joined.)"""
+        """Hand on the coordinator's last request for a snapshot, once. (It comes again with each view.)"""
         with self._changed:
             wanted, exchange = self._wanted, self._exchange
             if exchange is None or wanted is None or wanted.snapshot == self._captured:
