@@ -54,7 +54,6 @@ with rp.join() as job:
 """
 
 
-
 AnyCluster = TypeVar("AnyCluster", bound="Cluster")
 
 
