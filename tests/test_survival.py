@@ -84,7 +84,11 @@ class Cluster:
 
     def ask_for_a_snapshot(self) -> Program | subprocess.Popen[bytes]:
         """``rallypoint snapshot``, which ends once there is one; it says to `answer` which."""
-        return self._start(self.answer, "snapshot", str(self.folder))
+        return self.start_to_ask("snapshot", str(self.folder))
+
+    def start_to_ask(self, *arguments: str) -> Program | subprocess.Popen[bytes]:
+        """Start another command, which says to `answer` what it has to say."""
+        return self._start(self.answer, *arguments)
 
     def ask(self, *arguments: str) -> int:
         """Run another command to its end, which says to `answer` what it has to say; its exit status."""

@@ -205,3 +205,20 @@ def test_what_own_optimizers_keep_survives_with_buffers_schedules_and_skipped_st
     _ends_like(cluster, undisturbed_own)
     assert ("going back" in cluster.output) == (len(victims) == 2)
     assert cluster.events("Skipped")
+
+
+def test_a_worker_that_joins_is_set_like_the_others_in_its_own_optimizer(
+    cluster: Cluster, undisturbed_own: Cluster
+) -> None:
+    """It loads the others' state and schedule in the middle of the job: nobody takes it for one that was set apart."""
+    cluster.script.write_text(OWN_SCRIPT)
+    cluster.run("--workers", "2", "--servers", "1")
+    cluster.until_caught_up(AT)
+    assert len(_computing(cluster)) == 2
+    resizing = cluster.start_to_ask("resize", str(cluster.folder), "--workers", "3")
+    cluster.until(lambda: len(_computing(cluster)) == 3)
+    cluster.until_caught_up(AT + 3)
+    _ends_like(cluster, undisturbed_own)
+    resizing.wait()
+    assert "going back" not in cluster.output
+    assert "same settings" not in cluster.output

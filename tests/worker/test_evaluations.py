@@ -86,6 +86,22 @@ def test_an_evaluation_draws_the_same_numbers_whatever_came_before_and_training_
     assert len({values[0] for values in drawn.values()}) == 4
 
 
+def test_an_evaluation_is_seeded_by_its_step_and_puts_the_generators_back() -> None:
+    drawn: list[float] = []
+    evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, steps=100, watch=unwatched)
+    evaluations.add(1, lambda step: drawn.append(torch.rand(1).item()))
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        expected = torch.rand(2)[1]
+        torch.manual_seed(seed)
+        torch.rand(1)
+        evaluations.run(evaluations.due(4, before=3), 4, lambda values: None)
+        assert torch.equal(torch.rand(1)[0], expected), "training's randomness goes on as if it had not been"
+        evaluations.due(3, before=2)  # a roll-back: step 4 is computed again
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+
+
 def test_randomness_between_two_micro_batches_does_not_depend_on_evaluations() -> None:
     def drawn_outside(evaluate: Evaluation | None) -> list[float]:
         drawn, model = [], build()

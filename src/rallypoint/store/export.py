@@ -195,7 +195,7 @@ def _counted(model: dict[str, torch.Tensor]) -> str:
 
 
 def _frozen(job: JobRecord) -> list[str]:
-    """The summary's word on frozen parameters, if there are any."""
+    """The summary's sentence about frozen parameters; "" if there are none."""
     if not job.frozen:
         return []
     names = sorted(job.frozen)

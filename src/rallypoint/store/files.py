@@ -35,7 +35,7 @@ class Files:
             raise ConfigError(f"{url} is no place for snapshots: {error}") from None
         self._root: str = root.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
-        self._buffers: list[mmap] = []  # of files that are written no more: fresh memory costs more than a copy
+        self._buffers: list[mmap] = []  # of closed files: memory that the system has to clear costs more than a copy
 
     def where(self, path: str = "") -> str:
         """The full name, for messages: a plain path for a local filesystem, a URL for others."""

@@ -97,7 +97,7 @@ def checksum_of(*chunks: bytes | memoryview) -> str:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as bytes: the checksum of the rest on the first line, then JSON.
 
-    Metrics that are not finite are left out: JSON has no word for them, and none of them could be the best.
+    Metrics that are not finite are left out: JSON cannot write them, and none of them could be the best.
     UsageError when anything else cannot be written exactly.
     """
     finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}

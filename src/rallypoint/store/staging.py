@@ -1,6 +1,6 @@
 """Copies of shards on their way to the store, in memory that is reused.
 
-Whoever copies a shard is about to change it, and everybody waits for that: fresh memory, whose every page the system
+A server copies a shard right before it changes it, and workers wait for that: fresh memory, whose every page the system
 has to find and clear first, makes the copy several times as slow.
 """
 

@@ -1,4 +1,4 @@
-"""A model's tensors and the layout: what is trained, what is shared, where each lies in the flat vector."""
+"""A model's tensors and their places in the flat vector: parameters that are trained, buffers that are shared."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Placed:
             self.tensor.copy_(words.view(self.tensor.shape))
 
     def of_part(self, vector: torch.Tensor, start: int) -> torch.Tensor:
-        """The same of a vector that begins at word `start` of the whole one."""
+        """As `of`, but `vector` begins at word `start` of the flat vector."""
         words = vector[self.entry.start - start : self.entry.stop - start]
         if self.entry.spec.group >= 0:
             return words.view(self.entry.spec.shape)
@@ -117,7 +117,7 @@ class ModelTensors:
                 placed.tensor.copy_(placed.of(vector))
 
     def parts_in(self, shard: Shard) -> list[tuple[Placed, int, int]]:
-        """What lies in a shard: parameters, and from which to which word of the vector."""
+        """The parameters in a shard, each with its first word there and the one after its last (of the vector)."""
         touching = [p for p in self.parameters if p.entry.start < shard.stop and shard.start < p.entry.stop]
         return [(p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in touching]
 
@@ -180,7 +180,7 @@ def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.n
 
 
 def _refused(module: torch.nn.Embedding | torch.nn.EmbeddingBag, config: JobConfig) -> str:
-    """Why the rows of this embedding cannot be kept by the servers alone; "" if they can."""
+    """Why this embedding cannot be a table; "" if it can."""
     if isinstance(module, torch.nn.EmbeddingBag):
         return "a sparse gradient is supported of torch.nn.Embedding only; use one and reduce its rows, or sparse=False"
     if not module.weight.is_meta:

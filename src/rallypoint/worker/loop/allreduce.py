@@ -1,4 +1,4 @@
-"""The optimizer on the worker (AllReduce): steps with the mean of each step's gradients, hands its state over."""
+"""The optimizer on the worker (AllReduce): steps with the mean gradient; its state can be uploaded and loaded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rallypoint.worker.tensors import ModelTensors
 
 
 class Stepper(Protocol):
-    """A torch optimizer over the model's own parameters, whose state can be taken along."""
+    """Steps the model's own parameters; its state can be written to shard records and loaded from them."""
 
     def step(self, step: int) -> None:
         """Update number `step` (from 0) with what is in ``.grad``."""
 
     def settings_digest(self) -> str:
-        """What the workers compare, step by step, to see that they are set alike; "" where they cannot differ."""
+        """A digest of all settings, which the coordinator compares at each step; "" where workers cannot differ."""
 
     def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """What a shard's record has of the state: 1-D tensors on the host, in memory of their own, and numbers."""
+        """The part of the state in this shard: new 1-D CPU tensors by name, and numbers by name."""
 
     def load(self, states: Mapping[int, ShardRecord]) -> None:
-        """Become what the records of all shards of parameters say."""
+        """Load the state from the records of all shards of parameters."""
 
 
 class WorkerOptimizer:
@@ -50,8 +50,11 @@ class WorkerOptimizer:
     def install(
         self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool
     ) -> None:
-        """Come to `version`: with `states` (by shard) that of all parameters, else by one step with the mean gradient
-        in the flat fp32 `vector`, unless it is skipped. The buffers are in `vector` either way."""
+        """Bring the model to `version`.
+
+        `states` (shard -> record), if there are any, are loaded. Otherwise the optimizer steps once with the mean
+        gradient in `vector` (flat, fp32), unless the step is `skipped`. In each case `vector` has the buffers.
+        """
         if states:
             self._load(states)
         elif not skipped:
@@ -64,7 +67,7 @@ class WorkerOptimizer:
         self.version = version
 
     def record(self, shard: Shard) -> ShardRecord:
-        """A shard's state at `version`, in memory of its own: as servers store it in other modes."""
+        """A copy of a shard's state at `version`, as servers store it in other modes."""
         arrays = {MASTER: self._tensors.part(shard.start, shard.stop)}
         scalars: dict[str, float] = {}
         if shard.role == "parameters":

@@ -22,7 +22,7 @@ class Comparison:
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._before = [_sum(tensor) for tensor in tensors]
-        self._found: list[tuple[list[int], torch.Tensor]] = []  # of each device: the tensors' indices, flags on the host
+        self._found: list[tuple[list[int], torch.Tensor]] = []  # of each device: indices, and their flags on the host
         self._events: list[torch.cuda.Event] = []
 
     def end(self) -> None:
@@ -42,20 +42,21 @@ class Comparison:
     @property
     def ready(self) -> bool:
         """Can `changed` be read without waiting for a device?"""
-        return all(event.query() for event in self._events)
+        return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def changed(self) -> list[int]:
         """The indices of the tensors that differ, ascending. Waits for the devices; only after `end`."""
         for event in self._events:
             event.synchronize()
-        return sorted(i for indices, flags in self._found for i, flag in zip(indices, flags.tolist(), strict=True) if flag)
+        pairs = [pair for indices, flags in self._found for pair in zip(indices, flags.tolist(), strict=True)]
+        return sorted(index for index, differs in pairs if differs)
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """All bits of a tensor, added up (int64, on its device): another sum when any one element differs."""
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64)
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # (a row of every second element stays one)
     even = raw.numel() // 8 * 8
     if not even or raw.storage_offset() % 8:
         return raw.sum()

@@ -1,4 +1,4 @@
-"""What a script does every so many steps: when each is due, with which randomness, and what becomes of its result."""
+"""Evaluations: the functions that a script registers with `run.every`; when each is due, its seed, its result."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Evaluations:
         self._registered.append(_Registered(every, evaluation))
 
     def due(self, step: int, before: int) -> list[_Registered]:
-        """Those that are due with the version of `step`, if the one before it in the job is that of `before`.
+        """The evaluations that are due with the version of `step`; `before` is the step of the job's version before it.
 
-        Call it for every version, also on workers that do not evaluate: any may be the next that does.
+        Call it for every version, also on workers that do not evaluate: any of them may be the next to do so.
         """
         passed = before if self._seen is None else min(self._seen, before)  # below, after a roll-back
         self._seen = step
@@ -48,7 +48,7 @@ class Evaluations:
         return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
 
     def run(self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None]) -> None:
-        """Run these, in eval mode and without gradients. `report` gets their results.
+        """Run these evaluations in eval mode and without gradients; pass each result to `report`.
 
         UsageError for a result that is no dict of numbers.
         """

@@ -1,7 +1,7 @@
-"""A torch optimizer of the user's own, under AllReduce: what it keeps goes along whatever it is, as bytes.
+"""The user's own torch optimizer under AllReduce: its state as shard records, and back.
 
-Tensors of any shape and dtype, cut over the shards of their parameter; and one head of plain data (numbers, texts and
-lists of them), in the first shard. Nothing in either can run code.
+The state's tensors (any shape and dtype) are cut over the shards of their parameter, as bytes. Everything else
+(numbers, texts, lists of them) is one `_Head` of plain data in the first shard. Nothing in either can run code.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ _heads = msgspec.msgpack.Decoder(_Head)
 
 
 class OwnStepper:
-    """`optimizers` that have each of the model's trained parameters once; `schedules` step after them.
+    """Steps `optimizers`, which together have each trained parameter once, and then `schedules`.
 
-    ConfigError when they have others, or keep what cannot be taken along: a tensor or plain data is what they may keep
-    of a parameter, directly in its state.
+    ConfigError when they have other parameters, or a state that no shard record can hold: a parameter's state is a dict
+    of tensors and plain data. Main thread only.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class OwnStepper:
         self._placed = {p.entry.spec.name: p for p in tensors.parameters if p.tensor.numel()}
         self._owner = self._check_parameters()
         self._checked = False
-        self._history = ""  # a digest of all settings that were stepped with since the start, or since `load`
+        self._history = ""  # a digest of the settings of all steps from the start, or from the last `load`
         self._head()  # what the groups have is known already
 
     def step(self, step: int) -> None:
@@ -124,7 +124,7 @@ class OwnStepper:
     def _load_into(
         self, optimizer: torch.optim.Optimizer, kept: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]
     ) -> None:
-        """torch casts a state to its parameter's dtype, which may not be what the optimizer keeps: bytes are bytes."""
+        """Load into one optimizer, and undo torch's cast of a state to its parameter's dtype."""
         order = [p for group in optimizer.param_groups for p in group["params"]]
         state = {i: kept[name] for i, p in enumerate(order) if (name := self._name_of[id(p)]) in kept}
         optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -150,10 +150,10 @@ class OwnStepper:
         ]
         return hashlib.blake2b(repr((self._history, groups, schedules)).encode(), digest_size=8).hexdigest()
 
-    # ---- what there is ----
+    # ---- the state as plain data ----
 
     def _check_parameters(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizer of each parameter."""
+        """The optimizer of each parameter, by the parameter's name. ConfigError as of the class."""
         owner: dict[str, torch.optim.Optimizer] = {}
         for optimizer in self._optimizers:
             for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -218,7 +218,7 @@ def worker_optimizer(
     tensors: ModelTensors, config: JobConfig, own: Sequence[torch.optim.Optimizer],
     schedules: Sequence[torch.optim.lr_scheduler.LRScheduler],
 ) -> WorkerOptimizer | None:  # fmt: skip
-    """What steps on this worker; None where the servers step. ConfigError for an optimizer that cannot be used."""
+    """The optimizer that steps on this worker; None where the servers step. ConfigError for one that cannot be used."""
     if schedules and not own:
         raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
     if config.mode.holder is Holder.SERVERS:
@@ -273,7 +273,7 @@ def _readable(value: Any) -> Any:
 
 
 def _share(placed: Placed, shard: Shard, nbytes: int) -> tuple[int, int]:
-    """Which of so many bytes of the parameter's go with this shard: as much as of its words do."""
+    """The range of a state's `nbytes` bytes that goes into this shard, in proportion to its words of the parameter."""
     entry = placed.entry
     words = entry.stop - entry.start
     first, last = max(entry.start, shard.start) - entry.start, min(entry.stop, shard.stop) - entry.start
@@ -294,7 +294,7 @@ def _plain(what: str, value: Any) -> Any:
 
 
 def _as_before(before: Mapping[str, Any], came: Mapping[str, Any]) -> dict[str, Any]:
-    """What came, where there was something of that name before; tuples are tuples again, tensors tensors."""
+    """`before` with the values of `came` under the same names; lists become tuples and tensors where they were."""
     result = dict(before)
     for key in before.keys() & came.keys():
         value, old = came[key], before[key]

@@ -1,4 +1,4 @@
-"""The loop over micro-batches: what the machine says to compute, data by position, versions installed in between."""
+"""The loop over micro-batches: computes the replicas that the machine names, and installs versions in between."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def lead(self) -> bool:
-        """Is it this worker that evaluates (now) and saves (when the job is over)?"""
+        """Does this worker evaluate (now), and save (when the job is over)?"""
         return self._parts.leads()
 
     @property
@@ -80,7 +80,7 @@ class Run:
         return folder
 
     def say(self, text: str) -> None:
-        """A line for the console and the event log, whatever worker says it."""
+        """Write a line to the console and the event log, from any worker."""
         self._parts.coordinator.send(Say(text))
 
     def every(self, steps: int) -> Callable[[_E], _E]:
@@ -103,7 +103,7 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        self._forget_gradients()  # of what the script did with the model before
+        self._forget_gradients()  # gradients that the script computed before the loop
         self._checks.on()
         while True:
             yield from self._go_ahead()
@@ -175,7 +175,7 @@ class Run:
         ))  # fmt: skip
 
     def _go_ahead(self) -> Iterator[Micro]:
-        """With a delay, while the version is on its way: the first steps of the replica that will be the next one."""
+        """With a delay: compute the first steps of the next replica while the version is on its way."""
         if (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
             return
         generation = self._exchange.view.generation
@@ -193,7 +193,7 @@ class Run:
         self._ahead = Ahead(round, replica, generation, count, seconds, self._losses, self._weights)
 
     def _resume(self, round: int, replica: int) -> Ahead | None:
-        """What this replica has computed ahead of this round, if that still counts."""
+        """The steps that this replica has computed ahead of this round; None when there are none, or they are stale."""
         ahead = self._ahead
         if ahead is None or ahead.replica != replica:
             return None
@@ -281,7 +281,7 @@ class Run:
             report = self._parts.coordinator.send
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()
-        self._forget_gradients()  # of an evaluation that uses some
+        self._forget_gradients()  # gradients that an evaluation has computed
 
     def _forget_gradients(self) -> None:
         for placed in self._parts.tensors.parameters:

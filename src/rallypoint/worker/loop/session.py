@@ -147,13 +147,13 @@ class Job:
         return exchange
 
     def done(self, generation: ViewNumber) -> None:
-        """Say that this worker holds the last version of this generation.
+        """Tell the coordinator that this worker holds the job's last version.
 
-        `generation` is the one in which that version was installed: there may have been a roll-back meanwhile.
+        `generation` is the one in which that version was installed. After a roll-back meanwhile nothing is sent.
         """
         with self._changed:
             if self._view is None or self._view.generation != generation:
-                return  # stale by now
+                return  # stale: there was a roll-back
             self._done = generation
         self._say_done()
 
@@ -162,9 +162,10 @@ class Job:
             self._link.send(Done(generation))
 
     def leave(self) -> None:
-        """Hand this worker's replicas back and go (a spot machine's notice): its loop ends with SystemExit.
+        """Hand this worker's replicas back and end (a spot machine's notice): its loop ends with SystemExit.
 
-        Safe to call from a signal handler. After a heartbeat the process goes anyway: nothing is lost by that.
+        Safe to call from a signal handler. After LEAVE_WITHIN_S, or one heartbeat if that is longer, the process exits
+        anyway: an evaluation that takes longer is lost, and nothing else.
         """
         self._leaving = True
         threading.Thread(target=self._leave, name="leave", daemon=True).start()
@@ -225,12 +226,13 @@ class Job:
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
 
-    # ---- the coordinator's words, on the link's thread ----
+    # ---- messages from the coordinator, on the link's thread ----
 
     def _on_admitted(self, new: bool) -> None:
-        """The coordinator has taken us (back); what it may not know is said again.
+        """The coordinator has admitted this worker (again): repeat what it may not know.
 
-        Also to one that seems to know us: if it died before anything was agreed, the next counts births from one again.
+        Repeat it also when it seems to know this worker: a coordinator that died before anything was agreed left
+        nothing in its journal, so the next one counts incarnations from 1 again.
         """
         with self._changed:
             record = self._record
@@ -263,14 +265,14 @@ class Job:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
 
     def _capture(self) -> None:
-        """Hand the last request for a snapshot on, once. (It comes again with each view: some may have joined.)"""
+        """Hand on the coordinator's last request for a snapshot, once. (It comes again with each view.)"""
         with self._changed:
             wanted, exchange = self._wanted, self._exchange
             if exchange is None or wanted is None or wanted.snapshot == self._captured:
                 return
             self._captured = wanted.snapshot
         if (passed := exchange.capture(Store(wanted.snapshot, wanted.version, wanted.writers))) >= 0:
-            self._link.send(NotStored(wanted.snapshot, "a step was quicker than the word", passed))
+            self._link.send(NotStored(wanted.snapshot, "the step was over before the request came", passed))
 
     def _adopt(self, view: View) -> None:
         with self._changed:

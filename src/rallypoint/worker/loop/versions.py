@@ -23,7 +23,7 @@ class Versions:
         self._trace_steps = parts.coordinator.welcome.trace
 
     def initialise(self) -> None:
-        """Upload what all begin with: the model as it is, or, where workers are stateful, what it has come to."""
+        """Upload what all workers start from: this model's values; where workers step the optimizer, its state too."""
         exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
         if optimizer is None:
             exchange.initialise(tensors.part)
@@ -35,7 +35,7 @@ class Versions:
         exchange.initialise(tensors.part, optimizer.record)
 
     def install(self, version: int) -> None:
-        """Copy a version that has come into the model; nothing if meanwhile another one is to be installed."""
+        """Copy a version from the exchange buffer into the model. Does nothing when it is stale meanwhile."""
         parts, exchange = self._parts, self._exchange
         with parts.tracer.span("install", version=version):
             vector, shards = exchange.begin_install(version), exchange.installing
@@ -57,7 +57,7 @@ class Versions:
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
-        """Set the buffers to the version's: every replica starts from these, and an evaluation leaves none behind."""
+        """Set the buffers to the version's values: each replica starts from these, whatever an evaluation did."""
         for placed, start in zip(self._parts.tensors.buffers, self._buffers_at_start, strict=True):
             placed.tensor.copy_(start)
 
@@ -66,7 +66,7 @@ class Versions:
         parts = self._parts
         assert parts.optimizer is not None
         if parts.optimizer.version > wanted.version:
-            late = NotStored(wanted.snapshot, "a step was quicker than the word", parts.optimizer.version)
+            late = NotStored(wanted.snapshot, "the step was over before the request came", parts.optimizer.version)
             parts.coordinator.send(late)
             return
         me, about = self._exchange.me, parts.coordinator.welcome

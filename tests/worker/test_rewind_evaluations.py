@@ -1,0 +1,275 @@
+"""A roll-back or a failure during an evaluation or an install; handlers of the script that catch too much."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_rewind import AT, PATIENCE_S, SETTINGS, Cluster, Once, Trap, build, loss_of
+
+import rallypoint as rp
+from rallypoint.config import resolve
+from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
+from rallypoint.net.messages import Metrics
+from rallypoint.testing.reference import train_reference
+from rallypoint.worker.tensors import weights_hash
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> str:
+    model, data = build()
+    train_reference(model, data, loss_of, resolve(SETTINGS))
+    return weights_hash(model)
+
+
+def abort(cluster: Cluster) -> None:
+    """End the job; returns once the worker has heard of it."""
+    cluster.coordinator.abort("enough")
+    deadline = time.monotonic() + PATIENCE_S
+    while cluster.job._failure is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("at", [2, 6], ids=["in the middle", "after the last step"])
+def test_a_roll_back_during_an_evaluation_changes_neither_bytes_nor_results(
+    cluster: Cluster, undisturbed: str, at: int
+) -> None:
+    """The worker is not done in the new generation with what it held in the old one."""
+    model, data = build()
+    disturb = Once((at, 0, 0), cluster.lose_the_server)
+    results: dict[int, set[float]] = {}
+    with cluster.job as job:
+        run = job.train(model, data, **SETTINGS)
+        sent: list[Metrics] = []
+        send = run._parts.coordinator.send
+
+        def watched(message: Any) -> None:
+            if isinstance(message, Metrics):
+                sent.append(message)
+            send(message)
+
+        run._parts.coordinator.send = watched  # type: ignore[method-assign]
+
+        @run.every(2)
+        def evaluate(step: int) -> dict[str, float]:
+            before = loss_of(model, data[:]).item()
+            disturb.where = (step, 0, 0)
+            disturb()
+            assert loss_of(model, data[:]).item() == before, "nothing is installed meanwhile"
+            results.setdefault(step, set()).add(before)
+            return {"loss": before}
+
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+        last = run._exchange.view.generation
+    assert disturb.done
+    assert weights_hash(model) == undisturbed
+    assert results.keys() == {2, 4, 6}
+    assert all(len(values) == 1 for values in results.values()), "a version evaluated again gives the same"
+    ours = [message for message in sent if message.step == at]
+    assert ours[0].generation != last, "its result belongs to the generation in which that version was installed"
+
+
+def test_a_roll_back_right_before_an_evaluation_takes_nothing_from_it(cluster: Cluster, undisturbed: str) -> None:
+    """The version is installed; the roll-back comes before the run asks which evaluations are due with it."""
+    model, data = build()
+    seen: list[int] = []
+    with cluster.job as job:
+        run = job.train(model, data, **SETTINGS)
+        run.every(2)(lambda step: seen.append(step))
+        due, disturb = run._evaluations.due, Once((4, 0, 0), cluster.lose_the_server)
+
+        def disturbed(step: int, before: int) -> Any:
+            disturb.where = (step, 0, 0)
+            disturb()
+            return due(step, before)
+
+        run._evaluations.due = disturbed  # type: ignore[method-assign]
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    assert disturb.done
+    assert weights_hash(model) == undisturbed
+    assert set(seen) == {2, 4, 6}
+
+
+@pytest.mark.parametrize("version", [0, 3, 6], ids=["first", "middle", "last"])
+def test_a_roll_back_during_an_install_changes_no_byte(cluster: Cluster, undisturbed: str, version: int) -> None:
+    model, data = build()
+    disturb = Once((version, 0, 0), cluster.lose_the_server)
+    with cluster.job as job:
+        run = job.train(model, data, **SETTINGS)
+        read = run._parts.tensors.read_from
+
+        def disturbed(vector: torch.Tensor) -> None:
+            disturb.where = (run._exchange.step + 1, 0, 0)
+            disturb()
+            read(vector)
+
+        run._parts.tensors.read_from = disturbed  # type: ignore[method-assign]
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    assert disturb.done
+    assert weights_hash(model) == undisturbed
+
+
+def test_a_job_that_fails_during_an_evaluation_ends_after_it(cluster: Cluster) -> None:
+    """The model's hooks are off then, so that it can be saved: nothing unwinds an evaluation."""
+    model, data = build()
+    evaluated = []
+
+    def trained() -> None:
+        with cluster.job as job:
+            run = job.train(model, data, **SETTINGS)
+
+            @run.every(2)
+            def evaluate(step: int) -> None:
+                abort(cluster)
+                loss_of(model, data[:])
+                evaluated.append(step)
+
+            for micro in run:
+                with micro:
+                    micro.backward(loss_of(model, micro.batch))
+
+    with pytest.raises(JobAborted, match="enough"):
+        trained()
+    assert evaluated == [2]
+
+
+# ---- handlers that catch too much ------------------------------------------------------------------------------
+
+
+def test_a_handler_that_catches_everything_does_not_stop_a_roll_back(cluster: Cluster, undisturbed: str) -> None:
+    model, data = build()
+    disturb = Once(AT, cluster.lose_the_server)
+    trap = model[2]
+    assert isinstance(trap, Trap)
+    trap.in_forward = disturb
+    abandoned = []
+    with cluster.job as job:
+        for micro in job.train(model, data, **SETTINGS):
+            disturb.where = (micro.step, micro.replica, micro.index)
+            with micro:
+                try:
+                    micro.backward(loss_of(model, micro.batch))
+                except BaseException:
+                    caught = True
+            if micro.abandoned:
+                abandoned.append((disturb.where, caught))
+    assert abandoned == [(AT, True)]
+    assert weights_hash(model) == undisturbed
+
+
+def test_a_handler_that_catches_everything_does_not_stop_a_roll_back_in_a_backward(
+    cluster: Cluster, undisturbed: str
+) -> None:
+    model, data = build()
+    disturb = Once(AT, cluster.lose_the_server)
+    trap = model[2]
+    assert isinstance(trap, Trap)
+    trap.in_backward = disturb
+    abandoned, caught = [], []
+    with cluster.job as job:
+        for micro in job.train(model, data, **SETTINGS):
+            disturb.where = (micro.step, micro.replica, micro.index)
+            with micro:
+                try:
+                    micro.backward(loss_of(model, micro.batch))
+                except BaseException as error:
+                    caught.append(type(error).__name__)
+            if micro.abandoned:
+                abandoned.append(disturb.where)
+    assert abandoned == [AT]
+    assert caught == ["Rewound"]
+    assert weights_hash(model) == undisturbed
+
+
+def test_a_handler_of_errors_does_not_hide_that_the_job_has_failed(cluster: Cluster) -> None:
+    model, data = build()
+    trap, fail = model[2], Once(AT, lambda: abort(cluster))
+    assert isinstance(trap, Trap)
+    trap.in_forward = fail
+
+    def trained() -> None:
+        with cluster.job as job:
+            for micro in job.train(model, data, **SETTINGS):
+                fail.where = (micro.step, micro.replica, micro.index)
+                with micro:
+                    try:
+                        loss = loss_of(model, micro.batch)
+                    except Exception:  # out of memory, say
+                        continue
+                    micro.backward(loss)
+
+    with pytest.raises(JobAborted, match="enough"):
+        trained()
+
+
+def test_a_handler_of_errors_does_not_hide_why_a_backward_has_failed(cluster: Cluster) -> None:
+    model, data = build()
+
+    def trained() -> None:
+        with cluster.job as job:
+            for micro in job.train(model, data, **SETTINGS):
+                with micro:
+                    try:
+                        micro.backward(loss_of(model, micro.batch) * float("nan"))
+                    except Exception:
+                        continue
+
+    with pytest.raises(NonFiniteLoss, match="the loss of replica 0 at step 0 is nan"):
+        trained()
+
+
+# ---- run.every inside run.every --------------------------------------------------------------------------------
+
+
+def test_a_function_may_be_registered_twice_and_another_one_by_an_evaluation(cluster: Cluster) -> None:
+    model, data = build()
+    seen: list[tuple[str, int]] = []
+    with cluster.job as job:
+        run = job.train(model, data, **SETTINGS)
+
+        @run.every(2)
+        @run.every(3)
+        def evaluate(step: int) -> None:
+            if step == 2:
+                run.every(2)(lambda step: seen.append(("inner", step)))
+            seen.append(("outer", step))
+
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    outer = [step for name, step in seen if name == "outer"]
+    assert outer == [2, 3, 4, 6, 6]
+    assert [step for name, step in seen if name == "inner"] == [4, 6]
+
+
+def test_an_evaluation_that_trains_is_refused(cluster: Cluster) -> None:
+    model, data = build()
+
+    def trained() -> None:
+        with cluster.job as job:
+            run: rp.Run = job.train(model, data, **SETTINGS)
+            run.every(2)(lambda step: next(iter(run)))  # type: ignore[arg-type, return-value]
+            for micro in run:
+                with micro:
+                    micro.backward(loss_of(model, micro.batch))
+
+    with pytest.raises(UsageError, match="a run is iterated once"):
+        trained()
