@@ -296,7 +296,7 @@ def test_asking_again_and_again_whether_there_is_something_to_do_changes_nothing
         thread.start()
         _until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         for shard in LAYOUT.shards:
-            header = Header(Kind.MEMORY, exchange.view.number, shard=shard.index)
+            header = Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index)
             exchange.arrivals.codec_state(header, bytearray())
         thread.join(PATIENCE_S)
         assert found == [machine.Compute(0, 0)]

@@ -32,8 +32,8 @@ from rallypoint.launch.local import LocalCluster
 from rallypoint.launch.output import Line, Output
 from rallypoint.launch.plan import Launch, coordinator_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
-from rallypoint.net.handshake import new_token
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Resize
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
@@ -251,12 +251,11 @@ class ClusterRun:
     def _observe(self) -> None:
         """Connect to the coordinator; if it has just died, the next one will be there soon."""
         with contextlib.suppress(LinkError):
-            observer = CoordinatorLink(
-                transport=TcpTransport(), address=self._address, token=self._token, role="observer", id="launcher",
-                on_message=self.console.show, on_lost=self._on_lost, patience=0.0,
+            self._observer = CoordinatorLink(
+                transport=TcpTransport(), address=self._address, me=Identity("observer", "launcher", self._token),
+                handlers=Handlers(self.console.show, self._on_lost), patience=0.0,
             )  # fmt: skip
-            observer.start()
-            self._observer = observer
+            self._observer.start()
 
     def _on_lost(self, error: RallypointError) -> None:
         if not (self.console.finished or self.console.failure):

@@ -314,7 +314,7 @@ class SnapshotStore:
 
     @contextmanager
     def _reading(self, snapshot_id: str, file: str) -> Iterator[None]:
-        """In a snapshot, a missing file and a disk that goes on failing are damage; a filesystem without answer is not."""
+        """In a snapshot, a missing file and a disk that goes on failing are damage; a silent filesystem is not."""
         try:
             yield
         except OSError as error:
