@@ -73,7 +73,7 @@ class SimulatedWorker:
             case ("assist", step, replica):
                 self._exchange.apply(self.machine.handle(machine.Assisted(step, replica)))
             case ("capture", id, version, writers):
-                self.shell.snapshots.store(machine.Store(id, version, writers))
+                self.shell.snapshots.wanted(machine.Store(id, version, writers))
                 self._poke()
             case ("finish",):
                 self.shell.finished = True
