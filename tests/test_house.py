@@ -27,8 +27,6 @@ LARGE_CLASSES = {
 }
 LONG_SIGNATURES = {
     "cli.py: chaos": "typer makes each option of the command line from an argument",
-    "net/dialer.py: Dialer.__init__": "being split",
-    "net/member.py: CoordinatorLink.__init__": "being split",
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from rallypoint.launch.folder import CLUSTER_FILE
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.handshake import Identity
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Resize
 from rallypoint.net.tcp import TcpTransport
 from test_survival import AT, PATIENCE_S, SCRIPT, STEPS, Cluster, alive, undisturbed_run
@@ -58,8 +59,8 @@ class CodecStateCluster(Cluster):
         """So many workers compute from now on, as far as the launcher's ear is concerned."""
         where = msgspec.json.decode((self.folder / CLUSTER_FILE).read_bytes(), type=dict[str, str])
         link = CoordinatorLink(
-            transport=TcpTransport(), address=where["coordinator"], token=where["token"], role="observer", id="test",
-            on_message=lambda _: None, on_lost=lambda _: None,
+            transport=TcpTransport(), address=where["coordinator"], me=Identity("observer", "test", where["token"]),
+            handlers=Handlers(lambda _: None, lambda _: None),
         )  # fmt: skip
         link.start()
         link.send(Resize(workers))

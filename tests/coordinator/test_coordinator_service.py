@@ -30,9 +30,9 @@ from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, DataError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import introduce
+from rallypoint.net.handshake import Identity, introduce
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
     Admitted,
@@ -111,8 +111,8 @@ class House:
     def enter(self, role: str, id: str) -> Member:
         member = Member(None)  # type: ignore[arg-type]
         member.link = CoordinatorLink(
-            transport=self.transport, address=self.coordinator.address, token="", role=role, id=id,
-            on_message=member.heard.put, on_lost=member.lost.put, listening_at=f"{id}:0",
+            transport=self.transport, address=self.coordinator.address, me=Identity(role, id),
+            handlers=Handlers(member.heard.put, member.lost.put), listening_at=f"{id}:0",
         )  # fmt: skip
         member.link.start()
         self.members.append(member)

@@ -13,7 +13,8 @@ from cell_jobs import POLL_S, CellJob, train_cell
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.handshake import Identity
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
@@ -85,8 +86,8 @@ class Stage(ProcessCluster):
         """As `rallypoint snapshot` does."""
         said: queue.SimpleQueue[object] = queue.SimpleQueue()
         link = CoordinatorLink(
-            transport=TcpTransport(), address=self.address, token=self._token, role="observer", id="asking",
-            on_message=said.put, on_lost=said.put,
+            transport=TcpTransport(), address=self.address, me=Identity("observer", "asking", self._token),
+            handlers=Handlers(said.put, said.put),
         )  # fmt: skip
         link.start()
         try:

@@ -1,4 +1,4 @@
-"""What codecs remember, as frames: what cannot be a memory closes that one connection and changes nothing (I9)."""
+"""Frames with codec states: one that cannot be right closes its own connection and changes nothing (I9)."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def send(job: Job, worker: Channel, kind: Kind, nbytes: int = 0, **fields: int) 
 
 
 @pytest.mark.parametrize(("kind", "fields", "why"), [
-    (Kind.MEMORY, {"shard": 99}, "shard 99 of a job that has 4"),
+    (Kind.CODEC_STATE, {"shard": 99}, "shard 99 of a job that has 4"),
     (Kind.RECALL, {"shard": 99}, "shard 99 of a job that has 4"),
-    (Kind.MEMORY, {"replica": REPLICAS}, "this job has 2"),
+    (Kind.CODEC_STATE, {"replica": REPLICAS}, "this job has 2"),
     (Kind.RECALL, {"replica": 2**32 - 1}, "this job has 2"),
 ])  # fmt: skip
-def test_a_memory_of_what_there_is_not_closes_that_connection_only(
+def test_a_codec_state_of_a_shard_or_replica_that_does_not_exist_closes_that_connection_only(
     job: Job, kind: Kind, fields: dict[str, int], why: str
 ) -> None:
     worker = worker_of(job)
@@ -66,34 +66,34 @@ def test_a_memory_of_what_there_is_not_closes_that_connection_only(
 
 
 @pytest.mark.parametrize(("more", "code", "copy"), [(-1, 0, 0), (1, 0, COPY), (0, 1, 0)])
-def test_a_memory_that_its_codec_cannot_have_closes_that_connection_only(
+def test_a_codec_state_of_a_wrong_length_or_codec_closes_that_connection_only(
     job: Job, more: int, code: int, copy: int
 ) -> None:
     worker, of = worker_of(job), limits(job)
     nbytes = of.least + more if more < 0 else of.most + more
-    send(job, worker, Kind.MEMORY, nbytes, codec=of.code + code, base=copy)
+    send(job, worker, Kind.CODEC_STATE, nbytes, codec=of.code + code, base=copy)
     assert f"a codec state of {nbytes} bytes in codec {of.code + code}" in refusal(worker)
     job.settle()
     assert job.runs()
 
 
-def test_a_memory_goes_to_whoever_asks_next_and_is_held_once(job: Job) -> None:
+def test_a_codec_state_goes_to_the_worker_that_asks_next(job: Job) -> None:
     worker, of = worker_of(job), limits(job)
     send(job, worker, Kind.INITIAL, 4 * WORDS)
     assert worker.receive_header().kind is Kind.CREDIT
-    send(job, worker, Kind.MEMORY, of.least, codec=of.code, replica=1, step=0)
+    send(job, worker, Kind.CODEC_STATE, of.least, codec=of.code, replica=1, step=0)
     taken = worker.receive_header()
     assert (taken.kind, taken.shard, taken.replica) == (Kind.TAKEN, own_shard(job), 1)
     for replica in (0, 1):
         send(job, worker, Kind.RECALL, replica=replica)
     nothing = worker.receive_header()
-    assert (nothing.kind, nothing.replica, nothing.length) == (Kind.MEMORY, 0, 0)
+    assert (nothing.kind, nothing.replica, nothing.length) == (Kind.CODEC_STATE, 0, 0)
     there = worker.receive_header()
-    assert (there.kind, there.replica, there.step, there.codec) == (Kind.MEMORY, 1, 0, of.code)
+    assert (there.kind, there.replica, there.step, there.codec) == (Kind.CODEC_STATE, 1, 0, of.code)
     assert bytes(worker.receive_bytes(there)) == bytes(of.least)
 
 
-def test_a_job_whose_codecs_remember_nothing_takes_no_memories(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_whose_codecs_have_no_state_takes_no_codec_state(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, logger="rallypoint")
     job = Job()
     try:

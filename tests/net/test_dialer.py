@@ -13,9 +13,10 @@ import pytest
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.dialer import Dialer
+from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
@@ -60,9 +61,12 @@ class Caller:
         self.serving = threading.Semaphore(0)
         self.fault: RallypointError | None = None
         self.dialer = Dialer(
-            transport=transport, peer=Member("server0", "there", address), role="worker", id="worker0", token=TOKEN,
-            tracer=Tracer("worker0"), view=view, up=lambda channel: self._called("up", channel), serve=self._serve,
-            down=lambda error: self._called("down", error),
+            transport=transport, peer=Member("server0", "there", address), me=Identity("worker", "worker0", TOKEN),
+            tracer=Tracer("worker0"),
+            calls=Calls(
+                view, up=lambda channel: self._called("up", channel), serve=self._serve,
+                down=lambda error: self._called("down", error),
+            ),
         )  # fmt: skip
 
     def expect(self, name: str) -> object:

@@ -88,10 +88,10 @@ def test_an_impossible_header_is_refused_and_says_why(changed: dict[str, object]
         unpack(raw(**changed))
 
 
-@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.VERSION, Kind.MEMORY])
+@pytest.mark.parametrize("kind", [Kind.PUSH, Kind.VERSION, Kind.CODEC_STATE])
 def test_only_contributions_versions_and_memories_are_written_by_a_codec(kind: Kind) -> None:
     assert unpack(raw(kind=kind, codec=1)).codec == 1
-    for other in set(Kind) - {Kind.PUSH, Kind.VERSION, Kind.MEMORY}:
+    for other in set(Kind) - {Kind.PUSH, Kind.VERSION, Kind.CODEC_STATE}:
         with pytest.raises(ProtocolError, match=f"a {other.name} frame .*codec 1"):
             unpack(raw(kind=other, codec=1, length=0))
 
@@ -102,11 +102,11 @@ def test_every_kind_has_a_limit(kind: Kind) -> None:
         unpack(raw(kind=kind, length=(384 << 20) + 1))
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.STATE, Kind.MEMORY}))
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.STATE, Kind.CODEC_STATE}))
 def test_only_a_whole_state_or_a_memory_may_be_longer_than_a_shard(kind: Kind) -> None:
     with pytest.raises(ProtocolError, match=rf"a {kind.name} frame of \d+ bytes: at most \d+ are allowed"):
         unpack(raw(kind=kind, length=(64 << 20) + 1))
-    for longer in (Kind.STATE, Kind.MEMORY):
+    for longer in (Kind.STATE, Kind.CODEC_STATE):
         assert unpack(raw(kind=longer, length=(64 << 20) + 1)).kind is longer
 
 

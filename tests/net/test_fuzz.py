@@ -256,7 +256,7 @@ class Fuzzer:
         return self._header(self._kind(), length=self.rng.randrange((384 << 20) + 1, 2**32))
 
     def _impossible(self) -> bytes:
-        encoded = {Kind.PUSH, Kind.VERSION, Kind.MEMORY}  # these may name a codec
+        encoded = {Kind.PUSH, Kind.VERSION, Kind.CODEC_STATE}  # these may name a codec
         data = bytearray(self._frame(self._kind(without=encoded)))
         match self.rng.randrange(5):
             case 0:

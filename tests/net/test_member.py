@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -14,8 +14,9 @@ from rallypoint.net import member
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Admitted, Beat, Done, Finished, Hello, Message, Say, Welcome, decode
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Transport
@@ -65,9 +66,8 @@ class Member:
         self.lost: queue.SimpleQueue[RallypointError] = queue.SimpleQueue()
         self.says_when_admitted: list[Message] = []
         self.link = CoordinatorLink(
-            transport=coordinator.transport, address=coordinator.address, token=token, role=role, id="worker0",
-            listening_at="127.0.0.1:7", on_message=self.messages.put, on_lost=self.lost.put,
-            on_admitted=self._on_admitted,
+            transport=coordinator.transport, address=coordinator.address, me=Identity(role, "worker0", token),
+            handlers=Handlers(self.messages.put, self.lost.put, self._on_admitted), listening_at="127.0.0.1:7",
         )  # fmt: skip
         self.link.start()
 
@@ -339,7 +339,7 @@ def test_a_message_that_cannot_be_acted_on_is_a_loss_and_not_a_silence(
     def fails(message: Message) -> None:
         raise fault
 
-    me.link._on_message = fails
+    me.link._handlers = replace(me.link._handlers, on_message=fails)
     channel, _ = admit(coordinator, me, incarnation=1)
     channel.send_message(Say("something"))
     assert isinstance(error := me.lost.get(timeout=PATIENCE_S), ProtocolError)

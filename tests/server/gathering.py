@@ -15,8 +15,9 @@ import torch
 from rallypoint.config import resolve
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Message, Say
 from rallypoint.server.service import ServerService
 from rallypoint.testing.reference import train_reference
@@ -98,8 +99,8 @@ class Gathering:
         self.workers: list[Worker] = []
         self.announced: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._observer = CoordinatorLink(
-            transport=self.transport, address=self.coordinator.address, token="", role="observer", id="eyes",
-            on_message=self.announced.put, on_lost=self.announced.put,  # type: ignore[arg-type]
+            transport=self.transport, address=self.coordinator.address, me=Identity("observer", "eyes"),
+            handlers=Handlers(self.announced.put, self.announced.put),  # type: ignore[arg-type]
         )  # fmt: skip
         self._observer.start()
         until(lambda: len(self.coordinator._shell.announcer.observers) == 1)

@@ -1,4 +1,4 @@
-"""What a server does with memories beside relaying them: copies for snapshots, and what came back out of one."""
+"""What a server does with codec states beside relaying them: copies for snapshots, and what a snapshot gives back."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from rallypoint.server.codec_states import CodecStates
 from rallypoint.store.record import ShardRecord
 
 REPLICAS = 2
-SINCE = ViewNumber(1, 1)
+GENERATION = ViewNumber(1, 1)
 Frame = tuple[str, Header, bytes | None]
 
 
 class Server:
-    """One, primary of everything, in a job of two replicas and two shards, of which the first has memories."""
+    """One, primary of everything, in a job of two replicas and two shards, of which the first has codec states."""
 
     def __init__(self) -> None:
         groups = (rp.Group(match=("tail",), codec=Bf16()),)
@@ -32,18 +32,19 @@ class Server:
         self.sent: list[Frame] = []
         self.codec_states = CodecStates("server0", self.formats, REPLICAS, self._send)
         (self.shard,) = self.formats.among(self.layout)
-        self.turn(1)
+        self.adopt(1)
 
     def _send(self, worker: str, header: Header, payload: memoryview | None) -> None:
         self.sent.append((worker, header, None if payload is None else bytes(payload)))
 
-    def turn(self, count: int, generation: ViewNumber = SINCE) -> None:
+    def adopt(self, count: int, generation: ViewNumber = GENERATION) -> None:
         workers = tuple(Member(name, "here", incarnation=1) for name in ("a", "b"))
         primary = dict.fromkeys(range(len(self.layout.shards)), "server0")
         self.codec_states.adopt(View(ViewNumber(1, count), generation, workers, (), (), primary))
 
     def copy(self, replica: int, step: int, data: bytes) -> None:
-        header = Header(Kind.MEMORY, shard=self.shard, replica=replica, step=step, base=COPY, codec=3, length=len(data))
+        header = Header(Kind.CODEC_STATE, shard=self.shard, replica=replica, step=step, base=COPY, codec=3)
+        header = header._replace(length=len(data))
         self.codec_states.copied(header, memoryview(data))
 
     def record(self, version: int) -> ShardRecord:
@@ -68,7 +69,7 @@ def test_a_record_waits_for_the_copies_of_all_replicas() -> None:
     assert server.codec_states.complete(server.shard, at_last=True) is None  # it is put once
 
 
-def test_copies_may_come_before_the_word_of_the_snapshot() -> None:
+def test_copies_may_come_before_the_snapshot_is_asked_for() -> None:
     server = Server()
     server.copy(0, 3, b"nil")
     server.copy(1, 3, b"one")
@@ -85,38 +86,38 @@ def test_the_next_update_ends_the_wait_for_what_was_lost_with_a_worker() -> None
 
 
 @pytest.mark.parametrize("roll_back", [False, True])
-def test_an_abandoned_snapshot_is_not_put_and_copies_of_a_void_past_do_not_count(roll_back: bool) -> None:
+def test_an_abandoned_snapshot_is_not_put_and_stale_copies_do_not_count(roll_back: bool) -> None:
     server = Server()
     server.record(4)
     server.copy(0, 3, b"nil")
     server.codec_states.abandon()
     assert server.codec_states.complete(server.shard, at_last=True) is None
-    server.turn(2, ViewNumber(1, 2) if roll_back else SINCE)
+    server.adopt(2, ViewNumber(1, 2) if roll_back else GENERATION)
     server.record(4)
     assert kept_state(server.codec_states.complete(server.shard, at_last=True)) == ({} if roll_back else {0: b"nil"})
 
 
-def test_a_shard_whose_codec_remembers_nothing_is_not_waited_for() -> None:
+def test_a_shard_whose_codec_has_no_state_is_not_waited_for() -> None:
     server = Server()
     other = next(shard for shard in server.layout.shards if shard.index != server.shard)
     assert not server.codec_states.awaited(ShardRecord(other.index, 4, {}, {}), other)
 
 
-def test_what_a_snapshot_brings_is_there_for_whoever_is_dealt_the_replica() -> None:
+def test_a_codec_state_from_a_snapshot_goes_to_the_worker_that_is_assigned_the_replica() -> None:
     server = Server()
     record = ShardRecord(server.shard, 4, {}, {}, codec_states={1: np.frombuffer(b"one", np.uint8)})
     server.codec_states.restored(record, server.layout.shards[server.shard])
     for replica in range(REPLICAS):
         server.codec_states.recalled(Header(Kind.RECALL, shard=server.shard, replica=replica), "a", 4)
     code = server.formats.of(server.layout.shards[server.shard]).code
-    nothing = Header(Kind.MEMORY, shard=server.shard, replica=0)
-    there = Header(Kind.MEMORY, shard=server.shard, replica=1, step=3, codec=code, length=3)
+    nothing = Header(Kind.CODEC_STATE, shard=server.shard, replica=0)
+    there = Header(Kind.CODEC_STATE, shard=server.shard, replica=1, step=3, codec=code, length=3)
     assert server.sent == [("a", nothing, None), ("a", there, b"one")]
 
 
-def test_whoever_gives_a_memory_hears_that_it_is_taken_and_the_next_one_gets_it() -> None:
+def test_a_worker_that_gives_a_codec_state_is_told_that_it_is_taken_and_the_next_worker_gets_it() -> None:
     server = Server()
-    header = Header(Kind.MEMORY, shard=server.shard, replica=1, step=3, codec=3, length=3)
+    header = Header(Kind.CODEC_STATE, shard=server.shard, replica=1, step=3, codec=3, length=3)
     server.codec_states.contributed(Header(Kind.PUSH, shard=server.shard, replica=1, step=3), "a", 3)
     server.codec_states.recalled(Header(Kind.RECALL, shard=server.shard, replica=1), "b", 4)
     assert server.sent == []  # "a" may still give what it has

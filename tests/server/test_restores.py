@@ -1,4 +1,4 @@
-"""Shards are read from a snapshot beside the owner's thread, which goes on: with events, views and another roll-back."""
+"""Shards are read from a snapshot beside the owner's thread, which takes events and views meanwhile."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def test_asking_again_and_again_whether_there_is_something_to_do_changes_nothing
         thread.start()
         _until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         for shard in LAYOUT.shards:
-            header = Header(Kind.MEMORY, exchange.view.number, shard=shard.index)
+            header = Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index)
             exchange.arrivals.codec_state(header, bytearray())
         thread.join(PATIENCE_S)
         assert found == [machine.Compute(0, 0)]
@@ -364,7 +364,7 @@ def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchang
     waiting.start()
     _until(lambda: len(frames) == len(LAYOUT.shards))
     for shard in LAYOUT.shards:
-        exchange.arrivals.codec_state(Header(Kind.MEMORY, exchange.view.number, shard=shard.index), bytearray())
+        exchange.arrivals.codec_state(Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index), bytearray())
     waiting.join(PATIENCE_S)
     frames.clear()
     yield exchange, frames
@@ -380,7 +380,8 @@ def test_a_replica_reassigned_just_before_it_is_computed_has_its_codec_states_gi
     exchange.adopt(_view(2, {"x": (0, 1)}))
     assert exchange.replica.begin(0, 0) is None
     _Waiting(exchange)
-    assert [(frame.kind, frame.shard, frame.replica) for frame in frames] == [(Kind.MEMORY, s, 0) for s in range(3)]
+    sent = [(frame.kind, frame.shard, frame.replica) for frame in frames]
+    assert sent == [(Kind.CODEC_STATE, shard, 0) for shard in range(3)]
 
 
 def test_a_copy_of_a_codec_state_carries_the_view_in_which_its_contribution_was_sent(

@@ -11,7 +11,8 @@ from pathlib import Path
 from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.handshake import Identity
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
 
@@ -89,8 +90,8 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     where = read_where(run)
     answers: Answers = queue.SimpleQueue()
     link = CoordinatorLink(
-        transport=TcpTransport(), address=where.coordinator, token=where.token, role="observer", id=id,
-        on_message=answers.put, on_lost=answers.put,
+        transport=TcpTransport(), address=where.coordinator, me=Identity("observer", id, where.token),
+        handlers=Handlers(answers.put, answers.put),
     )  # fmt: skip
     link.start()
     try:

@@ -6,8 +6,9 @@ from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.launch.console import RunConsole
+from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job
 
@@ -32,8 +33,8 @@ class EmbeddedJob(Job):
             server.start()
         self._console = console
         self._observer = None if console is None else CoordinatorLink(
-            transport=transport, address=self._coordinator.address, token="", role="observer", id="console",
-            on_message=console.show, on_lost=_ended,
+            transport=transport, address=self._coordinator.address, me=Identity("observer", "console"),
+            handlers=Handlers(console.show, _ended),
         )  # fmt: skip
         if self._observer is not None:
             self._observer.start()

@@ -22,8 +22,8 @@ from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Line, Output
 from rallypoint.launch.plan import Launch, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
-from rallypoint.net.handshake import new_token
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Resize
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
@@ -199,8 +199,8 @@ class ClusterRun:
         """Connect to the coordinator; if it has just died, the next one will be there soon."""
         with contextlib.suppress(LinkError):
             observer = CoordinatorLink(
-                transport=TcpTransport(), address=self._address, token=self._token, role="observer", id="launcher",
-                on_message=self.console.show, on_lost=self._on_lost, patience=0.0,
+                transport=TcpTransport(), address=self._address, me=Identity("observer", "launcher", self._token),
+                handlers=Handlers(self.console.show, self._on_lost), patience=0.0,
             )  # fmt: skip
             observer.start()
             self._observer = observer

@@ -7,11 +7,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.handshake import introduce
+from rallypoint.net.handshake import Identity, introduce
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.observe.trace import Tracer
 
@@ -21,22 +22,29 @@ CONNECT_TIMEOUT_S = 2.0
 _PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between tries, also those that break at once; the last one from then on
 
 
-class Dialer:
-    """Keeps a channel to `peer` from a thread of its own, from `start` on.
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What a dialer calls, all from its own thread: `up`, then `serve`, then `down`, for each connection.
 
-    `up(channel)` is called when a connection stands, `serve(channel)` then receives until it raises, and `down(error)`
-    says why it did: from then on nothing of the channel runs any more. All from the dialer's thread. `view` tells the
-    newest view that this process knows, so that the other side can wait until it knows it too.
+    Attributes:
+        view: returns the newest view that this process knows. The other side waits until it knows that view too.
+        up: a connection stands.
+        serve: receives from the connection until it raises.
+        down: says why `serve` raised. Nothing of the channel runs any more, its sending thread has ended.
     """
 
-    def __init__(
-        self, *, transport: Transport, peer: Member, role: str, id: str, token: str, tracer: Tracer,
-        view: Callable[[], ViewNumber], up: Callable[[Channel], None], serve: Callable[[Channel], None],
-        down: Callable[[RallypointError], None],
-    ) -> None:  # fmt: skip
+    view: Callable[[], ViewNumber]
+    up: Callable[[Channel], None]
+    serve: Callable[[Channel], None]
+    down: Callable[[RallypointError], None]
+
+
+class Dialer:
+    """Keeps a channel to `peer` from a thread of its own, from `start` on. It connects as `me`."""
+
+    def __init__(self, *, transport: Transport, peer: Member, me: Identity, calls: Calls, tracer: Tracer) -> None:
         self.peer = peer
-        self._transport, self._role, self._id, self._token, self._tracer = transport, role, id, token, tracer
-        self._view, self._up, self._serve, self._down = view, up, serve, down
+        self._transport, self._me, self._calls, self._tracer = transport, me, calls, tracer
         self._closed = threading.Event()
         self._connection: Connection | None = None  # also while it is being made: `close` ends that too
         self.trouble = ""  # why there is no connection now
@@ -77,8 +85,9 @@ class Dialer:
             connection.close()  # `close` came before there was anything to close
         try:
             introduce(
-                connection, self._token, role=self._role, id=self._id, host=socket.gethostname(), view=self._view()
-            )
+                connection, self._me.token, role=self._me.role, id=self._me.id, host=socket.gethostname(),
+                view=self._calls.view(),
+            )  # fmt: skip
         except BaseException:
             connection.close()
             raise
@@ -88,8 +97,8 @@ class Dialer:
         error: RallypointError = LinkError("the link was closed")
         try:
             if not self._closed.is_set():
-                self._up(channel)
-                self._serve(channel)
+                self._calls.up(channel)
+                self._calls.serve(channel)
         except RallypointError as lost:
             error = lost
         except Exception as fault:  # this thread's end would be nobody's news, and many wait for what it receives
@@ -98,4 +107,4 @@ class Dialer:
         channel.close()  # and with it its sending thread: whoever owned the payloads may have them back
         self.trouble = str(error)
         if not self._closed.is_set():
-            self._down(error)
+            self._calls.down(error)

@@ -11,10 +11,10 @@
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
-    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version; Memory, Taken: the
-                         memory's)
+    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version; CodecState, Taken:
+                         the codec state's)
     28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
-                        (PullRows, Rows: the pull's number; Memory: 1 if it is a copy for a snapshot)
+                        (PullRows, Rows: the pull's number; CodecState: 1 if it is a copy for a snapshot)
     32 weight     f64   (Replicate: how many times the learning rate)
     40 length     u32
     44 wants      u32   whose parameters are wanted, or these: 0 nobody's, 1 everything at the end, r + 2 replica r's
@@ -30,7 +30,7 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 5
+PROTOCOL = 6
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
@@ -60,7 +60,7 @@ class Kind(enum.IntEnum):
     STATE = 20
     PULL_ROWS = 21
     ROWS = 22
-    MEMORY = 23  # what a codec remembers of a replica (codec/state.py); empty: there is nothing (new)
+    CODEC_STATE = 23  # of a replica (codec/state.py); empty: there is none, or nothing new
 
     CREDIT = 32
     FOLLOW = 33
@@ -69,8 +69,8 @@ class Kind(enum.IntEnum):
     ACK = 36
     WANT = 37
     WAIT = 38
-    RECALL = 39  # a worker asks for a replica's Memory
-    TAKEN = 40  # a server has a worker's Memory
+    RECALL = 39  # a worker asks for a replica's codec state
+    TAKEN = 40  # a server has the codec state that a worker sent
 
 
 GREETING_LIMIT = 4 << 10
@@ -88,7 +88,7 @@ _LIMITS = {
     Kind.STATE: 384 << 20,  # the parameters, two wire copies, the optimizer's two moments
     Kind.PULL_ROWS: 64 << 20,
     Kind.ROWS: 64 << 20,
-    Kind.MEMORY: 256 << 20,  # two vectors, and what was sent of a third; the shard's own limit is checked too
+    Kind.CODEC_STATE: 256 << 20,  # two vectors, and what was sent of a third; the shard's own limit is checked too
     Kind.CREDIT: 0,
     Kind.FOLLOW: 0,
     Kind.FETCH: 0,
@@ -101,7 +101,7 @@ _LIMITS = {
 }
 
 
-_ENCODED = (Kind.PUSH, Kind.VERSION, Kind.MEMORY)  # may be written by a codec
+_ENCODED = (Kind.PUSH, Kind.VERSION, Kind.CODEC_STATE)  # may be written by a codec
 
 
 class Header(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from dataclasses import dataclass, field
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UsageError
@@ -15,6 +16,15 @@ from rallypoint.net.transport import Connection, Transport
 GREETING_TIMEOUT_S = 10.0  # for the whole handshake: who sends a byte now and then holds no connection
 FIRST_VIEW = ViewNumber()
 _MIN_TOKEN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who connects: a worker, a server or an observer, under its name, with the job's token."""
+
+    role: str
+    id: str
+    token: str = field(default="", repr=False)
 
 
 def new_token() -> str:

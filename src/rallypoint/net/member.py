@@ -8,11 +8,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
-from rallypoint.net.handshake import introduce
+from rallypoint.net.handshake import Identity, introduce
 from rallypoint.net.messages import Admitted, Beat, Message, Refused, Welcome, decode
 from rallypoint.net.transport import Connection, Transport
 
@@ -24,26 +25,39 @@ _RETRY_S = 0.05
 _BEATS = 4  # in the time after which a silent member is given up
 
 
-class CoordinatorLink:
-    """Joins as `id` in the constructor: AccessDenied, LinkError when no coordinator is there within `patience` seconds.
-    `start` begins to hand over messages.
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """What a link to the coordinator calls, all from the link's own thread.
 
-    A coordinator that goes away is expected back: what is said meanwhile waits. `on_admitted(new)` is called after each
-    joining, `new` if this process is a newcomer to the coordinator (the first time, or after it had been given up).
-    `on_lost` is called once, when it cannot or must not come back, unless the link was closed here. All from the link's
-    own thread.
+    Attributes:
+        on_message: takes each message of the coordinator.
+        on_lost: is called once, with the reason, when the link cannot or must not come back; not after `close`.
+        on_admitted: is called after each joining, with True if this process is new to the coordinator (the first time,
+            or after it had been given up).
+    """
+
+    on_message: Callable[[Message], None]
+    on_lost: Callable[[RallypointError], None]
+    on_admitted: Callable[[bool], None] | None = None
+
+
+class CoordinatorLink:
+    """A member's link to the coordinator. The constructor joins as `me`; `start` begins to receive messages.
+
+    `patience` is how many seconds the constructor waits for a coordinator (default: 30), `listening_at` the address of
+    a server. Raises AccessDenied when it is refused, LinkError when no coordinator is there in time.
+
+    When the link breaks it is made again: a coordinator that died has a successor soon. What is sent meanwhile waits.
     """
 
     def __init__(
-        self, *, transport: Transport, address: str, token: str, role: str, id: str,
-        on_message: Callable[[Message], None], on_lost: Callable[[RallypointError], None],
-        on_admitted: Callable[[bool], None] | None = None, listening_at: str = "", patience: float | None = None,
+        self, *, transport: Transport, address: str, me: Identity, handlers: Handlers, listening_at: str = "",
+        patience: float | None = None,
     ) -> None:  # fmt: skip
-        self._transport, self._address, self._token = transport, address, token
-        self._role, self._id, self._listening_at = role, id, listening_at
-        self._on_message, self._on_lost, self._on_admitted = on_message, on_lost, on_admitted
+        self._transport, self._address, self._me, self._handlers = transport, address, me, handlers
+        self._listening_at = listening_at
         self.incarnation = 0
-        self._admitted = role == "observer"
+        self._admitted = me.role == "observer"
         self._unsent: deque[Message] = deque()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -54,7 +68,7 @@ class CoordinatorLink:
     def start(self) -> None:
         """Begin to receive."""
         self._thread.start()
-        if self._role != "observer":
+        if self._me.role != "observer":
             self._beat_thread.start()
 
     def send(self, message: Message) -> None:
@@ -80,7 +94,7 @@ class CoordinatorLink:
         connection = connect_patiently(self._transport, self._address, patience, self._closed)
         try:
             self.welcome: Welcome = introduce(
-                connection, self._token, role=self._role, id=self._id, host=socket.gethostname(),
+                connection, self._me.token, role=self._me.role, id=self._me.id, host=socket.gethostname(),
                 address=self._listening_at, incarnation=self.incarnation,
             )  # fmt: skip
         except BaseException:
@@ -113,7 +127,7 @@ class CoordinatorLink:
                 self._closed.wait(_RETRY_S)
                 continue
             self._channel = channel
-            if self._role == "observer":
+            if self._me.role == "observer":
                 self._say_the_rest()
             if self._closed.is_set():
                 channel.close()
@@ -125,8 +139,8 @@ class CoordinatorLink:
             with self._lock:
                 self._unsent.clear()  # said by somebody who has been given up
         new = before != incarnation
-        if self._on_admitted is not None:
-            self._on_admitted(new)
+        if self._handlers.on_admitted is not None:
+            self._handlers.on_admitted(new)
         self._say_the_rest()
 
     def _say_the_rest(self) -> None:
@@ -153,14 +167,14 @@ class CoordinatorLink:
                 if self._closed.is_set():
                     return
                 if isinstance(error, ProtocolError):
-                    self._on_lost(error)
+                    self._handlers.on_lost(error)
                     return
             self._closed.wait(_RETRY_S)
             try:
                 self._rejoin()
             except RallypointError as error:
                 if not self._closed.is_set():
-                    self._on_lost(error)
+                    self._handlers.on_lost(error)
                 return
 
     def _receive_some(self) -> None:
@@ -175,7 +189,7 @@ class CoordinatorLink:
                 case Refused(reason=reason, final=False) if self.incarnation:
                     raise LinkError(reason)  # given up by mistake: come back as somebody new
                 case _:
-                    self._hand_over(message, lambda message=message: self._on_message(message))  # type: ignore[misc]
+                    self._hand_over(message, lambda message=message: self._handlers.on_message(message))  # type: ignore[misc]
 
     def _hand_over(self, message: Message, handle: Callable[[], None]) -> None:
         """ProtocolError when it cannot be acted on: our signs of life would hide that nobody listens here any more."""

@@ -87,12 +87,13 @@ class Report(_Message, frozen=True):
 
 class Applied(_Message, frozen=True):
     """The ledger: a holder of the first shard has applied `step`, made of so many contributions, at `at` (unix time);
-    `late` says how long after the first contribution each worker's last one came."""
+    `late` says how long after the first contribution each worker's last one came; `generation`: when it was applied."""
 
     step: int
     replicas: int
     at: float
     late: dict[str, float] = {}
+    generation: ViewNumber = ViewNumber()
 
 
 class Accounted(_Message, frozen=True):
@@ -104,6 +105,7 @@ class Accounted(_Message, frozen=True):
     dropped: int
     repeats: int
     staleness: dict[int, int] = {}
+    generation: ViewNumber = ViewNumber()
 
 
 class CaughtUp(_Message, frozen=True):
@@ -164,10 +166,11 @@ class Skipped(_Message, frozen=True):
 
     step: int
     replicas: tuple[int, ...]
+    generation: ViewNumber = ViewNumber()
 
 
 class Done(_Message, frozen=True):
-    """This worker holds the last version, in the past that `generation` names."""
+    """This worker holds the last version of `generation`."""
 
     generation: ViewNumber = ViewNumber()
 
@@ -182,7 +185,7 @@ class GiveUp(_Message, frozen=True):
 
 
 class Admitted(_Message, frozen=True):
-    """A member's birth number. If it is not the one it had, it is somebody new: what it held does not count."""
+    """A member's incarnation. If it is not the one it had, it is somebody new: what it held does not count."""
 
     incarnation: int
 

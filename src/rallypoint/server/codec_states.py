@@ -94,7 +94,7 @@ class CodecStates:
 
     def _tell(self, answers: Sequence[Answer[CodecState]]) -> None:
         for worker, shard, replica, step, codec_state in answers:
-            header = Header(Kind.MEMORY, shard=shard, replica=replica, step=step)
+            header = Header(Kind.CODEC_STATE, shard=shard, replica=replica, step=step)
             if codec_state is not None:
                 header = header._replace(codec=codec_state.code, length=len(codec_state.data))
             self._send(worker, header, None if codec_state is None else codec_state.data)

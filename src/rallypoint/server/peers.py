@@ -8,8 +8,9 @@ from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.dialer import Dialer
+from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Kind
+from rallypoint.net.handshake import Identity
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -52,11 +53,9 @@ class Peers:
         def down(_: RallypointError) -> None:
             self._put(inbox.PeerLost(member.id, standing[0]))
 
-        return Dialer(
-            transport=self._transport, peer=member, role="server", id=self._links.me, token=self._token,
-            tracer=self._tracer, view=lambda: self._views.number, up=up,
-            serve=lambda channel: self._receive_acks(member.id, channel), down=down,
-        )  # fmt: skip
+        calls = Calls(lambda: self._views.number, up, lambda channel: self._receive_acks(member.id, channel), down)
+        me = Identity("server", self._links.me, self._token)
+        return Dialer(transport=self._transport, peer=member, me=me, calls=calls, tracer=self._tracer)
 
     def _receive_acks(self, peer: str, channel: Channel) -> None:
         while True:

@@ -17,7 +17,8 @@ from rallypoint.errors import AccessDenied, LinkError, ProtocolError, Rallypoint
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.handshake import Identity
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
     Capture,
@@ -81,10 +82,11 @@ class ServerService:
         self._gate = Gate(self._transport, self._bind, self._token, self._admit, self._serve, self._tracer)
         try:
             self._link = CoordinatorLink(
-                transport=self._transport, address=self._coordinator, token=self._token, role="server", id=self.id,
+                transport=self._transport, address=self._coordinator, me=Identity("server", self.id, self._token),
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
-                on_message=self._on_message, on_lost=self._on_coordinator_lost,
-                on_admitted=lambda new: self._owner.put(inbox.Admitted(new)),
+                handlers=Handlers(
+                    self._on_message, self._on_coordinator_lost, lambda new: self._owner.put(inbox.Admitted(new))
+                ),
             )  # fmt: skip
         except BaseException:
             self._gate.close()
@@ -173,7 +175,7 @@ class ServerService:
         if self._reducer is None or view is None or view.primary[0] != self.id:
             return
         if verdict.scale is None:
-            self._link.send(Skipped(verdict.step, verdict.not_finite))
+            self._link.send(Skipped(verdict.step, verdict.not_finite, verdict.generation))
         elif self._reducer.job.config.nonfinite == "stop":
             self._link.send(
                 GiveUp(

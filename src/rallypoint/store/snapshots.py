@@ -313,7 +313,7 @@ class SnapshotStore:
 
     @contextmanager
     def _reading(self, snapshot_id: str, file: str) -> Iterator[None]:
-        """In a snapshot, a missing file or a disk that fails again and again, is damage; silence is not."""
+        """In a snapshot, a missing file and a disk that goes on failing are damage; a silent filesystem is not."""
         try:
             yield
         except OSError as error:

@@ -1,14 +1,19 @@
-"""A server's side of handing over what codecs remember of replicas: it keeps a memory between two workers.
+"""A server's side of moving codec states: it keeps a replica's codec state between two workers.
 
-Workers have no links to each other,
-    so the shard's primary is where a memory (see `core/worker/handover.py`) changes hands. It
-holds at most one of each (shard, replica): the newest, until somebody contributes a later step, who then has what
-follows from it.
+Workers have no links to each other, so a codec state goes from one to the other over the shard's primary
+(`core/worker/handover.py` is the workers' side):
 
-Each (shard, replica) has at most one *owner*: the worker that was answered last, or that contributes where nobody was.
-It is so until it gives the memory back, or says that it has nothing new, or is not in the view any more. Who recalls
-waits while somebody else is the owner: every worker learns of the view in which it is not to compute that replica. If
-the owner dies, there is what it had been answered with, as long as it has contributed nothing since; else nothing.
+```
+   worker a --gives--> primary --answers a recall--> worker b
+```
+
+The primary holds at most one codec state for each (shard, replica): the newest. It drops it when a worker contributes a
+later step, because that worker then has the next one.
+
+Each (shard, replica) has at most one *owner*: the worker that was answered last, or that contributed while there was no
+owner. A worker stops being the owner when it gives the codec state, says that it has nothing new, or leaves the view. A
+worker that recalls waits while another one is the owner. When the owner dies, the codec state that it was answered with
+is still here, unless it contributed after that: then there is none.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ M = TypeVar("M")
 
 
 class Answer(NamedTuple, Generic[M]):
-    """Tell `worker` what there is of (shard, replica); `codec_state` is None if there is nothing."""
+    """Send `worker` the codec state of (shard, replica); `codec_state` is None if there is none."""
 
     worker: str
     shard: int
@@ -34,7 +39,7 @@ class Answer(NamedTuple, Generic[M]):
 
 @dataclass(slots=True)
 class Relay(Generic[M]):
-    """The memories at server `me`, for the shards of which it is the primary."""
+    """The codec states at server `me`, for the shards of which it is the primary."""
 
     me: str
     _generation: ViewNumber | None = None
@@ -44,7 +49,7 @@ class Relay(Generic[M]):
     _asking: dict[Key, list[str]] = field(default_factory=dict)
 
     def adopt(self, view: View) -> list[Answer[M]]:
-        """A new view: what is of a void past or of another primary's shard goes, who waits for somebody gone hears."""
+        """Take a new view: drop what is stale or another primary's; answer who waited for a worker that is gone."""
         if self._generation != view.generation:
             for known in (self._held, self._owners, self._asking):
                 known.clear()
@@ -59,7 +64,7 @@ class Relay(Generic[M]):
         return [answer for key in sorted(self._asking) for answer in self._answer(key)]
 
     def contributed(self, shard: int, replica: int, step: int, worker: str, upcoming: int) -> None:
-        """A contribution has come to a shard that waits for the replica's to step `upcoming`."""
+        """The replica's contribution to `step` has come from `worker`; the shard takes its step `upcoming` next."""
         key = (shard, replica)
         if not upcoming - 1 <= step <= upcoming:
             return
@@ -71,10 +76,9 @@ class Relay(Generic[M]):
     def given(
         self, shard: int, replica: int, worker: str, upcoming: int, codec_state: tuple[int, M] | None
     ) -> list[Answer[M]]:  # fmt: skip
-        """A worker gives a memory with its step, or (None) says that it has nothing new.
+        """A worker gives a codec state with its step, or (None) says that it has nothing new.
 
-        One from before the last contribution is of no use: what it says was unsent has been sent since. One from after
-        the next cannot be.
+        Keeps it only if its step is `upcoming` or the one before: an older one lacks what was contributed later.
         """
         key = (shard, replica)
         fits = codec_state is not None and upcoming - 1 <= codec_state[0] <= upcoming
@@ -87,11 +91,11 @@ class Relay(Generic[M]):
         return self._answer(key)
 
     def restored(self, shard: int, replica: int, step: int, codec_state: M) -> None:
-        """A memory has come with the shard, from a snapshot."""
+        """A codec state has come with the shard, from a snapshot."""
         self._held[shard, replica] = (step, codec_state)
 
     def recalled(self, shard: int, replica: int, worker: str, upcoming: int) -> list[Answer[M]]:
-        """A worker is to compute the replica, and asks what there is of it."""
+        """A worker that will compute the replica asks for its codec state."""
         key = (shard, replica)
         if key in self._held and self._held[key][0] + 1 < upcoming:
             del self._held[key]
@@ -101,7 +105,7 @@ class Relay(Generic[M]):
         return self._answer(key)
 
     def _answer(self, key: Key) -> list[Answer[M]]:
-        """Somebody who waits for this is its owner from now on, if nobody else is."""
+        """Make the first worker that waits for it the owner, unless another worker is."""
         asking = self._asking.get(key, [])
         owner = self._owners.get(key)
         answers: list[Answer[M]] = []

@@ -97,7 +97,7 @@ class ServerMachine:
     view: View | None = None
     incarnation: int = -1
     _machines: dict[int, ShardMachine] = field(default_factory=dict)
-    _backups: dict[int, tuple[str, ViewNumber]] = field(default_factory=dict)  # whom, and since which view
+    _backups: dict[int, tuple[str, ViewNumber]] = field(default_factory=dict)  # the server, and the view that paired us
     _clip: ClipMachine | None = None
     _filling: set[int] = field(default_factory=set)
     _linked: set[str] = field(default_factory=set)

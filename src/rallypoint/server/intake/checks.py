@@ -74,7 +74,7 @@ class FrameChecks:
             raise ProtocolError(
                 f"a codec state of replica {header.replica}: this job has {self._job.config.replicas}"
             )
-        if header.kind is Kind.MEMORY and header.length:
+        if header.kind is Kind.CODEC_STATE and header.length:
             limits.check(header.codec, header.length)
 
     def pull(self, header: Header) -> int:

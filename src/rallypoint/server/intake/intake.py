@@ -76,7 +76,7 @@ class Intake:
                 ids = decode_ids(channel.receive_bytes(header), rows)
                 if self._counts(header):
                     self._put(inbox.Pulled(channel, header, ids))
-            case Kind.MEMORY | Kind.RECALL:
+            case Kind.CODEC_STATE | Kind.RECALL:
                 self._codec_state(channel, header, worker)
             case Kind.FOLLOW:
                 self._views.wait_for(header.view)
@@ -95,7 +95,7 @@ class Intake:
         data = memoryview(channel.receive_bytes(header))
         if not self._counts(header):
             return
-        if header.kind is Kind.MEMORY:
+        if header.kind is Kind.CODEC_STATE:
             self._put(inbox.StateGiven(worker, header, data))
         else:
             self._put(inbox.StateRecalled(channel, worker, header))

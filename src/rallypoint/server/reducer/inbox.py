@@ -230,6 +230,6 @@ class Wake:
 
 Event = (
     Linked | Gone | Followed | Unfollowed | Wanted | Fetched | Pulled | Initial | Pushed | StateGiven | StateRecalled
-    | PeerLinked | PeerLost | Replicated | Filled | Acked | Told | Viewed | Admitted | CaptureWanted | Decided | Restored
-    | RestoreFailed | Wake
+    | PeerLinked | PeerLost | Replicated | Filled | Acked | Told | Viewed | Admitted | CaptureWanted | Decided
+    | Restored | RestoreFailed | Wake
 )  # fmt: skip

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.net.messages import Accounted, Applied, Message
 
@@ -14,10 +15,10 @@ _ACCOUNT_EVERY = 32  # updates
 
 
 class Ledger:
-    """The reducer's thread owns it; `say` tells the coordinator."""
+    """The reducer's thread owns it; `say` tells the coordinator, `fence` knows the generation in force."""
 
-    def __init__(self, say: Callable[[Message], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[Message], None], fence: Fence) -> None:
+        self._say, self._fence = say, fence
         self._arrivals: dict[str, float] = {}  # of the step in progress, by worker
         self._added: dict[int, int] = {}  # contributions in a shard's sum
         self._told: dict[int, int] = {}  # of a shard that we are the backup of: the same at its primary
@@ -44,7 +45,8 @@ class Ledger:
         first = min(self._arrivals.values(), default=0.0)
         late = {worker: round(when - first, 4) for worker, when in self._arrivals.items()}
         self._arrivals.clear()
-        entry = Applied(step, (self._added if primary else self._told).get(shard, 0), time.time(), late)
+        added = (self._added if primary else self._told).get(shard, 0)
+        entry = Applied(step, added, time.time(), late, self._fence.generation)
         self._entries.append(entry)
         self._say(entry)
 
@@ -52,7 +54,8 @@ class Ledger:
         """Now and then, and at the end, what has become of the contributions: where not every one is applied alike."""
         if machine.slowest >= rounds or step % _ACCOUNT_EVERY == 0:
             tally = machine.tally
-            self._say(Accounted(tally.applied, tally.folded, tally.dropped, tally.repeats, dict(tally.staleness)))
+            counts = (tally.applied, tally.folded, tally.dropped, tally.repeats)
+            self._say(Accounted(*counts, dict(tally.staleness), self._fence.generation))
 
     def repeat(self) -> None:
         """Say the last entries again: a coordinator that took over may not have them."""

@@ -47,7 +47,7 @@ class Reducer:
         self.shell: ServerShell[Channel] = ServerShell(observed(ServerMachine(me, job.plan), me))
         self._owned: dict[int, HeldShard] = {}
         self._pulls = Pulls(tracer)
-        self._ledger = Ledger(context.say)
+        self._ledger = Ledger(context.say, self.shell.fence)
         self._tickets = Tickets(self.shell.fence, job.config.hold_bytes)
         self._followers = Followers(self.shell, self._owned)
         self._replication = Replication(self.shell, self._tickets, self._ledger)

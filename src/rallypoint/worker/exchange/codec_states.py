@@ -70,7 +70,7 @@ class CodecStates:
 
 
 def _header(shard: int, replica: int, codec_state: CodecState | None) -> Header:
-    header = Header(Kind.MEMORY, shard=shard, replica=replica)
+    header = Header(Kind.CODEC_STATE, shard=shard, replica=replica)
     if codec_state is None:
         return header
     return header._replace(step=codec_state.step, codec=codec_state.code, length=len(codec_state.data))

@@ -10,8 +10,9 @@ from typing import Protocol
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.dialer import Dialer
+from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind, wants
+from rallypoint.net.handshake import Identity
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -79,8 +80,8 @@ class ServerLink:
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
         self._dialer = Dialer(
-            transport=transport, peer=server, role="worker", id=me, token=token, tracer=tracer, view=view,
-            up=self._up, serve=self._receive_all, down=self._down,
+            transport=transport, peer=server, me=Identity("worker", me, token), tracer=tracer,
+            calls=Calls(view, self._up, self._receive_all, self._down),
         )  # fmt: skip
 
     def start(self) -> None:
@@ -126,7 +127,7 @@ class ServerLink:
             channel.send(header)
 
     def send_codec_state(self, header: Header, payload: memoryview | None = None) -> None:
-        """Send a Memory or a Recall, in the order of the calls. If the link is lost, so is this."""
+        """Send a CodecState or a Recall, in the order of the calls. If the link is lost, so is this."""
         if (channel := self._channel) is not None:
             channel.send(header, payload)
 
@@ -184,7 +185,7 @@ class ServerLink:
                     self._receiver.rows(header, channel.receive_bytes(header))
                 case Kind.CREDIT:
                     self._credit(channel, header.replica)
-                case Kind.MEMORY:
+                case Kind.CODEC_STATE:
                     self._receiver.check_codec_state(header)
                     self._receiver.codec_state(header, channel.receive_bytes(header))
                 case Kind.TAKEN:

@@ -20,7 +20,8 @@ from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
 from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
-from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.handshake import Identity
+from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
     Assist,
@@ -80,8 +81,8 @@ class Job:
         self._staging: Staging | None = None
         self._run: Run | None = None
         self._link = CoordinatorLink(
-            transport=self._transport, address=coordinator, token=token, role="worker", id=id,
-            on_message=self._on_message, on_lost=self._on_lost, on_admitted=self._on_admitted,
+            transport=self._transport, address=coordinator, me=Identity("worker", id, token),
+            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted),
         )  # fmt: skip
         self._link.start()
 
