@@ -154,6 +154,18 @@ def test_figures_of_a_version_that_was_rolled_back_judge_nothing() -> None:
     assert play.shell.evaluations.of(30) == {}
 
 
+def test_figures_found_before_a_roll_back_are_forgotten_of_the_steps_that_are_computed_again() -> None:
+    play = Play(snapshots=True, snapshot_steps=10)
+    play.begin()
+    play.store()
+    play.steps(0, 15)
+    for step in (5, 10, 15):
+        play.say("w0", Metrics(step, {"loss": 1.0}, play.view.generation))
+    play.lose_the_server()
+    play.take(inbox.SnapshotFound("step-00000010-10002", 10))
+    assert [play.shell.evaluations.of(step) for step in (5, 10, 15)] == [{"loss": 1.0}, {"loss": 1.0}, {}]
+
+
 # ---- figures belong to their version ---------------------------------------------------------------------------
 
 

@@ -229,6 +229,7 @@ def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
     home, channel = _one_home(exchange)
     try:
         channel.connection.send(pack(header))
+        _until(lambda: exchange._locked.failure is not None)
         with pytest.raises(JobAborted, match=sentence):
             exchange.next_action()
     finally:
