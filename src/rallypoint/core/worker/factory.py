@@ -17,8 +17,8 @@ from rallypoint.core.worker.streaming import StreamMachine
 class WorkerPlan:
     """What a worker has to know of its job, as far as machines and links go.
 
-    `buffer_shards` are those to which only replica 0 contributes, `codec_state_shards` those whose codec remembers
-    something of each replica. `in_order`: the worker steps the optimizer, so it installs every version (AllReduce).
+    `buffer_shards` are those to which only replica 0 contributes, `codec_state_shards` those whose codec has a
+    state for each replica. `in_order`: the worker steps the optimizer, so it installs every version (AllReduce).
     """
 
     shards: int

@@ -1,6 +1,6 @@
 """A worker's side of moving codec states (error feedback's residual, say) when a replica moves to another worker.
 
-What a codec remembers of (shard, replica) is a *codec state*. Like a contribution it has a name, (shard, replica,
+A codec with error feedback has a *codec state* for each (shard, replica). Like a contribution it has a name, (shard, replica,
 step): it is what there is after that step's contribution was encoded, and it is always the same, whoever holds it. A
 worker that keeps a replica no longer *gives* its codec states to the shards' primaries (or says that it has nothing
 new), each until that primary has said that it has it. A worker that begins with a replica *recalls* them there first,
