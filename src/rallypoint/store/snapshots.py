@@ -180,9 +180,8 @@ class SnapshotStore:
                 record = decode_record(data)
             except DamagedSnapshot as error:
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
-            # In a streaming job no version is common to all shards; staggered shards have one each.
-            right = job.cadence.updates_before(shard, manifest.version)
-            version = record.version if job.streaming else right
+            right = job.version_at(shard, manifest.version)
+            version = record.version if right is None else right
             if (record.shard, record.version) != (shard, version):
                 found = f"holds shard {record.shard} at version {record.version} where shard {shard} should be"
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, found))

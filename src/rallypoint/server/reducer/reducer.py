@@ -200,7 +200,7 @@ class Reducer:
         header = event.header
         if self._takes(event.channel, header, event.buffer):
             ticket = self._tickets.issue(event.channel, header, event.buffer)
-            self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.begins_at(header.step)))
+            self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.beginning.version(header.step)))
 
     def _takes(self, channel: Channel, header: Header, buffer: Buffer) -> bool:
         if self.shell.takes(header.shard, header.view):

@@ -97,15 +97,13 @@ class Exchange:
         """The coordinator asks for one more replica."""
         self._locked.handle(machine.Assisted(step, replica))
 
-    def store(self, wanted: machine.Store) -> None:
-        """The coordinator asks for a share of a snapshot."""
-        self._locked.set(lambda: self._shell.snapshots.store(wanted))
-
-    def capture(self, version: int) -> int:
-        """A snapshot of `version` will be taken, with the codec states of then; if that is too late, the version that
-        is here, else -1."""
+    def capture(self, snapshot: machine.Store) -> int:
+        """The coordinator asks for this worker's part of a snapshot; if that is too late, the version that is here,
+        else -1."""
         with self._locked.changed:
-            return self._shell.snapshots.capture(version)
+            passed = self._shell.snapshots.wanted(snapshot)
+            self._locked.changed.notify_all()
+            return passed
 
     def finish(self) -> None:
         """The job is over: nobody waits for anything any more."""

@@ -25,7 +25,7 @@ from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
-from rallypoint.worker.sources.delayed import Ahead, DelayedSource
+from rallypoint.worker.sources.delayed import Ahead
 
 _E = TypeVar("_E", bound=Evaluation)
 
@@ -50,7 +50,6 @@ class Run:
         self._losses: list[float] = []
         self._weights: list[float] = []
         self._started = False
-        self._delayed = parts.source if isinstance(parts.source, DelayedSource) else None
         self._ahead: Ahead | None = None
 
     # ---- what the user sees ----
@@ -177,17 +176,17 @@ class Run:
 
     def _go_ahead(self) -> Iterator[Micro]:
         """With a delay, while the version is on its way: the first steps of the replica that will be the next one."""
-        if self._delayed is None or (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
+        if (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
             return
         generation = self._exchange.view.generation
         (round, replica), ahead = upcoming, self._ahead
         if ahead is not None and (ahead.round, ahead.replica, ahead.generation) == (round, replica, generation):
             return
-        if not self._delayed.may_go_ahead(round, replica):
+        if not self._source.may_go_ahead(round, replica):
             return
         self._losses, self._weights = [], []
         began, count = time.monotonic(), self._config.steps_ahead(round)
-        self._delayed.begin_replica(round, replica)
+        self._source.begin_replica(round, replica)
         for step in self._config.steps_of(round)[:count]:
             yield from self._step(step, replica)
         seconds = time.monotonic() - began
@@ -196,12 +195,12 @@ class Run:
     def _resume(self, round: int, replica: int) -> Ahead | None:
         """What this replica has computed ahead of this round, if that still counts."""
         ahead = self._ahead
-        if self._delayed is None or ahead is None or ahead.replica != replica:
+        if ahead is None or ahead.replica != replica:
             return None
         self._ahead = None
         if ahead.round != round or ahead.generation != self._exchange.view.generation:
             return None
-        self._delayed.resume_replica(round, replica)
+        self._source.resume_replica(round, replica)
         return ahead
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
@@ -260,7 +259,7 @@ class Run:
     def _not_finite(self, micro: Micro, value: float) -> None:
         what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
         if self._config.nonfinite == "stop":
-            unit = "step" if self._config.local is None else "round"
+            unit = "step" if self._config.steps_per_round == 1 else "round"
             raise NonFiniteLoss(
                 f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
                 "'skip' or 'continue'"
