@@ -76,7 +76,8 @@ def test_last_words_of_processes_that_end_well_are_shown_of_each() -> None:
     output, lines = Output(), ["error: 0.25", "saved"]
     for name in ("worker0", "worker1"):
         say(output, name, lines)
-    assert [line.text for name in ("worker0", "worker1") for line in output.ended(name, 0.0, well=True)] == [*lines, *lines]
+    shown = [line.text for name in ("worker0", "worker1") for line in output.ended(name, 0.0, well=True)]
+    assert shown == [*lines, *lines]
     assert output.summary() == []
 
 

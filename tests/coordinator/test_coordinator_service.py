@@ -227,7 +227,7 @@ def test_a_process_that_comes_again_before_it_was_missed_takes_the_place_of_its_
     assert set(house.coordinator._shell.members) == {"worker0"}, "the old connection's end is not its end"
 
 
-def test_settings_that_the_config_refuses_close_the_connection_that_brought_them(house: House) -> None:
+def test_settings_that_the_config_refuses_close_the_connection_that_sent_them(house: House) -> None:
     house.open()
     bad = record()
     worker = house.call("worker", "worker0")

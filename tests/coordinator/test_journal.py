@@ -108,7 +108,7 @@ def test_a_record_may_be_replaced_until_the_job_has_begun(tmp_path: Path) -> Non
     journal.close()
 
 
-def test_without_a_folder_it_forgets() -> None:
+def test_without_a_folder_nothing_is_kept() -> None:
     journal = Journal("")
     journal.save(state())
     assert journal.load() == state()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.shell import CoordinatorShell
-from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.cluster.effects import Abort
+from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -18,6 +20,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,
     Admitted,
+    Beat,
     Capture,
     Done,
     Finished,
@@ -41,7 +44,8 @@ SHARDS = (0, 1)
 
 def record(**settings: Any) -> JobRecord:
     config = resolve({"replicas": 2, "batch": 4, "steps": STEPS, "shard_bytes": 64, **settings})
-    return record_of(config, build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64))
+    proposed = record_of(config, build_layout([TensorSpec("w", (32, 1), "float32", 0)], 64))
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(proposed), type=JobRecord)  # as it comes from a worker
 
 
 class Play:
@@ -88,10 +92,10 @@ class Play:
         for worker in workers or ("w0",):
             self.say(worker, Propose(self.record))
 
-    def store(self) -> list[acts.Act]:
-        """The snapshot that was asked for last is stored and committed."""
+    def store(self, writer: str = "s0") -> list[acts.Act]:
+        """The snapshot that was asked for last is stored by `writer` and committed."""
         asked = [act.message for act in self.done if isinstance(act, acts.Send) and isinstance(act.message, Capture)]
-        parts = self.say("s0", Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
+        parts = self.say(writer, Stored(asked[-1].snapshot, {}, dict.fromkeys(SHARDS, ("", 0, 0, ""))))
         (commit,) = (act for act in parts if isinstance(act, acts.CommitSnapshot))
         return [commit, *self.take(inbox.SnapshotCommitted(commit.snapshot, commit.version, 1, 0.1))]
 
@@ -153,6 +157,18 @@ def test_figures_of_a_version_that_was_rolled_back_judge_nothing() -> None:
     play, before = _rolled_back()
     assert play.say("w0", Metrics(30, {"loss": 0.1}, before)) == []
     assert play.shell.evaluations.of(30) == {}
+
+
+def test_figures_found_before_a_roll_back_are_forgotten_of_the_steps_that_are_computed_again() -> None:
+    play = Play(snapshots=True, snapshot_steps=10)
+    play.begin()
+    play.store()
+    play.steps(0, 15)
+    for step in (5, 10, 15):
+        play.say("w0", Metrics(step, {"loss": 1.0}, play.view.generation))
+    play.lose_the_server()
+    play.take(inbox.SnapshotFound("step-00000010-10002", 10))
+    assert [play.shell.evaluations.of(step) for step in (5, 10, 15)] == [{"loss": 1.0}, {"loss": 1.0}, {}]
 
 
 # ---- figures belong to their version ---------------------------------------------------------------------------
@@ -310,3 +326,61 @@ def test_a_new_size_is_written_down_before_the_launcher_hears_of_it() -> None:
     told = [n for n, act in enumerate(done) if isinstance(act, acts.Send) and act.message == Resize(5)]
     assert written < told
     assert len(written) == len(told) == 1
+
+
+_MODES: dict[str, dict[str, Any]] = {"servers-hold-the-state": {}, "workers-hold-it": {"sync": {"type": "all-reduce"}}}
+
+
+@pytest.mark.parametrize("settings", _MODES.values(), ids=_MODES.keys())
+@pytest.mark.parametrize("phase", Phase)
+def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
+    phase: Phase, settings: dict[str, Any]
+) -> None:
+    """Whoever holds the state. The job has one server and one worker; the server may be replaced by s1."""
+    terms: dict[str, Any] = {"snapshots": True, "snapshot_steps": 10}
+    old, server, step = Play(settings=settings, **terms), "s0", 0
+    writer = (lambda: "w0") if settings else (lambda: server)
+    if phase is Phase.GATHERING:
+        old.join("w0")
+        old.say("w0", Propose(old.record))
+    else:
+        old.begin()
+        old.store(writer())
+        old.steps(0, 10)
+        old.store(writer())
+        old.say("w0", Beat())
+        step = 10
+    if phase is Phase.RECOVERING:
+        old.take(inbox.Closed("s0", old.hello("s0"), "it died"))
+    if phase is Phase.OVER:
+        old.take(inbox.Ended("somebody pulled the plug"))
+        old.shell.machine.course.end(Abort("somebody pulled the plug"))
+    assert old.shell.machine.phase is phase
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(old.shell.machine.state()), type=ClusterState)
+    new = Play(state, settings=settings, **terms)
+    new.incarnations = dict(old.incarnations)
+    if phase is Phase.OVER:
+        new.join("s0", "w0")
+        assert new.sent(Aborted) == [Aborted("somebody pulled the plug")] * 2
+        return
+    if phase is Phase.GATHERING:
+        new.incarnations.clear()
+        new.begin()
+        new.store(writer())
+    else:
+        new.join("w0", *(["s0"] if phase is Phase.RUNNING else []))
+    if phase is Phase.RECOVERING:
+        server = "s1"
+        for _ in range(6):  # s0 is given up: nothing has been heard of it
+            new.take(inbox.Ticked(), seconds=250.0)
+            new.say("w0", Beat())
+        new.join("s1")
+        if not settings:
+            assert acts.FindSnapshot() in new.done
+            new.take(inbox.SnapshotFound("step-00000010-10002", 10))
+    new.shell.machine.validate()
+    new.steps(step, STEPS)
+    new.say("w0", Done(new.view.generation))
+    while not new.sent(Finished):
+        new.store(writer())  # those by steps, then the last version
+    new.shell.machine.validate()

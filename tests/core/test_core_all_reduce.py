@@ -47,14 +47,14 @@ def _gone(job: _Job, *members: str) -> list[Effect]:
 # ---- who brings the state ----
 
 
-def test_the_furthest_of_those_who_go_on_brings_the_state_or_else_of_all() -> None:
+def test_the_furthest_of_those_who_go_on_uploads_the_state_or_else_of_all() -> None:
     state_holders = StateHolders({"a": 3, "b": 7, "c": 9})
     assert state_holders.uploader(["a", "b", "new"], {"a", "b", "c"}) == "b"
     assert state_holders.uploader(["new"], {"a", "new", "c"}) == "c"
     assert state_holders.uploader(["new"], {"new"}) == ""
 
 
-def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings() -> None:
+def test_a_worker_that_joins_makes_all_go_on_from_what_the_furthest_uploads() -> None:
     job = _begun(steps=5, workers=2)
     job.step(5, only="w1")
     before = job.view
@@ -67,7 +67,7 @@ def test_a_worker_that_joins_makes_all_begin_again_from_what_the_furthest_brings
     assert job.machine.course.furthest == 4  # it is at version 5, or 6
 
 
-def test_before_anybody_has_reported_it_is_whoever_brought_the_first_weights_that_has_the_state() -> None:
+def test_before_anybody_has_reported_it_is_whoever_uploaded_the_first_weights_that_has_the_state() -> None:
     job = _Job(_terms(1, 1, workers_max=2, snapshots=True), record=RECORD)
     capture = _of(Capture, job.come("s0", "w0"))[0]
     job.play(Captured("w0", capture.snapshot, tuple(SHARDS)), Committed(capture.snapshot))
@@ -140,7 +140,7 @@ def test_without_any_server_the_job_waits_for_one_and_goes_on_from_a_worker_s_st
     assert (job.view.uploader, job.view.origin) == ("w1", "")
 
 
-def test_with_too_few_workers_the_job_waits_for_more_and_the_one_that_is_left_brings_the_state() -> None:
+def test_with_too_few_workers_the_job_waits_for_more_and_the_one_that_is_left_uploads_the_state() -> None:
     job = _begun(steps=4, workers_min=2)
     _gone(job, "s0", "s1")
     _gone(job, "w1")
@@ -264,7 +264,7 @@ def test_stateful_workers_store_a_share_each() -> None:
 # ---- the shard's machine ----
 
 
-def test_a_shard_begins_at_the_version_that_is_brought() -> None:
+def test_a_shard_begins_at_the_version_that_is_uploaded() -> None:
     machine = ShardMachine(Sync(), 2, rounds=9)
     assert machine.handle(Initialise(1, 5)) == [Install(1, 5), Published(5)]
     assert machine.handle(Initialise(2, 6)) == [Drop(2)]
@@ -352,7 +352,7 @@ def test_no_version_is_left_out_however_many_there_are() -> None:
     assert bench.machine.step == 7
 
 
-def test_nothing_lands_while_a_version_that_has_become_void_is_still_being_copied() -> None:
+def test_nothing_lands_while_a_version_that_has_become_stale_is_still_being_copied() -> None:
     """The model is to be whole: its worker may be the one that brings it."""
     bench = _Bench()
     bench.install(6, whole=True)

@@ -31,7 +31,7 @@ def rounds_of(cadence: Cadence, shard: int) -> list[int]:
 
 @given(cadences())
 @PURE
-def test_a_shard_is_due_at_its_turns_and_everything_is_at_the_end(cadence: Cadence) -> None:
+def test_a_shard_is_due_in_its_rounds_and_everything_is_at_the_end(cadence: Cadence) -> None:
     for shard in range(len(cadence.period_of)):
         assert [t for t in range(cadence.rounds) if cadence.due(shard, t)] == rounds_of(cadence, shard)
     assert all(cadence.due(shard, cadence.rounds - 1) for shard in range(len(cadence.period_of)))
@@ -39,7 +39,7 @@ def test_a_shard_is_due_at_its_turns_and_everything_is_at_the_end(cadence: Caden
 
 @given(cadences())
 @PURE
-def test_a_shard_s_own_version_is_the_number_of_ticks_at_which_it_was_due(cadence: Cadence) -> None:
+def test_a_shard_s_own_version_is_the_number_of_rounds_at_which_it_was_due(cadence: Cadence) -> None:
     for shard in range(len(cadence.period_of)):
         due = rounds_of(cadence, shard)
         for round in range(cadence.rounds + 1):
@@ -50,7 +50,7 @@ def test_a_shard_s_own_version_is_the_number_of_ticks_at_which_it_was_due(cadenc
 
 @given(cadences())
 @PURE
-def test_a_version_is_right_from_the_tick_after_its_update_to_the_next_one_that_is_due(cadence: Cadence) -> None:
+def test_a_version_is_right_from_the_round_after_its_update_to_the_next_one_that_is_due(cadence: Cadence) -> None:
     for shard in range(len(cadence.period_of)):
         for round in range(-1, cadence.rounds + 3):
             version = cadence.updates_before(shard, round)
@@ -64,7 +64,7 @@ def test_a_version_is_right_from_the_tick_after_its_update_to_the_next_one_that_
 
 @given(cadences())
 @PURE
-def test_every_tick_has_one_witness_and_it_is_due(cadence: Cadence) -> None:
+def test_every_round_has_one_witness_and_it_is_due(cadence: Cadence) -> None:
     for round in range(cadence.rounds):
         witness = cadence.witness(round)
         assert cadence.due(witness, round)
@@ -73,13 +73,13 @@ def test_every_tick_has_one_witness_and_it_is_due(cadence: Cadence) -> None:
 
 @given(cadences(), st.integers(-3, 30))
 @PURE
-def test_a_tick_before_the_first_or_after_the_last_has_a_witness_too(cadence: Cadence, round: int) -> None:
+def test_a_round_before_the_first_or_after_the_last_has_a_witness_too(cadence: Cadence, round: int) -> None:
     assert 0 <= cadence.witness(round) < len(cadence.period_of)
 
 
 @given(st.lists(TURNS, min_size=1, max_size=4))
 @PURE
-def test_the_first_tick_that_nothing_is_due_at_is_found_within_a_cycle(periods: list[Period]) -> None:
+def test_the_first_round_that_nothing_is_due_at_is_found_within_a_cycle(periods: list[Period]) -> None:
     due = {round for period in periods for round in range(period.first, 2 * cycle(periods), period.every)}
     empty = [round for round in range(2 * cycle(periods)) if round not in due]
     assert first_empty(periods) == (empty[0] if empty else None)
@@ -88,7 +88,7 @@ def test_the_first_tick_that_nothing_is_due_at_is_found_within_a_cycle(periods: 
 
 @given(st.integers(-1, 50), st.integers(0, 9), st.integers(0, 40))
 @PURE
-def test_where_no_shard_takes_turns_ticks_and_versions_are_the_same_numbers(round: int, shard: int,
+def test_without_staggering_rounds_and_versions_are_the_same_numbers(round: int, shard: int,
     rounds: int) -> None:
     for cadence in (Cadence(), Cadence((), rounds)):
         assert cadence.due(shard, round)

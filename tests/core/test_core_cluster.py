@@ -329,7 +329,7 @@ def test_a_member_that_leaves_while_the_job_gathers_may_be_replaced(name: str, p
     assert newcomer in {member.id for member in (*job.view.workers, *job.view.servers)}
 
 
-def test_when_the_only_one_that_proposed_has_left_another_model_may_be_brought() -> None:
+def test_when_the_only_one_that_proposed_has_left_another_record_may_be_proposed() -> None:
     job = _Job(_terms())
     job.join("s0", "s1", "w0", "w1")
     job.play(Proposed("w0", _record(width=9)), Left("w0", "it closed its connection"))
@@ -385,7 +385,7 @@ def test_a_standby_worker_takes_a_dead_one_s_whole_hand() -> None:
     assert dict(job.view.assigned(0)) == {"w1": (1, 3), "w2": (0, 2)}
 
 
-def test_a_new_worker_is_dealt_in_from_a_step_ahead_of_the_furthest_one_seen() -> None:
+def test_a_new_worker_is_assigned_replicas_from_a_step_ahead_of_the_furthest_one_seen() -> None:
     job = _begun(_terms(2, workers_max=4))
     job.step(1)
     job.step(2)
@@ -455,7 +455,7 @@ def test_a_worker_told_to_go_hands_its_replicas_back_and_its_leaving_is_no_fault
     assert job.play(Leaving("w7")) == []
 
 
-def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_birth_number() -> None:
+def test_a_process_that_comes_under_the_name_of_another_replaces_it_under_a_new_incarnation() -> None:
     job = _begun()
     old = job.incarnations["w0"]
     effects = job.come("w0")
@@ -560,7 +560,7 @@ def test_the_last_server_is_not_let_go() -> None:
     assert _of(Dismiss, job.all_caught_up()) == []
 
 
-def test_a_worker_that_brings_another_model_is_refused_for_good() -> None:
+def test_a_worker_that_proposes_another_model_is_refused_for_good() -> None:
     job = _begun()
     job.join("w2")
     (refusal,) = _of(Refuse, job.play(Proposed("w2", _record(width=8))))
@@ -577,7 +577,7 @@ def test_nothing_is_published_when_nothing_has_changed() -> None:
 
 @PURE
 @given(st.lists(st.tuples(st.sampled_from(["w0", "w1", "w2", "w3", "w4"]), st.integers(0, 4)), max_size=25))
-def test_whoever_comes_and_goes_every_replica_of_every_step_is_dealt_once(happenings: list[tuple[str, int]]) -> None:
+def test_whoever_comes_and_goes_every_replica_of_every_step_is_assigned_once(happenings: list[tuple[str, int]]) -> None:
     job = _begun(_terms(2, workers_max=3))
     number = job.view.number
     for name, what in happenings:
@@ -661,7 +661,7 @@ def test_a_new_coordinator_gives_everybody_a_whole_heartbeat() -> None:
 # ---- speeds ----
 
 
-def test_a_worker_that_has_become_slow_is_dealt_less() -> None:
+def test_a_worker_that_has_become_slow_is_assigned_less() -> None:
     job = _begun(_terms(2))
     job.rounds(1, ROUNDS, 0.8, slow=4.0)
     later = job.view.assignments[-1]
@@ -672,7 +672,7 @@ def test_a_worker_that_has_become_slow_is_dealt_less() -> None:
     assert _sizes(job.view.assigned(STEPS)) == {"w0": 1, "w1": 3}, "it has paid: it stays"
 
 
-def test_a_deal_by_speed_that_does_not_make_steps_shorter_is_taken_back_and_tried_again_much_later() -> None:
+def test_an_assignment_by_speed_that_does_not_make_steps_shorter_is_taken_back_and_tried_again_much_later() -> None:
     """Workers that share a machine's cores slow each other down: whoever happens to begin first looks fast."""
     job = _begun(_terms(2), record=_record(steps=1000))
     before = job.view.assigned(0)
@@ -724,7 +724,7 @@ def test_nor_is_it_moved_because_a_server_has_gone_while_its_worker_was_slow() -
         assert job.view.assigned(100) == before
 
 
-def test_a_deal_that_is_still_to_come_stays_when_a_server_goes() -> None:
+def test_an_assignment_that_is_still_to_come_stays_when_a_server_goes() -> None:
     job = _begun(_terms(2, 3, replication=2), ("s0", "s1", "s2", "w0", "w1"))
     job.rounds(1, ROUNDS, 0.8, slow=4.0)
     later = job.view.assignments[-1]
@@ -760,14 +760,14 @@ def test_a_dead_server_s_backups_are_promoted_and_nothing_is_rolled_back() -> No
     assert "s0" not in {member.id for member in job.view.servers}
 
 
-def test_only_a_backup_in_step_is_promoted() -> None:
+def test_only_a_caught_up_backup_is_promoted() -> None:
     job = _running(_terms(replication=2))
     job.step(0)
     assert FindSnapshot() in job.play(Left("s0", "x"))
     assert job.machine.phase is Phase.RECOVERING
 
 
-def test_a_backup_is_in_step_only_under_the_view_they_met_in_and_only_by_its_primary_s_word() -> None:
+def test_a_backup_has_caught_up_only_under_the_view_they_met_in_and_only_by_its_primary_s_word() -> None:
     job = _running(_terms(replication=2))
     shard = SHARDS[0]
     primary, backup = job.view.primary[shard], job.view.backup[shard]
@@ -784,7 +784,7 @@ def test_a_backup_is_in_step_only_under_the_view_they_met_in_and_only_by_its_pri
     assert job.machine.revision == revision + 1
 
 
-def test_a_backup_that_was_born_again_is_not_in_step() -> None:
+def test_a_backup_that_was_restarted_has_not_caught_up() -> None:
     job = _begun(_terms(replication=2))
     mine = [shard for shard, backup in job.view.backup.items() if backup == "s0"]
     paired = job.view.paired
@@ -905,7 +905,7 @@ def test_a_word_from_before_a_roll_back_says_nothing() -> None:
     assert job.machine.state().caught_up == (kept[0],)
 
 
-def test_a_demoted_primary_is_not_in_step_before_it_has_been_filled() -> None:
+def test_a_demoted_primary_has_not_caught_up_before_it_has_been_filled() -> None:
     job = _begun(_terms(2, 1, replication=2), ("s0", "w0", "w1"))
     job.come("s1")
     before = job.view
@@ -922,7 +922,7 @@ def test_a_demoted_primary_is_not_in_step_before_it_has_been_filled() -> None:
 # ---- roll back ----
 
 
-def test_shards_that_are_lost_before_a_step_was_computed_are_brought_again() -> None:
+def test_shards_that_are_lost_before_a_step_was_computed_are_uploaded_again() -> None:
     job = _running()
     before = job.view
     effects = job.play(Left("s0", "x"))
@@ -989,7 +989,7 @@ def test_when_everybody_who_could_begin_is_gone_the_job_gathers_again() -> None:
     assert job.view.number > generation
 
 
-def test_when_the_bringer_of_the_first_weights_dies_another_brings_them() -> None:
+def test_when_the_uploader_of_the_first_weights_dies_another_uploads_them() -> None:
     job = _running()
     assert job.view.uploader == "w0"
     job.play(Left("w0", "x"))
@@ -1034,7 +1034,7 @@ def _again(job: _Job, terms: Terms | None = None) -> _Job:
     return new
 
 
-def test_members_that_outlived_the_coordinator_keep_their_birth_and_get_the_view() -> None:
+def test_members_that_outlived_the_coordinator_keep_their_incarnation_and_get_the_view() -> None:
     old = _begun(_terms(replication=2))
     job = _again(old)
     assert job.machine.phase is Phase.RUNNING
@@ -1115,7 +1115,7 @@ def test_a_coordinator_that_had_not_begun_gathers_again() -> None:
     assert min(job.incarnations.values()) > 2
 
 
-def test_what_is_written_down_changes_with_every_view_birth_backup_and_ending() -> None:
+def test_what_is_written_down_changes_with_every_view_incarnation_backup_and_ending() -> None:
     job = _begun(_terms(replication=2, workers_max=3))
     for happening in (
         lambda: job.come("w2"),

@@ -266,7 +266,7 @@ def _layout_of(words: Sequence[int], buffers: int = 0) -> Layout:
     return Layout((), tuple(shards), edges[-1] + 16 * buffers, "made up")
 
 
-def test_fragments_are_runs_of_shards_of_about_as_many_bytes_and_a_round_is_a_turn() -> None:
+def test_fragments_are_runs_of_shards_of_about_as_many_bytes_and_each_round_updates_one() -> None:
     config = JobConfig(steps=100, sync=LocalSteps(steps=12, fragments=3))
     assert (config.steps_per_round, config.rounds, config.steps_at(2)) == (4, 25, 8)
     record = record_of(config, _layout_of([16, 16, 32, 16, 48, 16], buffers=1))
@@ -312,13 +312,13 @@ def test_periods_of_their_own_may_be_all_that_there_is() -> None:
         (8191, (8190, 0), "periods of 8190, 8191 steps come together only every 67084290 steps"),
     ],
 )
-def test_periods_that_leave_a_tick_empty_are_refused(every: int, own: tuple[int, int], sentence: str) -> None:
+def test_periods_that_leave_a_round_empty_are_refused(every: int, own: tuple[int, int], sentence: str) -> None:
     config = JobConfig(steps=100, sync=LocalSteps(steps=every), groups=_periods(own))
     with pytest.raises(ConfigError, match=sentence):
         record_of(config, _layout_in_groups(0, 2))
 
 
-def test_a_tick_after_the_job_s_last_may_be_empty() -> None:
+def test_a_round_after_the_job_s_last_may_be_empty() -> None:
     config = JobConfig(steps=8, sync=LocalSteps(steps=16), groups=_periods((24, 0)))
     assert record_of(config, _layout_in_groups(0, 2)).cadence.rounds == 1
 

@@ -365,7 +365,7 @@ def test_whoever_comes_and_goes_each_contribution_is_made_from_all_before_it(see
 
 @GO_ON
 @given(st.integers(0))
-def test_links_that_break_lose_no_memory(seed: int) -> None:
+def test_links_that_break_lose_no_codec_state(seed: int) -> None:
     assert not played(seed, "join", "leave", "rest", "rest", "break").killed
 
 

@@ -269,7 +269,7 @@ def test_cutting_matrices_by_rows_moves_no_tensor_and_leaves_no_word_out(
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(layout), type=Layout) == layout
 
 
-def test_the_rows_of_a_matrix_are_dealt_evenly_and_a_kernel_is_a_matrix_too() -> None:
+def test_the_rows_of_a_matrix_are_assigned_evenly_and_a_kernel_is_a_matrix_too() -> None:
     kernel, vector = TensorSpec("kernel", (100, 3, 5, 2), "float32", 0), TensorSpec("bias", (100,), "float32", 0)
     layout = build_layout([vector, kernel], 4 * 30 * 60, {0: 4})
     assert [shard.shape for shard in layout.shards] == [(50, 30), (50, 30), (100,)]

@@ -15,7 +15,7 @@ def _joined(*names: str) -> Membership:
     return members
 
 
-def test_every_process_that_joins_has_a_birth_number_of_its_own_even_under_a_known_name() -> None:
+def test_every_process_that_joins_has_an_incarnation_of_its_own_even_under_a_known_name() -> None:
     members = _joined("s0", "w0", "w0")
     assert members.servers["s0"].incarnation == 1
     assert members.workers["w0"].incarnation == members.incarnations == 3
@@ -65,7 +65,7 @@ def test_who_is_silent_is_named_with_the_seconds_and_one_never_heard_is_not_sile
     (3, 2, ["w3", "w0"]),
     (4, 9, []),
 ])  # fmt: skip
-def test_those_compute_who_brought_the_model_first_and_are_not_leaving(
+def test_those_compute_who_proposed_the_record_first_and_are_not_leaving(
     at_least: int, at_most: int, active: list[str]
 ) -> None:
     members = _joined("w0", "w1", "w2", "w3", "w4")
@@ -75,7 +75,7 @@ def test_those_compute_who_brought_the_model_first_and_are_not_leaving(
     assert members.active(at_least, at_most) == active
 
 
-def test_all_are_done_when_everybody_who_has_brought_the_model_is_and_anybody_has() -> None:
+def test_all_are_done_when_everybody_who_has_proposed_the_record_is_and_anybody_has() -> None:
     members = _joined("w0", "w1", "w2")
     assert not members.all_done
     members.propose("w0")
@@ -92,7 +92,7 @@ def test_all_are_done_when_everybody_who_has_brought_the_model_is_and_anybody_ha
     assert not members.all_done
 
 
-def test_the_end_is_put_off_for_a_worker_that_was_given_up_until_it_has_brought_its_model_again() -> None:
+def test_the_end_is_put_off_for_a_worker_that_was_given_up_until_it_has_proposed_the_record_again() -> None:
     members = _joined("w0", "w1")
     for worker in ("w0", "w1"):
         members.propose(worker)

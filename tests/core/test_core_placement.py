@@ -57,7 +57,7 @@ def test_every_shard_is_placed_on_a_server_that_is_here_whatever_order_servers_a
 
 @PURE
 @given(_EQUAL, st.integers(1, 8))
-def test_equal_shards_are_dealt_within_the_even_share_rounded_up(sizes: list[int], count: int) -> None:
+def test_equal_shards_are_assigned_within_the_even_share_rounded_up(sizes: list[int], count: int) -> None:
     shards = _shards(sizes)
     loads = _loads(shards, place(shards, _servers(count)))
     assert max(loads.values(), default=0) <= -(-len(sizes) // count) * 64

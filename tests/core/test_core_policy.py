@@ -101,7 +101,7 @@ def test_under_a_bound_who_runs_ahead_waits_for_the_slowest_and_is_told_so() -> 
     assert machine.handle(Contribute(0, 1, 1.0, 3))[-1] == Reply("a", 0, 2, 3)
 
 
-def test_under_a_bound_a_contribution_that_is_too_far_ahead_is_kept_until_its_turn() -> None:
+def test_under_a_bound_a_contribution_that_is_too_far_ahead_is_kept_until_its_step() -> None:
     """No worker of ours sends one: it would have to be given parameters that it must not have."""
     machine = _machine(BoundedStaleness(0), 2)
     machine.handle(Contribute(0, 0, 1.0, 1))

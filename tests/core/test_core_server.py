@@ -102,7 +102,7 @@ def test_after_a_roll_back_everything_is_let_go_and_read_from_the_snapshot() -> 
     assert _on(server.handle(0, Loaded(7)), Publish) == [(0, Publish(7))]
 
 
-def test_a_new_beginning_reads_nothing() -> None:
+def test_a_new_generation_reads_nothing() -> None:
     server = ServerMachine("s0", _plan(1))
     assert not any(isinstance(effect, Restore) for effect in server.adopt(_view(1, {0: "s0"})))
 
@@ -204,14 +204,14 @@ def test_another_backup_process_starts_from_nothing(again: dict[str, int]) -> No
     assert server.caught_up == {0: ViewNumber(1, 2)}
 
 
-def test_a_backup_that_stays_through_a_view_stays_in_step() -> None:
+def test_a_backup_that_stays_through_a_view_stays_caught_up() -> None:
     server = _server(_plan(2), _view(1, {0: "s0", 1: "s1"}, {0: "s1"}), "s1")
     server.handle(0, Acked(0))
     assert _on(server.adopt(_view(2, {0: "s0", 1: "s2"}, {0: "s1"})), Fill) == []
     assert server.caught_up == {0: FIRST}
 
 
-def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_backup_in_step() -> None:
+def test_a_primary_that_missed_the_view_in_which_they_parted_has_no_false_caught_up_backup() -> None:
     """Backup s1 in view 1, s2 in view 2, s1 again in view 3: it has let go of what it held, and we know of 1 and 3."""
     server = _server(_plan(2), _view(1, {0: "s0", 1: "s0"}, {0: "s1", 1: "s1"}), "s1")
     for index in (0, 1):
@@ -392,7 +392,7 @@ def test_a_shard_whose_server_died_is_measured_by_its_successor() -> None:
     ]  # fmt: skip
 
 
-def test_decisions_of_a_void_past_are_forgotten() -> None:
+def test_decisions_of_a_stale_generation_are_forgotten() -> None:
     server = _server(_plan(2, decides=True), _view(1, {0: "s0", 1: "s1"}), "s1")
     _step(server, 0, 0, 3.0)
     _finish(server, server.told(0, [Measure(1, 4.0)]))

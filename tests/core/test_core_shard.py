@@ -288,7 +288,7 @@ def test_nothing_is_taken_before_the_first_parameters_have_come_and_nobody_is_to
         (2, 6, Admission.REJECT),
     ],
 )
-def test_sync_admits_by_step_and_turn(step: int, replica: int, expected: Admission) -> None:
+def test_sync_admits_by_step_and_replica_order(step: int, replica: int, expected: Admission) -> None:
     bench = _ready(6)
     for generation in range(3):
         for each in range(6):
@@ -378,7 +378,7 @@ def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     assert not pair.primary.replication.caught_up
 
 
-def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None:
+def test_a_backup_has_caught_up_once_it_holds_all_that_has_been_published() -> None:
     pair = _Pair()
     pair.run(Initialise(pair.ticket()))
     pair.run(FillBackup())
@@ -391,7 +391,7 @@ def test_a_backup_is_in_step_once_it_holds_all_that_has_been_published() -> None
     assert pair.run(Acked(2)) == [Publish(2)]
 
 
-def test_nothing_is_published_that_a_backup_in_step_does_not_hold() -> None:
+def test_nothing_is_published_that_a_caught_up_backup_does_not_hold() -> None:
     pair = _caught_up()
     assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0, replicate=True)]
     assert (pair.primary.version, pair.primary.published) == (1, 0)

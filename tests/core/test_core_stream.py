@@ -127,7 +127,7 @@ class _Bench:
         return self.machine._slots[shard]
 
 
-def test_a_worker_keeps_what_is_dealt_to_it_and_the_turn_that_it_has_in_hand() -> None:
+def test_a_worker_keeps_what_is_assigned_to_it_and_the_step_in_progress() -> None:
     bench = _Bench(assigned=(1,))
     assert bench.machine.keeps == {1}
     bench.land(1, 3)
@@ -164,7 +164,7 @@ def test_at_first_the_lowest_replica_s_parameters_are_wanted_of_every_server_tha
     assert bench.machine.upcoming is None  # its clock is not known yet
 
 
-def test_a_turn_is_want_install_compute_and_want_again() -> None:
+def test_a_step_is_want_install_compute_and_want_again() -> None:
     bench = _Bench(2)
     bench.land(0, 0, version=4)
     assert bench.machine.next_action() == Install(0)
@@ -200,7 +200,7 @@ def test_what_a_contribution_was_computed_from_is_each_shard_s_own_version() -> 
     assert [(send.shard, send.step, send.base) for send in bench.compute()] == [(0, 3, 11), (1, 3, 12)]
 
 
-def test_of_several_replicas_the_one_that_is_furthest_behind_has_the_next_turn() -> None:
+def test_of_several_replicas_the_one_that_is_furthest_behind_comes_next() -> None:
     bench = _in_turn(1, [1, 4, 6])
     turns = []
     for _ in range(7):
@@ -215,7 +215,7 @@ def _next_step(turns: Sequence[tuple[int, int]], replica: int) -> int:
     return sum(1 for _, r in turns if r == replica)
 
 
-def test_whose_turn_is_next_is_decided_once_for_all_shards_of_a_turn() -> None:
+def test_which_replica_is_next_is_decided_once_for_all_shards_of_a_step() -> None:
     bench = _in_turn(2, [0, 1])
     bench.begin()
     (first,) = bench.fill(0)
@@ -278,7 +278,7 @@ def test_late_news_of_sending_does_not_free_what_is_in_the_slot_now() -> None:
     assert bench.machine.slots.unsent == [0]
 
 
-def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_turn_is_over() -> None:
+def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_step_is_over() -> None:
     bench = _in_turn(2)
     bench.begin()
     (first,) = bench.fill(0)
@@ -291,7 +291,7 @@ def test_an_answer_that_comes_too_early_is_asked_for_again_once_the_turn_is_over
     assert bench.handle(ReplicaComputed()) == _wants(0, 0)
 
 
-def test_an_answer_may_land_while_other_shards_of_the_turn_are_still_computed() -> None:
+def test_an_answer_may_land_while_other_shards_of_the_step_are_still_computed() -> None:
     bench = _in_turn(2)
     bench.begin()
     (first,) = bench.fill(0)
@@ -355,7 +355,7 @@ def test_a_replica_that_is_finished_on_some_shards_only_is_computed_for_the_othe
     assert bench.machine.next_action() == Install(3)
 
 
-def test_a_new_deal_counts_at_once_and_the_turn_in_hand_is_ended_first() -> None:
+def test_a_new_assignment_counts_at_once_and_the_step_in_progress_is_ended_first() -> None:
     bench = _in_turn(2, [0])
     bench.begin()
     assert bench.handle(Viewed(_view(2, [5], count=2))) == []
@@ -365,13 +365,13 @@ def test_a_new_deal_counts_at_once_and_the_turn_in_hand_is_ended_first() -> None
     assert bench.machine.target == 1
 
 
-def test_a_new_deal_before_the_turn_has_begun_to_be_computed_does_not_take_it_away() -> None:
+def test_a_new_assignment_before_the_step_has_begun_to_be_computed_does_not_take_it_away() -> None:
     bench = _in_turn(2, [0])
     bench.handle(Viewed(_view(2, [5], count=2)))
     assert bench.machine.next_action() == Compute(0, 0)
 
 
-def test_a_new_deal_while_answers_are_awaited_asks_for_what_is_wanted_now() -> None:
+def test_a_new_assignment_while_answers_are_awaited_asks_for_what_is_wanted_now() -> None:
     bench = _Bench(2, [0])
     bench.land(0, 3, [1])
     assert bench.arrive(0, 0, 3) == [Land(0)]
@@ -382,13 +382,13 @@ def test_a_new_deal_while_answers_are_awaited_asks_for_what_is_wanted_now() -> N
     assert bench.machine.next_action() == Compute(1, 5)
 
 
-def test_the_newest_deal_counts_whatever_step_it_is_for() -> None:
+def test_the_newest_assignment_counts_whatever_step_it_is_for() -> None:
     bench = _Bench(1, view=_view(1, [0], later=[Assignment(40, {"me": (2, 5)})]))
     assert bench.machine.assigned == [2, 5]
     assert bench.first == _wants(2, 0)
 
 
-def test_a_worker_to_whom_nothing_is_dealt_wants_nothing() -> None:
+def test_a_worker_to_whom_nothing_is_assigned_wants_nothing() -> None:
     bench = _Bench(2, [])
     assert bench.first == []
     assert not bench.machine.takes_part
@@ -397,7 +397,7 @@ def test_a_worker_to_whom_nothing_is_dealt_wants_nothing() -> None:
     assert bench.handle(Viewed(_view(2, [3], count=2))) == _wants(3, 0, 1)
 
 
-def test_a_worker_from_whom_everything_is_taken_ends_its_turn_and_wants_nothing() -> None:
+def test_a_worker_from_whom_everything_is_taken_ends_its_step_and_wants_nothing() -> None:
     bench = _in_turn(2, [0])
     bench.handle(Viewed(_view(2, [], count=2)))
     assert [send.wants for send in bench.compute()] == [None, None]
@@ -424,7 +424,7 @@ def test_the_one_that_is_furthest_behind_waits() -> None:
     assert bench.machine.next_action() == Compute(6, 0)
 
 
-def test_that_a_replica_has_to_wait_changes_nothing_in_the_turn_in_hand() -> None:
+def test_that_a_replica_has_to_wait_changes_nothing_in_the_step_in_progress() -> None:
     bench = _in_turn(2, [0, 1])
     bench.begin()
     (send,) = bench.fill(0)
@@ -494,7 +494,7 @@ def test_what_was_wanted_of_a_server_that_was_away_is_wanted_again() -> None:
     assert bench.machine.next_action() == Install(0)
 
 
-def test_a_contribution_that_was_lost_after_its_turn_is_computed_again_because_the_answers_say_so() -> None:
+def test_a_contribution_that_was_lost_after_its_step_is_computed_again_because_the_answers_say_so() -> None:
     bench = _in_turn(2, [0])
     bench.compute()
     bench.handle(LinkLost("s1"))
@@ -516,7 +516,7 @@ def test_who_was_done_asks_again_when_its_last_contribution_may_be_lost() -> Non
     assert bench.machine.next_action() == Install(0)
 
 
-def test_what_another_replica_contributed_may_be_lost_with_a_primary_in_the_middle_of_a_turn() -> None:
+def test_what_another_replica_contributed_may_be_lost_with_a_primary_in_the_middle_of_a_step() -> None:
     bench = _in_turn(2, [0, 1], steps=1)
     bench.compute()
     bench.answer(1, 0)
@@ -532,7 +532,7 @@ def test_what_another_replica_contributed_may_be_lost_with_a_primary_in_the_midd
     assert bench.machine.next_action() == Install(0)
 
 
-def test_a_server_that_was_born_again_has_to_be_linked_again() -> None:
+def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
     bench = _in_turn(2)
     bench.compute()
     assert bench.handle(Viewed(_view(2, count=2, incarnations={"s1": 5}))) == []
@@ -571,7 +571,7 @@ def test_whose_replicas_are_finished_wants_everything_and_computes_nothing_any_m
     assert bench.handle(Viewed(_view(2, [0], count=2, ending=True))) == []
 
 
-def test_a_replica_that_is_dealt_to_one_who_waits_for_the_end_comes_first() -> None:
+def test_a_replica_that_is_assigned_to_one_who_waits_for_the_end_comes_first() -> None:
     bench = _in_turn(2, [0], steps=2)
     bench.compute()
     bench.answer(0, 1)
@@ -594,7 +594,7 @@ def test_a_standby_worker_wants_everything_when_the_job_is_ending() -> None:
 # ---- the first weights, and rewinds (I10) ----
 
 
-def test_the_first_weights_are_brought_by_whom_the_view_names_and_again_if_they_may_be_lost() -> None:
+def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_again_if_they_may_be_lost() -> None:
     bench = _Bench(2, view=_view(2, uploader="me"))
     assert bench.machine.next_action() == Initialise()
     assert bench.machine.take(Initialise())
@@ -609,7 +609,7 @@ def test_the_first_weights_are_brought_by_whom_the_view_names_and_again_if_they_
     assert bench.machine.next_action() == Initialise()
 
 
-def test_after_a_roll_back_everything_is_wanted_anew_and_the_turn_in_hand_is_void() -> None:
+def test_after_a_roll_back_everything_is_wanted_anew_and_the_step_in_progress_is_stale() -> None:
     bench = _in_turn(2)
     bench.compute()
     bench.answer(0, 1)
@@ -630,7 +630,7 @@ def test_after_a_roll_back_everything_is_wanted_anew_and_the_turn_in_hand_is_voi
     assert bench.machine.next_action() == Install(0)
 
 
-def test_a_roll_back_while_answers_are_copied_voids_them() -> None:
+def test_a_roll_back_while_answers_are_copied_makes_them_stale() -> None:
     bench = _Bench(2)
     bench.land(0, 6)
     assert bench.machine.take(bench.machine.next_action())

@@ -43,7 +43,7 @@ def test_nothing_is_tried_before_enough_rounds_and_enough_seconds_are_measured()
 
 
 @pytest.mark.parametrize(("after", "paid"), [(0.5, True), (0.94, True), (0.97, False), (1.0, False), (2.0, False)])
-def test_a_deal_has_paid_if_rounds_are_shorter_by_more_than_a_twentieth(after: float, paid: bool) -> None:
+def test_an_assignment_has_paid_if_rounds_are_shorter_by_more_than_a_twentieth(after: float, paid: bool) -> None:
     clock = _Clock()
     clock.begin()
     clock.rounds(2, 100.0)  # before it counts
@@ -78,7 +78,7 @@ def test_after_one_that_has_not_paid_the_next_ones_wait_longer_and_longer() -> N
     assert waited == [PAUSE_S, 2 * PAUSE_S, 4 * PAUSE_S]
 
 
-def test_when_somebody_comes_or_goes_what_was_measured_is_void_and_the_trial_over() -> None:
+def test_when_somebody_comes_or_goes_what_was_measured_is_stale_and_the_trial_over() -> None:
     clock = _Clock()
     clock.begin()
     clock.trial.restart()

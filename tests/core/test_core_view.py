@@ -21,7 +21,7 @@ _SPEEDS = st.lists(st.floats(0.1, 50.0), min_size=1, max_size=8)
 
 @PURE
 @given(st.integers(0, 40), _SPEEDS)
-def test_every_replica_is_dealt_to_exactly_one_worker_in_ascending_order(replicas: int, speeds: list[float]) -> None:
+def test_every_replica_is_assigned_to_exactly_one_worker_in_ascending_order(replicas: int, speeds: list[float]) -> None:
     workers = _workers(len(speeds))
     assignment = assign_replicas(replicas, workers, dict(zip(workers, speeds, strict=True)))
     assert list(assignment) == workers
@@ -31,7 +31,7 @@ def test_every_replica_is_dealt_to_exactly_one_worker_in_ascending_order(replica
 
 @PURE
 @given(st.integers(0, 40), st.integers(1, 8), st.floats(0.01, 1000.0))
-def test_equal_speeds_are_dealt_round_robin(replicas: int, count: int, speed: float) -> None:
+def test_equal_speeds_get_a_round_robin_assignment(replicas: int, count: int, speed: float) -> None:
     workers = _workers(count)
     expected = {worker: tuple(range(i, replicas, count)) for i, worker in enumerate(workers)}
     assert assign_replicas(replicas, workers) == expected
@@ -40,7 +40,7 @@ def test_equal_speeds_are_dealt_round_robin(replicas: int, count: int, speed: fl
 
 @PURE
 @given(st.integers(1, 60), _SPEEDS)
-def test_no_other_deal_would_end_the_step_sooner(replicas: int, speeds: list[float]) -> None:
+def test_no_other_assignment_would_end_the_step_sooner(replicas: int, speeds: list[float]) -> None:
     workers = _workers(len(speeds))
     assignment = assign_replicas(replicas, workers, dict(zip(workers, speeds, strict=True)))
     counts = [len(assignment[worker]) for worker in workers]
@@ -62,7 +62,7 @@ def test_workers_beyond_the_replicas_get_none() -> None:
     assert assign_replicas(2, _workers(4)) == {"w0": (0,), "w1": (1,), "w2": (), "w3": ()}
 
 
-def test_without_a_worker_there_is_no_deal() -> None:
+def test_without_a_worker_there_is_no_assignment() -> None:
     with pytest.raises(ValueError, match="no worker"):
         assign_replicas(2, [])
 
@@ -105,7 +105,7 @@ def test_when_nobody_is_gone_patching_changes_nothing(assigned: dict[str, tuple[
     assert reassign_orphans(assigned, workers) == {worker: assigned.get(worker, ()) for worker in workers}
 
 
-def test_an_idle_worker_takes_the_whole_hand_of_one_that_is_gone() -> None:
+def test_an_idle_worker_takes_all_replicas_of_one_that_is_gone() -> None:
     assigned = {"a": (0, 3), "b": (1, 4), "c": (2, 5), "idle": ()}
     assert reassign_orphans(assigned, ["a", "c", "idle"]) == {"a": (0, 3), "c": (2, 5), "idle": (1, 4)}
 
@@ -147,7 +147,7 @@ def test_a_view_answers_who_leads_and_who_holds_what() -> None:
     assert str(view.number) == "1.2"
 
 
-def test_the_last_deal_whose_start_is_not_above_a_step_counts_for_it() -> None:
+def test_the_last_assignment_whose_start_is_not_above_a_step_counts_for_it() -> None:
     view = _view(assignments=(Assignment(0, {"w0": (0, 1)}), Assignment(5, {"w0": (0,), "w1": (1,)}), Assignment(7,
         {"w1": (0, 1), "w0": ()})))
     assert [view.replicas_of("w0", step) for step in (-1, 0, 4, 5, 6, 7, 99)] == [(0, 1)] * 3 + [(0,)] * 2 + [()] * 2

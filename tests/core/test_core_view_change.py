@@ -58,7 +58,7 @@ def test_first_homes_do_not_depend_on_the_order_in_which_servers_came() -> None:
     )
 
 
-def test_a_backup_is_promoted_only_if_it_is_in_step_and_the_same_process() -> None:
+def test_a_backup_is_promoted_only_if_it_has_caught_up_and_is_the_same_process() -> None:
     view = _view(_servers("a", "b"))
     (first_of_a, *_), alone = view.shards_of("a"), _servers("b")
     assert surviving_primaries(view, _servers("a", "b"), frozenset()) == view.primary
@@ -104,7 +104,7 @@ def _speeds(**seconds: float) -> Speeds:
     return speeds
 
 
-def test_survivors_keep_their_replicas_and_a_fair_deal_follows_a_little_ahead() -> None:
+def test_survivors_keep_their_replicas_and_a_fair_assignment_follows_a_little_ahead() -> None:
     (first,) = following_assignments({}, ["w1", "w0"], 4, -1, Speeds())
     assert first == Assignment(0, {"w0": (0, 2), "w1": (1, 3)})
     (alone,) = following_assignments(first.replicas, ["w0"], 4, 5, Speeds())
@@ -114,13 +114,13 @@ def test_survivors_keep_their_replicas_and_a_fair_deal_follows_a_little_ahead() 
     assert later == Assignment(5 + AHEAD, {"w0": (0, 2), "w1": (1, 3)})
 
 
-def test_a_deal_that_is_nearly_fair_stays() -> None:
+def test_an_assignment_that_is_nearly_fair_stays() -> None:
     assigned = {"w0": (0, 2), "w1": (1, 3)}
     assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=1.05))) == 1
     assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=3.0))) == 2
 
 
-def test_what_a_round_takes_beside_computing_no_deal_makes_shorter() -> None:
+def test_what_a_round_takes_beside_computing_no_assignment_makes_shorter() -> None:
     assigned, speeds = {"w0": (0, 2), "w1": (1, 3)}, _speeds(w0=1.0,
         w1=3.0)  # six seconds of computing would become three
     for seconds, assignments in ((0.0, 2), (6.0, 2), (32.9, 2), (33.1, 1), (60.0, 1)):
@@ -130,7 +130,7 @@ def test_what_a_round_takes_beside_computing_no_deal_makes_shorter() -> None:
 # ---- news ----
 
 
-def test_a_view_that_differs_in_its_number_and_in_deals_that_no_longer_count_says_nothing_new() -> None:
+def test_a_view_that_differs_in_its_number_and_in_assignments_that_no_longer_count_says_nothing_new() -> None:
     then, now = Assignment(0, {"w0": (0, 1)}), Assignment(4, {"w0": (0,), "w1": (1,)})
     before = _view(_servers("a", "b"), assignments=(then, now))
     view = msgspec.structs.replace(before, number=ViewNumber(1, 2), assignments=(Assignment(0, now.replicas),))
@@ -157,7 +157,7 @@ def test_numbers_rise_and_nothing_counts_before_it_is_adopted() -> None:
     assert views.view is first
 
 
-def test_backups_are_in_step_by_their_primary_s_word_until_the_two_part_or_the_past_is_void() -> None:
+def test_backups_have_caught_up_by_their_primary_s_word_until_the_two_part_or_the_generation_is_stale() -> None:
     views, members = ViewSequence(1, 2), _members(("a", "b"), ("w0",))
     views.adopt(view := views.first(LAYOUT.shards, members, (), uploader="w0", origin=""))
     of_a = {shard: view.paired[shard] for shard in view.shards_of("a")}

@@ -147,7 +147,7 @@ def test_version_0_is_installed_once_all_shards_have_landed_in_any_order(order: 
     assert (bench.machine.step, bench.machine.next_action()) == (0, Compute(0, 0))
 
 
-def test_the_first_weights_are_brought_by_whom_the_view_names_and_only_when_every_server_is_linked() -> None:
+def test_the_first_weights_are_uploaded_by_whom_the_view_names_and_only_when_every_server_is_linked() -> None:
     mine = _Bench(2)
     mine.handle(Viewed(_view(2, uploader="me")))
     mine.handle(LinkUp("s0"))
@@ -160,7 +160,7 @@ def test_the_first_weights_are_brought_by_whom_the_view_names_and_only_when_ever
     assert _Bench(2, _view(2, uploader="me", origin="step-7")).machine.next_action() is None  # the servers have them
 
 
-def test_the_first_weights_are_brought_again_after_a_new_beginning_and_not_after_any_other_view() -> None:
+def test_the_first_weights_are_uploaded_again_after_a_new_generation_and_not_after_any_other_view() -> None:
     bench = _Bench(2, _view(2, uploader="me"))
     assert bench.machine.take(Initialise())
     bench.handle(Viewed(_view(2, uploader="me", count=2)))
@@ -171,7 +171,7 @@ def test_the_first_weights_are_brought_again_after_a_new_beginning_and_not_after
     assert bench.machine.next_action() == Initialise()
 
 
-def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
+def test_first_weights_that_were_lost_with_a_link_are_uploaded_again() -> None:
     bench = _Bench(2, _view(2, uploader="me"))
     assert bench.machine.take(Initialise())
     bench.handle(LinkLost("s1"))
@@ -180,7 +180,7 @@ def test_first_weights_that_were_lost_with_a_link_are_brought_again() -> None:
     assert bench.machine.next_action() == Initialise()
 
 
-def test_first_weights_that_are_known_to_have_come_are_not_brought_again() -> None:
+def test_first_weights_that_are_known_to_have_come_are_not_uploaded_again() -> None:
     bench = _Bench(2, _view(2, uploader="me"))
     assert bench.machine.take(Initialise())
     bench.arrive(1, 0)
@@ -194,7 +194,7 @@ def test_first_weights_that_are_known_to_have_come_are_not_brought_again() -> No
 
 
 @pytest.mark.parametrize("view", [_view(2, uploader="other"), _view(2, uploader="me", origin="step-7")])
-def test_a_lost_link_takes_no_first_weights_of_one_who_has_brought_none(view: View) -> None:
+def test_a_lost_link_takes_no_first_weights_of_one_who_uploaded_none(view: View) -> None:
     bench = _Bench(2, view)
     bench.handle(LinkLost("s1"))
     bench.handle(LinkUp("s1"))
@@ -270,7 +270,7 @@ def test_a_straggler_s_replica_is_computed_for_the_step_that_was_asked_for_and_f
     assert list(bench.machine.assigned) == [0]
 
 
-def test_hands_follow_the_deal_that_counts_for_the_step() -> None:
+def test_assigned_replicas_follow_the_assignment_that_counts_for_the_step() -> None:
     bench = _Bench(1, _view(1, {"me": [0]}, later=[Assignment(1, {"me": (2, 5)})]))
     bench.install(0)
     assert list(bench.machine.assigned) == [0]
@@ -399,7 +399,7 @@ def test_a_version_that_all_others_have_gone_on_from_before_it_is_taken_up_is_no
     assert bench.machine.step == 2
 
 
-def test_a_replica_of_a_past_that_has_become_void_before_it_is_taken_up_is_not_begun() -> None:
+def test_a_replica_of_a_generation_that_has_become_stale_before_it_is_taken_up_is_not_begun() -> None:
     bench = _at_step_0(2)
     action = bench.machine.next_action()
     assert isinstance(action, Compute)
@@ -486,7 +486,7 @@ def test_what_was_sent_to_a_shard_s_old_home_is_computed_for_the_new_one() -> No
     assert [(send.shard, send.server, send.view) for send in bench.compute()] == [(1, "s0", ViewNumber(1, 2))]
 
 
-def test_a_server_that_was_born_again_has_to_be_linked_again() -> None:
+def test_a_server_that_was_restarted_has_to_be_linked_again() -> None:
     bench = _at_step_0(2)
     bench.compute()
     bench.handle(Viewed(_view(2, count=2, incarnations={"s1": 5})))
@@ -551,7 +551,7 @@ def test_a_standby_worker_gets_the_last_version_when_the_job_is_ending() -> None
 # ---- rewinds (I10) ----
 
 
-def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_void() -> None:
+def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_stale() -> None:
     bench = _at_step_0(2)
     bench.compute()
     bench.install(1)
@@ -575,7 +575,7 @@ def test_after_a_roll_back_everything_is_fetched_anew_and_the_old_replica_is_voi
     assert bench.machine.next_action() == Install(0)
 
 
-def test_a_roll_back_while_a_version_is_copied_voids_it_and_what_it_was_copied_from() -> None:
+def test_a_roll_back_while_a_version_is_copied_makes_it_stale_and_what_it_was_copied_from() -> None:
     bench = _at_step_0(2)
     bench.compute()
     bench.land(1)
@@ -720,7 +720,7 @@ def test_an_install_is_of_the_shards_that_were_due_and_of_no_other() -> None:
     assert bench.machine.changed == [0, 2]
 
 
-def test_at_the_last_tick_everything_is_sent_and_after_it_nothing_is_waited_for() -> None:
+def test_at_the_last_round_everything_is_sent_and_after_it_nothing_is_waited_for() -> None:
     bench = _staggered()
     for own in ({0: 1, 2: 1}, {1: 1, 2: 2}, {0: 2, 2: 3}, {1: 2, 2: 4}, {0: 3, 1: 3, 2: 5}):
         assert {send.shard for send in bench.compute()} == own.keys()
@@ -732,7 +732,7 @@ def test_at_the_last_tick_everything_is_sent_and_after_it_nothing_is_waited_for(
     assert bench.machine.missing == [0, 1, 2], "of a version that does not come"
 
 
-def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_tick() -> None:
+def test_a_late_joiner_takes_each_shard_at_the_version_that_is_right_for_the_round() -> None:
     bench = _Bench(3, _view(3), [2], 5, Cadence((Period(2, 0), Period(2, 1)), 5, (0, 1, -1)))
     bench.land(1, [0])  # tick 2 in progress: shard 0 has had one update, shard 1 one, shard 2 two
     bench.land(1, [1])

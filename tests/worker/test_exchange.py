@@ -99,7 +99,7 @@ def _install(exchange: Exchange, version: int) -> None:
     exchange.installed()
 
 
-def test_a_worker_that_is_dealt_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
+def test_a_worker_that_is_assigned_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
@@ -222,7 +222,7 @@ def _one_home(exchange: Exchange) -> tuple[_Home, Channel]:
     (Header(Kind.CREDIT, replica=1000), "gives 1000 credits for 0 contributions"),
     (Header(Kind.WAIT, base=1, wants=wants(2)), "to wait for replica 2: this job has 2"),
     (Header(Kind.VERSION, ViewNumber(1, 1), shard=3), "shard 3: not in this job's layout"),
-    (Header(Kind.TAKEN), "codecs remember nothing"),
+    (Header(Kind.TAKEN), "codecs have no state"),
 ], ids=lambda of: of.kind.name if isinstance(of, Header) else "")  # fmt: skip
 def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
     exchange: Exchange, header: Header, sentence: str
@@ -230,6 +230,7 @@ def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
     home, channel = _one_home(exchange)
     try:
         channel.connection.send(pack(header))
+        _until(lambda: exchange._locked.failure is not None)
         with pytest.raises(JobAborted, match=sentence):
             exchange.next_action()
     finally:
@@ -304,7 +305,7 @@ class _Deaf:
         return lambda *_, **__: None
 
 
-def test_asking_again_and_again_whether_there_is_something_to_do_changes_nothing(
+def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a roll-back the encoder forgets and codec states are recalled: once, and not by the look whether."""

@@ -55,7 +55,7 @@ def in_shards(model: torch.nn.Module, **settings: Any) -> list[torch.Tensor]:
 # ---- what moves ----
 
 
-def test_a_tick_moves_its_fragment_and_the_last_one_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_moves_its_fragment_and_the_last_one_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     up: dict[int, int] = defaultdict(int)
     down: dict[int, int] = defaultdict(int)
     rounds = [-1]
@@ -152,7 +152,7 @@ def train(model: torch.nn.Module, data: Any, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-def test_the_worker_holds_where_each_tick_began_and_for_more_replicas_where_each_is(replicas: int) -> None:
+def test_the_worker_holds_where_each_round_began_and_for_more_replicas_where_each_is(replicas: int) -> None:
     model, data = build()
     with EmbeddedJob() as job:
         run = job.train(model, data, **{**SETTINGS, "replicas": replicas})
@@ -166,7 +166,7 @@ def test_the_worker_holds_where_each_tick_began_and_for_more_replicas_where_each
     assert all((drift.left is None) == (replicas == 1) for drift in drifts)
 
 
-def test_what_is_told_of_a_run_is_a_tick_at_a_time_and_each_has_all_replicas(tmp_path: Path) -> None:
+def test_what_is_told_of_a_run_is_a_round_at_a_time_and_each_has_all_replicas(tmp_path: Path) -> None:
     """Another shard stands for each tick in the ledger: one that is due."""
     model, data = build()
     with EmbeddedJob(servers=2, folder=str(tmp_path)) as job:
@@ -184,7 +184,7 @@ def test_what_is_told_of_a_run_is_a_tick_at_a_time_and_each_has_all_replicas(tmp
 # ---- disturbances ----
 
 
-def test_a_replica_that_has_to_be_computed_twice_in_a_tick_contributes_the_same(cluster: Cluster) -> None:
+def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same(cluster: Cluster) -> None:
     """What was under way to the server is lost with the link: replica 0 begins its tick where it had begun it."""
     model, data = build()
 

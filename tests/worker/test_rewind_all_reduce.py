@@ -86,7 +86,7 @@ def _before(
     return returned
 
 
-def test_a_version_that_becomes_void_right_before_it_is_installed_is_let_go(
+def test_a_version_that_becomes_stale_right_before_it_is_installed_is_let_go(
     cluster: Cluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What lands in its place could be half of another."""
@@ -95,7 +95,7 @@ def test_a_version_that_becomes_void_right_before_it_is_installed_is_let_go(
     assert returned == [None]
 
 
-def test_a_version_that_becomes_void_while_it_is_installed_is_installed_all_the_same(
+def test_a_version_that_becomes_stale_while_it_is_installed_is_installed_all_the_same(
     cluster: Cluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     returned = _before(monkeypatch, Exchange, "take_states", cluster.lose_the_server, 3)
@@ -105,7 +105,7 @@ def test_a_version_that_becomes_void_while_it_is_installed_is_installed_all_the_
     assert steps == sorted(steps)
 
 
-def test_a_server_lost_while_the_state_is_brought_to_it_is_brought_it_again(
+def test_a_server_lost_while_the_state_is_uploaded_to_it_gets_it_again(
     cluster: Cluster, undisturbed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = Once((3, 1, 0), cluster.lose_the_server)

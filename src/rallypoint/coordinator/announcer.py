@@ -1,4 +1,4 @@
-"""What those who watch are told: the plan, who is here, steps as they are done, and what the job waits for (I8)."""
+"""Messages for observers and the event log: the plan, the members, each step done, what the job waits for (I8)."""
 
 from __future__ import annotations
 

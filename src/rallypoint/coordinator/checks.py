@@ -1,4 +1,4 @@
-"""What the coordinator lets itself be told, and by whom."""
+"""Which messages the coordinator accepts, and from which role."""
 
 from __future__ import annotations
 

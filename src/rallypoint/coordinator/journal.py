@@ -21,7 +21,7 @@ drop table if exists views;
 
 
 class Journal:
-    """The journal in `folder`; without one it forgets. DataError when what is there cannot be read."""
+    """The journal in `folder`; without one, nothing is kept on disk. DataError when what is there cannot be read."""
 
     def __init__(self, folder: str) -> None:
         path = str(Path(folder) / JOURNAL) if folder else ":memory:"
@@ -54,7 +54,7 @@ class Journal:
         self._db.execute("begin immediate")
         try:
             if state.record is None:
-                self._db.execute("delete from record")  # whoever brought it left before the job began
+                self._db.execute("delete from record")  # its worker left before the job began
             elif not self._recorded:
                 self._db.execute("insert or replace into record values (1, ?)", (msgspec.msgpack.encode(state.record),))
             body = msgspec.msgpack.encode(msgspec.structs.replace(state, record=None))

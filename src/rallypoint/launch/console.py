@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
@@ -161,9 +162,10 @@ class RunConsole:
                 self.console.print(account(self._accounted))
 
     def _plan_shown(self, plan: Planned) -> None:
-        again, self._plan = self._plan is not None, plan
-        if again:
-            return  # from a coordinator that took over
+        if self._plan is not None:  # from a coordinator that took over: what this run has done did not begin with it
+            self._plan = msgspec.structs.replace(plan, done=self._plan.done)
+            return
+        self._plan = plan
         self._start = time.monotonic()
         self.console.print(
             f"[bold]{plan.words / 1e6:.2f} M[/bold] parameters in {plan.shards} shards on {len(plan.servers)} "

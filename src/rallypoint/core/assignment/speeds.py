@@ -1,4 +1,4 @@
-"""How fast each worker computes replicas, from its reports: for dealing replicas, and for naming stragglers."""
+"""How fast each worker computes replicas, from its reports: to assign replicas by speed, and to find stragglers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every part of the coordinator's machine knows of the job: who is here, the view in force, how far it is."""
+"""The job as the coordinator sees it: its members, the view in force, how far it has come."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Course:
     Attributes:
         phase: where the job is.
         record: what the workers have proposed; None before the first has.
-        begun: the first weights are stored, or a step has been computed: nobody could bring them a second time.
+        begun: the first weights are stored, or a step has been computed: nobody could upload them a second time.
         furthest: the highest step that a report of the current generation named; -1 before the first.
         workers_max: so many workers compute at most.
         revision: rises whenever `state()` has changed in something that the next coordinator must know.
@@ -89,7 +89,7 @@ class Course:
 
     @property
     def storing_first_weights(self) -> bool:
-        """Nothing is computed before version 0 is stored: nobody could bring those weights a second time."""
+        """Nothing is computed before version 0 is stored: nobody could upload those weights a second time."""
         return self.terms.snapshots and not self.begun
 
     @property

@@ -36,7 +36,7 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Give this server the record, that the views are about."""
+    """Send this server the job's record; views follow."""
 
     server: str
     record: JobRecord
@@ -44,7 +44,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Give the view to these members."""
+    """Send the view to these members."""
 
     view: View
     members: tuple[str, ...]

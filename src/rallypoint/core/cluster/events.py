@@ -19,7 +19,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Proposed:
-    """A worker brought its model's layout and its settings."""
+    """A worker proposes the job's record: its model's layout and its settings."""
 
     worker: str
     record: JobRecord

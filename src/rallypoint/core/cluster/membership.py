@@ -1,4 +1,4 @@
-"""Who takes part in a job: its workers and servers, and what is known of each."""
+"""The members of a job: its workers and servers, and what the coordinator knows of each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Membership:
     Attributes:
         incarnations: how many numbers have been given to processes that joined.
         workers, servers: who is here.
-        proposed: workers that have brought the job's model, those who did so first first.
+        proposed: workers that have proposed the job's record, the earliest first.
         leaving: members that were told to go: workers hand their replicas back, servers their shards.
         done: workers that hold the last version.
         awaited: members known to an earlier coordinator that have not come back yet.
@@ -100,7 +100,7 @@ class Membership:
             self.given_up[id] = until
 
     def propose(self, worker: str) -> None:
-        """A worker has brought the job's model."""
+        """A worker has proposed the job's record."""
         self.proposed[worker] = None
         self.given_up.pop(worker, None)
 
@@ -117,7 +117,7 @@ class Membership:
 
     @property
     def present(self) -> set[str]:
-        """The workers that are here and have brought the job's model."""
+        """The workers that are here and have proposed the job's record."""
         return self.proposed.keys() & self.workers.keys()
 
     @property

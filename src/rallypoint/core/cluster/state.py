@@ -16,7 +16,7 @@ from rallypoint.core.view import View
 class Phase(enum.Enum):
     """Where the job is."""
 
-    GATHERING = "gathering"  # waiting for members and for what they bring
+    GATHERING = "gathering"  # waiting for members and for the job's record
     RUNNING = "running"
     RECOVERING = "recovering"  # the state was lost: looking for a snapshot, or for servers to take it
     OVER = "over"

@@ -44,7 +44,7 @@ class ViewSequence:
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
             origin: str
     ) -> View:
-        """A view that makes everything before it stale: all begin from snapshot `origin`, or what `uploader` brings.
+        """A view that makes everything before it stale: all begin from snapshot `origin`, or what `uploader` uploads.
 
         ValueError when there is no server.
         """
@@ -77,8 +77,8 @@ class ViewSequence:
     def adopt(self, view: View) -> None:
         """`view` is in force from now on."""
         goes_on = self.view is not None and self.view.generation == view.generation
-        self.caught_up = still_caught_up(view, self.view,
-            self.caught_up) if self.view is not None and goes_on else set()
+        before = self.view if goes_on else None
+        self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up)
         self.view, self._last = view, view.number
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:

@@ -10,9 +10,9 @@ from rallypoint.core.worker.slots import Effect, Give, Recall, Release, ResetCod
 
 
 class NoCodecStates:
-    """The job's codecs remember nothing: a replica may be computed anywhere, at once."""
+    """The job's codecs have no state: any worker may compute any replica at once."""
 
-    kept = False  # do the job's codecs remember anything?
+    kept = False  # do the job's codecs have states?
     settled = True  # has everything been taken that this worker had to give?
 
     def ready(self, replica: int) -> bool:

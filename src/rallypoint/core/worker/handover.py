@@ -1,10 +1,10 @@
 """A worker's side of moving codec states (error feedback's residual, say) when a replica moves to another worker.
 
-What a codec remembers of (shard, replica) is a *codec state*. Like a contribution it has a name, (shard, replica,
-step): it is what there is after that step's contribution was encoded, and it is always the same, whoever holds it. A
-worker that keeps a replica no longer *gives* its codec states to the shards' primaries (or says that it has nothing
-new), each until that primary has said that it has it. A worker that begins with a replica *recalls* them there first,
-and computes once every shard has answered. `core/shard/relay.py` is the other side.
+A codec with error feedback has a *codec state* for each (shard, replica). Like a contribution it has a name, (shard,
+replica, step): it is what there is after that step's contribution was encoded, and it is always the same, whoever holds
+it. A worker that keeps a replica no longer *gives* its codec states to the shards' primaries (or says that it has
+nothing new), each until that primary has said that it has it. A worker that begins with a replica *recalls* them there
+first, and computes once every shard has answered. `core/shard/relay.py` is the other side.
 
 Nothing is trusted to a connection: what was on its way when one broke is given, or asked for, again.
 """

@@ -76,7 +76,7 @@ class Arrivals:
 
     def _codec_states_of(self, header: Header) -> CodecStates:
         if self._codec_states is None:
-            raise ProtocolError(f"a {header.kind.name} frame, though this job's codecs remember nothing")
+            raise ProtocolError(f"a {header.kind.name} frame, though this job's codecs have no state")
         return self._codec_states
 
     # ---- links ----

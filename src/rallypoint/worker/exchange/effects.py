@@ -19,7 +19,7 @@ class LinkEffects:
 
     def run_locked(self, effect: machine.CodecEffect) -> None:
         """One effect on codec states. Needs the exchange's lock."""
-        assert self._codec_states is not None, f"{effect}, though codecs remember nothing"
+        assert self._codec_states is not None, f"{effect}, though this job's codecs have no state"
         self._codec_states.run(effect)
 
     def run(self, effects: Sequence[machine.Effect]) -> None:

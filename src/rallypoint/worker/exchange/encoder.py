@@ -38,7 +38,7 @@ class Encoder:
     def __init__(self, layout: Layout, config: JobConfig) -> None:
         self._layout, self._config = layout, config
         self._scratch = Scratch()
-        self._lock = threading.Lock()  # of the scratch, and of what codecs remember
+        self._lock = threading.Lock()  # guards the scratch memory and the codec states
         self._codecs: dict[tuple[int, int], Codec] = {}
         self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}  # None: it went raw
         self._decoders = threading.local()
@@ -66,7 +66,7 @@ class Encoder:
                 self._let_go(key)
 
     def give(self, shard: int, replica: int) -> CodecState | None:
-        """What is remembered of a replica's shard, which is forgotten here; None if that is nothing."""
+        """Take the codec state of (shard, replica) out of this encoder; None if there is none."""
         key = (shard, replica)
         with self._lock:
             codec = self._codecs.pop(key, None)
@@ -77,7 +77,7 @@ class Encoder:
             return codec_state
 
     def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
-        """What is remembered of a replica's shard after `step`; None if that is nothing, or it is of another step."""
+        """A copy of the codec state of (shard, replica) after `step`; None if there is none, or it is of another step."""
         key = (shard, replica)
         with self._lock:
             codec = self._codecs.get(key)
@@ -86,7 +86,7 @@ class Encoder:
             return self._dump(key, codec)
 
     def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
-        """Remember of a replica's shard what another worker did, or nothing. ProtocolError when that cannot be."""
+        """Install a codec state that another worker had, or drop ours (None). ProtocolError if the bytes do not fit."""
         key, pool = (shard, replica), self._pools[shard]
         with self._lock:
             self._codecs.pop(key, None)

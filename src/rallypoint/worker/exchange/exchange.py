@@ -54,6 +54,8 @@ class Exchange:
         formats = ShardCodecStates(config)
         self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout)))
         observed(shell.machine, context.me)
+        if shell.states.kept:
+            observed(shell.states, f"{context.me}-codec-states")
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
         self._encoder = Encoder(layout, config)

@@ -1,4 +1,4 @@
-"""The weights, or the states, that all begin with, brought by one worker."""
+"""One worker uploads the weights, or the states, that all begin with."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@
 2. `LockedShell.changed`: the shell with its machine, the failure, and the fields of `RowPulls`, `ReplicatedState` and
    `CodecStates`. Short: nothing is sent or received under it, and no tensor is touched, save for codec states, which
    are taken out of the encoder under it.
-3. `Encoder`'s own lock: its scratch memory, and what codecs remember.
+3. `Encoder`'s own lock: its scratch memory and the codec states.
 4. `ServerLink`'s own lock: its credits, and what waits for them. Then the channel's, for its queue.
 
 Tensors have no lock. The bytes of a slot belong to one thread at a time, and the machine says to which: to the main

@@ -11,7 +11,7 @@ from rallypoint.core.worker.factory import WorkerPlan
 
 
 def worker_plan(config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = ()) -> WorkerPlan:
-    """The plan for `shell_for`. `codec_state_shards` are the shards whose codec remembers something of each replica."""
+    """The plan for `shell_for`. `codec_state_shards` are the shards whose codec has a state for each replica."""
     shards = layout.shards
     return WorkerPlan(
         shards=len(shards), rounds=config.rounds, mode=config.mode,

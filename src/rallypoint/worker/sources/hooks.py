@@ -79,7 +79,7 @@ class GradientHooks(WaitsForVersions):
         """The gradient is on its way."""
 
     def end_replica(self, replica: int) -> None:
-        """The last backward is over: send what is still here, and the buffers if this replica brings them."""
+        """The last backward is over: send what is still here, and the buffers if this replica contributes them."""
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
