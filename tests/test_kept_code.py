@@ -123,7 +123,7 @@ def test_a_disk_that_is_full_leaves_the_copies_of_before(
         return write(path, data)
 
     monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(UsageError, match="cannot be kept in .*: No space left"):
+    with pytest.raises(UsageError, match=r"cannot be kept in .*: No space left"):
         kept.keep(str(home / "train.py"), tmp_path)
     assert run(home, tmp_path, "--a", "1").stdout.splitlines() == EXPECTED
 
