@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch import kept
+from rallypoint.launch.code import kept
 
 SCRIPT = """
 import inspect, os, sys
@@ -69,7 +71,7 @@ def test_a_traceback_names_the_users_files_and_shows_the_text_that_ran(home: Pat
     done = run(home, tmp_path)
     assert done.returncode == 1
     assert "code/" not in done.stderr
-    assert "launch/script.py" not in done.stderr
+    assert "launch/code/runner.py" not in done.stderr
     lines = done.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1] == f'  File "{home / "train.py"}", line 2, in <module>'
@@ -91,6 +93,22 @@ def test_other_runs_environments_and_caches_are_no_code(home: Path, tmp_path: Pa
     kept.keep(str(home / "train.py"), tmp_path)
     found = sorted(str(path.relative_to(tmp_path / "code")) for path in (tmp_path / "code").rglob("*.py"))
     assert found == ["net.py", "pack/__init__.py", "pack/inner.py", "train.py"]
+
+
+def test_folders_of_other_users_beside_a_script_are_left_out(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "private").mkdir()
+    stat = os.stat
+
+    def as_somebody_else(path: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        if Path(os.fsdecode(path)).parent == home / "private":  # no permission to look into it
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "stat", as_somebody_else)
+    assert kept.keep(str(home / "train.py"), tmp_path) == ""
+    assert (tmp_path / "code" / "net.py").exists()
 
 
 def test_too_much_code_is_said_and_the_script_is_kept_all_the_same(

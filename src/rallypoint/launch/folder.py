@@ -14,7 +14,7 @@ import msgspec
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch.kept import CODE, remove
+from rallypoint.launch.code.kept import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS
 from rallypoint.store.snapshots import SnapshotStore
 

@@ -1,19 +1,20 @@
 """Copies of a user's code, kept with the run: workers run what the run began with, whatever is edited meanwhile.
 
 The script and the ``.py`` files below its folder are copied to ``code/`` in the run's folder. `worker_argv` starts the
-script from there; see `rallypoint.launch.script` for what that changes (nothing but where the source text is read).
+script from there; see `rallypoint.launch.code.runner` for what that changes: only where the source text is read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch import script as runner
+from rallypoint.launch.code import runner
 
 CODE = "code"
 _FILES, _BYTES, _FOLDERS = 1_000, 20_000_000, 2_000  # bounds of what is copied, and of where is looked
@@ -99,7 +100,7 @@ def _copy_modules(home: Path, kept: Path, without: Sequence[Path]) -> bool:
 
 def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
     """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders, the folders
-    of runs and those that are named in `without` are left out."""
+    of runs, what this user cannot read, and those that are named in `without`, are left out."""
     waiting, seen = [home], 0
     while waiting and seen < _FOLDERS:
         folder, seen = waiting.pop(0), seen + 1
@@ -110,15 +111,18 @@ def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
-            if entry.is_file() and entry.suffix == ".py":
+            if os.path.isfile(entry) and entry.suffix == ".py" and os.access(entry, os.R_OK):
                 yield entry
-            elif entry.is_dir() and not entry.is_symlink() and entry not in without and _may_hold_code(entry):
+            elif (
+                os.path.isdir(entry) and not os.path.islink(entry) and entry not in without and _may_hold_code(entry)
+            ):
                 waiting.append(entry)
 
 
 def _may_hold_code(folder: Path) -> bool:
+    """A folder of somebody else's (as below /tmp) is not asked what it holds: `Path.exists` would raise."""
     own = (_RUN_FILE, _VENV_FILE)
-    return folder.name not in _NOT_CODE and not any((folder / name).exists() for name in own)
+    return folder.name not in _NOT_CODE and not any(os.path.exists(folder / name) for name in own)
 
 
 def _read(path: Path) -> bytes | None:
