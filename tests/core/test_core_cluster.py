@@ -1390,6 +1390,23 @@ def test_a_done_from_somebody_who_is_no_worker_finishes_nothing() -> None:
     assert _begun().done("s0") == []
 
 
+def test_a_worker_that_has_not_proposed_the_job_can_have_computed_nothing_of_it() -> None:
+    job = _begun()
+    job.join("w9")
+    furthest = job.machine.course.furthest
+    assert job.done("w9") == []
+    assert job.play(Progress("w9", furthest + 5, 0, 0.1, job.view.generation)) == []
+    assert (job.machine.course.furthest, job.view.ending) == (furthest, False)
+
+
+@pytest.mark.parametrize("step", [-1, STEPS, 2**64 - 1])
+def test_a_report_of_a_step_that_the_job_does_not_have_does_not_count(step: int) -> None:
+    job = _begun()
+    furthest = job.machine.course.furthest
+    assert job.play(Progress("w0", step, 0, 0.1, job.view.generation)) == []
+    assert job.machine.course.furthest == furthest
+
+
 def test_whoever_comes_after_the_end_is_refused() -> None:
     job = _begun()
     job.done("w0", "w1")

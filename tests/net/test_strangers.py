@@ -28,6 +28,7 @@ from rallypoint.net.handshake import introduce
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import (
     Aborted,
+    Beat,
     CaughtUp,
     Done,
     GiveUp,
@@ -37,6 +38,7 @@ from rallypoint.net.messages import (
     Propose,
     Refused,
     Report,
+    Resize,
     decode,
     encode,
     expect,
@@ -442,6 +444,41 @@ def version(channel: Channel) -> Header:
         channel.receive_bytes(header)
     channel.receive_bytes(header)
     return header
+
+
+@pytest.mark.parametrize(("workers", "servers"), [(-1, 0), (0, -1), (10**9, 0), (0, 10**9)])
+def test_a_wish_for_an_impossible_number_of_processes_reaches_nobody(job: Job, workers: int, servers: int) -> None:
+    observer = job.enter(job.coordinator.address, "observer", "eyes")
+    observer.send_message(Resize(workers, servers))
+    assert f"a wish for {workers} workers and {servers} servers" in refusal(observer)
+    job.settle()
+    assert job.runs()
+
+
+@pytest.mark.parametrize(("role", "id"), [("worker", "server0"), ("server", "worker0"), ("worker", "worker0")])
+def test_a_guessed_incarnation_does_not_take_a_members_place(job: Job, role: str, id: str) -> None:
+    connection = job.transport.connect(job.coordinator.address, PATIENCE_S)
+    introduce(connection, "", role=role, id=id, host="here", address="here:1", incarnation=777)
+    stranger = Channel(connection, id)
+    job.channels.append(stranger)
+    assert f"the id {id} is taken" in refusal(stranger)
+    job.settle()
+    job.member.send_message(Beat())
+    assert job.runs()
+    assert set(job.coordinator._shell.members) == {"server0", "server1", "worker0"}
+
+
+@pytest.mark.parametrize("settings", ["x", "y" * 1000])
+def test_a_worker_without_the_job_s_model_does_not_end_the_job_by_a_report(job: Job, settings: str) -> None:
+    generation = job.view.generation
+    stranger = job.enter(job.coordinator.address, "worker", "stranger")
+    stranger.send_message(Report(0, 0, 1.0, 1.0, 1, 0.1, generation, settings))
+    stranger.send_message(Report(0, 0, 1.0, 1.0, 1, 0.1, generation, settings + "z"))
+    assert stranger.flush(PATIENCE_S)
+    stranger.send(Header(Kind.FETCH))  # the last word: what came before it is in the inbox once it is refused
+    assert "a FETCH frame from worker stranger" in refusal(stranger)
+    job.settle()
+    assert job.runs()
 
 
 def test_a_message_from_an_observer_closes_its_connection(job: Job) -> None:

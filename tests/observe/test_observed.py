@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -13,6 +16,7 @@ from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.streaming import StreamMachine
+from rallypoint.errors import RallypointError
 from rallypoint.observe.observed import QUESTIONS, changing_methods, observed, watched
 from rallypoint.observe.recording import SUFFIX, Recorder, RecordingError, read
 from rallypoint.testing.replay import replay
@@ -169,6 +173,32 @@ def test_a_file_that_is_no_recording_is_refused_with_a_sentence(tmp_path: Path, 
     (path := tmp_path / "what").write_bytes(content)
     with pytest.raises(RecordingError, match="is no recording of a machine"):
         replay(path)
+
+
+@pytest.mark.parametrize("call", [
+    [0.0, "handle", 1.5, {}, None],
+    [0.0, "handle", [], True, None],
+    [0.0, "handle", [["core.cluster.effects:Refuse", ["-"], ["-"], ["-"]]], {}, 1],
+])  # fmt: skip
+def test_a_damaged_call_is_refused_with_a_sentence(tmp_path: Path, call: list[Any]) -> None:
+    recorder = Recorder(tmp_path, "server0")
+    watched(ShardMachine(Sync(), 2), "server0", recorder)
+    record = msgspec.msgpack.encode(call)
+    with recorder.path.open("ab") as file:
+        file.write(struct.pack("<I", len(record)) + record)
+    with pytest.raises(RallypointError, match="damaged"):
+        replay(recorder.path)
+
+
+@pytest.mark.parametrize("content", [b"\xa1\xff", b"\x91" * 100_000])
+def test_a_record_that_is_no_text_or_too_deep_is_refused_with_a_sentence(tmp_path: Path, content: bytes) -> None:
+    recorder = Recorder(tmp_path, "server0")
+    watched(ShardMachine(Sync(), 2), "server0", recorder)
+    record = b"\x95\x00" + content
+    with recorder.path.open("ab") as file:
+        file.write(struct.pack("<I", len(record)) + record)
+    with pytest.raises(RecordingError, match="record 1 is damaged"):
+        replay(recorder.path)
 
 
 class _Wrong(ShardMachine):

@@ -29,6 +29,8 @@ from rallypoint.net.messages import (
     Stored,
 )
 
+MOST = 10_000  # workers or servers that one may ask for
+
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
     "server": (Beat, Applied, Accounted, CaughtUp, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
@@ -44,6 +46,8 @@ def checked(message: Message, sender: Hello) -> Message:
         message.weight > 0 and math.isfinite(message.weight) and math.isfinite(message.seconds)
     ):
         raise ProtocolError(f"a report of weight {message.weight} after {message.seconds} s")
+    if isinstance(message, Resize) and not (0 <= message.workers <= MOST and 0 <= message.servers <= MOST):
+        raise ProtocolError(f"a wish for {message.workers} workers and {message.servers} servers")
     if isinstance(message, Propose):
         config = message.record.config
         if missing := sorted(set(JobConfig.__struct_fields__) - config.keys()):

@@ -127,9 +127,11 @@ class CoordinatorShell:
             return [Send(connection, self.last_word)]
         if hello.role == "observer":
             return self.announcer.observe(connection)
+        if self.machine.course.members.is_taken(hello.id, "worker" if hello.role == "server" else "server"):
+            return [Refuse(connection, taken(hello.id))]
         acts: list[Act] = []
         if (old := self.members.get(hello.id)) is not None:
-            if not hello.incarnation:
+            if not self.machine.course.members.is_same(hello.id, hello.role, hello.incarnation):
                 return [Refuse(connection, taken(hello.id))]
             acts.append(Close(old))  # the same process came again before we noticed that it had gone
         self.members[hello.id] = connection
@@ -158,6 +160,8 @@ class CoordinatorShell:
         match message:
             case Beat():
                 return acts
+            case Report() | Metrics() if hello.id not in self.machine.course.members.present:
+                return acts  # it has not brought the job's model: it can have computed nothing of it
             case Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))

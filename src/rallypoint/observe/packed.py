@@ -56,7 +56,9 @@ def unpack(data: Any) -> Any:
     """What `pack` or `pack_state` was given. PackingError if it holds something that is not known here."""
     try:
         return _Unpacker().unpack(data)
-    except (TypeError, ValueError, RecursionError) as error:
+    except PackingError:
+        raise
+    except Exception as error:  # a damaged value can break the methods of its own class: __hash__, __post_init__
         raise PackingError(f"the recording is damaged: {error}") from None
 
 

@@ -32,6 +32,7 @@ LIMIT_BYTES = 64 << 20  # of one machine
 SUFFIX = ".recording"
 _LENGTH = struct.Struct("<I")
 _MOST = 1 << 30  # bytes of one record
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError)  # what msgspec raises
 
 
 class RecordingError(RallypointError):
@@ -53,8 +54,8 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
     time: float
     method: str
-    arguments: Any
-    keywords: Any
+    arguments: list[Any]
+    keywords: dict[str, Any]
     result: Any
     raised: bool = False
 
@@ -164,7 +165,7 @@ def read(path: Path) -> tuple[Beginning, Iterator[Call]]:
     records = _records(path)
     try:
         first = msgspec.msgpack.decode(next(records, b""), type=Beginning)
-    except msgspec.MsgspecError:
+    except _UNREADABLE:
         raise RecordingError(f"{path} is no recording of a machine") from None
     if first.format != FORMAT:
         raise RecordingError(f"{path} is of format {first.format}, not {FORMAT}: use Rallypoint {first.version}")
@@ -176,7 +177,7 @@ def _calls(path: Path, records: Iterator[bytes]) -> Iterator[Call]:
     for number, record in enumerate(records, 1):
         try:
             yield decoder.decode(record)
-        except msgspec.MsgspecError as error:
+        except _UNREADABLE as error:
             raise RecordingError(f"{path}: record {number} is damaged: {error}") from None
 
 

@@ -60,8 +60,7 @@ def replay(path: Path) -> Replayed:
     number = 0
     for number, call in enumerate(calls, 1):
         got, raised = _call(machine, call)
-        if raised != call.raised or not _same(call, got):
-            difference = Difference(number, _said(call), _answer(call), str(got) if raised else repr(got))
+        if (difference := _difference(number, call, got, raised)) is not None:
             return Replayed(path, first.name, first.version, machine, number, difference)
     return Replayed(path, first.name, first.version, machine, number)
 
@@ -96,6 +95,18 @@ def _call(machine: Any, call: Call) -> tuple[Any, bool]:
     except Exception as error:  # a machine that fails is what one wants to see
         return f"{type(error).__name__}: {error}", True
     return result, False
+
+
+def _difference(number: int, call: Call, got: Any, raised: bool) -> Difference | None:
+    """What was answered otherwise than recorded. RecordingError when the two cannot even be compared."""
+    try:
+        if raised == call.raised and _same(call, got):
+            return None
+        return Difference(number, _said(call), _answer(call), str(got) if raised else repr(got))
+    except RallypointError:
+        raise
+    except Exception as error:  # a value that lacks a field breaks its own class's __eq__ and __repr__
+        raise RecordingError(f"the recording is damaged: call {number} cannot be compared: {error}") from None
 
 
 def _same(call: Call, got: Any) -> bool:

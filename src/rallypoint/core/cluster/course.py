@@ -64,6 +64,10 @@ class Course:
         if worker in self.members.workers:
             self.revision += self.recovery.has(worker, version)
 
+    def may_report(self, worker: str, step: int) -> bool:
+        """Has this worker brought the job's model, and has the job such a step? Who has not can have computed none."""
+        return worker in self.members.present and self.record is not None and 0 <= step < self.record.rounds
+
     def state(self) -> ClusterState:
         """What the next coordinator has to know."""
         return ClusterState(

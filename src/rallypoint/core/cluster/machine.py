@@ -257,9 +257,10 @@ class ClusterMachine:
     # ---- progress and time ----
 
     def _progress(self, event: events.Progress) -> list[Effect]:
+        """Only a worker of the job can have computed a step, and only one that the job has."""
         course = self.course
         course.members.heard(event.worker, course.now)
-        if not course.is_current(event.generation):
+        if not course.is_current(event.generation) or not course.may_report(event.worker, event.step):
             return []
         if not course.begun:
             course.begun = True
@@ -272,7 +273,7 @@ class ClusterMachine:
 
     def _worker_done(self, worker: str) -> list[Effect]:
         course = self.course
-        if worker not in course.members.workers or course.phase is not Phase.RUNNING or course.record is None:
+        if worker not in course.members.present or course.phase is not Phase.RUNNING or course.record is None:
             return []
         course.members.done.add(worker)
         course.has_state(worker, course.record.rounds)

@@ -61,6 +61,11 @@ class Membership:
         known = self._of(role).get(member.id)
         return known is not None and known.incarnation == member.incarnation and member.id in self.awaited
 
+    def is_same(self, id: str, role: str, incarnation: int) -> bool:
+        """Is the member of that id and role the process with this number? A process that has none is new."""
+        known = self._of(role).get(id)
+        return known is not None and 0 < incarnation == known.incarnation
+
     def remove(self, id: str) -> None:
         """The member is gone, with all that is known of it."""
         self.workers.pop(id, None)
