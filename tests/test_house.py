@@ -32,9 +32,7 @@ LONG_SIGNATURES = {
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }
-FULL_FOLDERS = {
-    "core/cluster": "being split",
-}
+FULL_FOLDERS: dict[str, str] = {}
 RETIRED_NAMES = {
     "since": "being renamed",
 }

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rallypoint.core.policy import AllReduce, Sync
-from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line
+from rallypoint.testing.simulation.policies import WORDS, Played, parse_policy, replay_line
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 
 _CHUNK = 10
@@ -23,7 +23,7 @@ def main(
     first: Annotated[int, typer.Option(help="The first seed; by default the time gives fresh ones.")] = -1,
     seed: Annotated[int, typer.Option(help="Replay this one seed and print what happened.")] = -1,
     policy: Annotated[
-        str, typer.Option(help="sync, quorum:K, ssp:S, async, fold:N, fragments:F or all-reduce.")
+        str, typer.Option(help=f"One of {WORDS}.")
     ] = "sync",
 ) -> None:
     """Play seeded plans of faults on a simulated cluster, whatever happens: with `sync` the same bytes, else every

@@ -9,6 +9,7 @@ from typing import Any
 from rallypoint.core.view import View
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
+from rallypoint.testing.simulation.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
 from rallypoint.testing.simulation.link import SimulatedLink
 from rallypoint.testing.simulation.network import Node, Wire
@@ -21,7 +22,8 @@ class SimulatedExchange:
 
     def __init__(self, node: Node, job: SimulatedJob, changed: Callable[[], None]) -> None:
         self.node, self.job, self._changed = node, job, changed
-        self.shell = shell_for(node.name, worker_plan(job.config, job.layout))
+        self.shell = shell_for(node.name, worker_plan(job.config, job.layout, job.codec_state_shards))
+        self.encoder = SimulatedEncoder(job, self.shell, self._say)
         watch(self.shell.machine, node.name)
         self.machine = self.shell.machine
         self.slots: list[Content] = [GARBAGE] * job.shards
@@ -72,6 +74,12 @@ class SimulatedExchange:
                     self.apply(effects)
             case ("wait", _, replica, clock):
                 self.apply(self.machine.handle(machine.ToWait(replica, clock)))
+            case ("codec state", shard, replica, state):
+                self.encoder.arrived(shard, replica, state)
+                self._changed()
+            case ("taken", shard, replica):
+                self.encoder.taken(shard, replica)
+                self._changed()
 
     def _land(self, link: SimulatedLink, wire: Wire, shard: int, content: Content) -> None:
         waiting = self._landing.pop(wire)
@@ -90,6 +98,10 @@ class SimulatedExchange:
         self.run(effects)
         self._changed()
 
+    def prepare(self) -> None:
+        """Before the main thread chooses what to do: ask for the codec states that it waits for."""
+        self.run(self.shell.prepare())
+
     def run(self, effects: Sequence[machine.Effect]) -> None:
         """The same, and the main thread knows."""
         self.shell.validate()
@@ -104,13 +116,27 @@ class SimulatedExchange:
                     self._want(self.links[server], ("want", self.shell.number, shard, replica))
                 case machine.Follow(server=server, on=on) if server in self.links:
                     self.links[server].send(("follow", self.shell.number, on))
+                case machine.Recall() | machine.Release() | machine.Give() | machine.ResetCodecs():
+                    self.encoder.run(effect)
+
+    def _say(self, server: str, message: Any) -> None:
+        if server in self.links:
+            self.links[server].send(message)
 
     def _send(self, send: machine.Send) -> None:
         wire = self.links[send.server].wire
         assert wire is not None, f"{send} without a link"
         leaves = max(self._leaves.get(wire, 0.0), self.node.world.now + self.node.world.latency() / 4)
         self._leaves[wire] = leaves
-        self.node.later(leaves - self.node.world.now, lambda: self._transmit(wire, send))
+        if send.shard not in self.job.codec_state_shards:
+            self.node.later(leaves - self.node.world.now, lambda: self._transmit(wire, send))
+            return
+        if self.shell.snapshots.copies(send):
+            self.encoder.copy(send)
+        coded = self.encoder.encode(send, self.slots[send.shard])
+        self.node.later(leaves - self.node.world.now, lambda: self._push(wire, send, coded))
+        # The slot is free as soon as its gradient is written elsewhere.
+        self.run(self.machine.handle(machine.Sent(send.shard, send.serial)))
 
     def _want(self, link: SimulatedLink, want: Any) -> None:
         """Not before what has been queued: the last want counts."""
@@ -118,9 +144,11 @@ class SimulatedExchange:
             self.node.later(max(0.0, self._leaves.get(wire, 0.0) - self.node.world.now), lambda: wire.send(0, want))
 
     def _transmit(self, wire: Wire, send: machine.Send) -> None:
-        content = self.slots[send.shard]  # what is in the slot when the bytes leave
+        self._push(wire, send, self.slots[send.shard])  # what is in the slot when the bytes leave
+        sent = machine.Sent(send.shard, send.serial)
+        self.node.later(self.node.world.latency() / 4, lambda: self.apply(self.machine.handle(sent)))
+
+    def _push(self, wire: Wire, send: machine.Send, content: Content) -> None:
         push = ("push", send.view, send.shard, send.step, send.replica, content, send.base, send.wants)
         for _ in range(2 if self.node.world.random.random() < 0.02 else 1):
             wire.send(0, push)
-        sent = machine.Sent(send.shard, send.serial)
-        self.node.later(self.node.world.latency() / 4, lambda: self.apply(self.machine.handle(sent)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from rallypoint.codec.spec import CodecSpec, Raw, has_state
 from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.job import JobRecord
@@ -57,21 +58,29 @@ class SimulatedJob:
     compute_s: float = 0.2  # a replica's, on a worker of speed 1
     sync: Sync | BoundedStaleness | Async | LocalSteps | AllReduce = field(default_factory=Sync)
     periods: tuple[tuple[int, int], ...] = ()
+    codec: CodecSpec = Raw()
+    loses_states: bool = False  # members that hold codec states are killed: then the bytes are not promised
     buffer_shards: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buffer_shards", frozenset(range(self.shards - self.buffers, self.shards)))
 
+    @cached_property
     def record(self) -> JobRecord:
         """The record that workers propose."""
         return record_of(self.config, self.layout)
+
+    @cached_property
+    def codec_state_shards(self) -> tuple[int, ...]:
+        """The shards whose codec remembers something of each replica."""
+        return tuple(s for s in range(self.shards) if has_state(self.codec) and s not in self.buffer_shards)
 
     @cached_property
     def config(self) -> JobConfig:
         """The settings that a real job of this kind has."""
         return JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
-            nonfinite="skip" if self.skip else "stop", sync=self.sync,
+            nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
         )  # fmt: skip
 
@@ -88,17 +97,17 @@ class SimulatedJob:
         """Which shards each step is for."""
         return cadence_of(self.config, self.layout.shards)
 
-    @property
+    @cached_property
     def policy(self) -> ServerPolicy:
         """When servers apply contributions."""
         return self.config.policy
 
-    @property
+    @cached_property
     def same_bytes(self) -> bool:
-        """Does the job end with the same bytes whatever happens?"""
+        """Are contents hashes, of everything that led to them? (Else they are sets of contributions.)"""
         return self.sync in (Sync(), AllReduce())
 
-    @property
+    @cached_property
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer?"""
         return self.config.mode.holder is Holder.WORKERS
@@ -134,7 +143,7 @@ class SimulatedJob:
     def check_end(self, shard: int, content: Content) -> None:
         """AssertionError unless this is what the shard may be at the end of the job."""
         if self.same_bytes:
-            assert content == self.undisturbed()[shard], f"other bytes in shard {shard}"
+            assert self.loses_states or content == self.undisturbed()[shard], f"other bytes in shard {shard}"
             return
         if isinstance(self.sync, LocalSteps):
             self.check_version(shard, self.cadence.updates(shard), content)
@@ -153,6 +162,8 @@ class SimulatedJob:
     def check_version(self, shard: int, version: int, content: Content) -> None:
         """AssertionError unless this is the shard's own version `version`, where that follows from its number: every
         replica's contribution to each tick at which it was due, once, and of no other."""
+        if self.same_bytes and self.loses_states:
+            return
         if self.same_bytes:
             assert content == self.trajectory[version][shard], f"other bytes in shard {shard} at version {version}"
         elif isinstance(self.sync, LocalSteps):
@@ -185,6 +196,12 @@ class SimulatedJob:
         """What `replica` contributes at `step` when the model is `model`."""
         return combine(shard, step, replica, *model) if self.same_bytes else frozenset({(step, replica)})
 
+    def encoded(self, gradient: Content, residual: int) -> tuple[Content, int]:
+        """What a codec with a state makes of a gradient: the contribution, and the residual that it leaves."""
+        if not self.same_bytes:
+            return gradient, combine(residual, 3)
+        return combine(gradient, residual, 1), combine(gradient, residual, 2)
+
     def is_finite(self, step: int, replica: int) -> bool:
         """Is this replica's loss a number at `step`?"""
         return not self.skip or (step * 5 + replica) % 13 != 4
@@ -211,18 +228,26 @@ class SimulatedJob:
     def trajectory(self) -> list[list[Content]]:
         """Every shard at every version, computed without any cluster."""
         models = [[self.first(shard) for shard in range(self.shards)]]
+        residuals = dict[tuple[int, int], int]()
         for step in range(self.steps):
-            finished = [self._finished(shard, step, models[-1]) for shard in range(self.shards)]
+            finished = [self._finished(shard, step, models[-1], residuals) for shard in range(self.shards)]
             scale = self._scale(step, finished)
             models.append([
                 self._next(shard, master, finished[shard], step, scale) for shard, master in enumerate(models[-1])
             ])  # fmt: skip
         return models
 
-    def _finished(self, shard: int, step: int, model: Iterable[Content]) -> Content:
-        total = self.gradient(shard, step, 0, model)
-        for replica in range(1, self.expected(shard)):
-            total = combine(total, self.gradient(shard, step, replica, model))
+    def _finished(
+        self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int]
+    ) -> Content:  # fmt: skip
+        contributions = [self.gradient(shard, step, replica, model) for replica in range(self.expected(shard))]
+        if shard in self.codec_state_shards:
+            for replica, gradient in enumerate(contributions):
+                before = residuals.get((shard, replica), 0)
+                contributions[replica], residuals[shard, replica] = self.encoded(gradient, before)
+        total = contributions[0]
+        for contribution in contributions[1:]:
+            total = combine(total, contribution)
         return combine(total, self.expected(shard))
 
     def _scale(self, step: int, finished: list[Content]) -> float | None:

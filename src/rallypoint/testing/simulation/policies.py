@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 
-Played = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
+Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
+WORDS = "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or codec-state:WORD"
+
+
+@dataclass(frozen=True)
+class CodecState:
+    """A job in the mode `sync` whose codec has a state: contributions depend on it, and it moves with the replicas."""
+
+    sync: Mode = Sync()
+
+
+Played = Mode | CodecState
 
 
 def parse_policy(text: str) -> Played:
-    """``sync``, ``quorum:K``, ``ssp:S``, ``async``, ``fold:N``, ``fragments:F`` or ``all-reduce`` as a policy.
-
-    ValueError for anything else.
-    """
+    """One of the `WORDS` as what is to be played. ValueError for anything else."""
     name, colon, number = text.partition(":")
-    alone: dict[str, Played] = {"sync": Sync(), "async": Async(), "all-reduce": AllReduce()}
+    if name == "codec-state":
+        sync = parse_policy(number) if colon else Sync()
+        if not isinstance(sync, CodecState | AllReduce):
+            return CodecState(sync)
+    return _parse_mode(text)
+
+
+def _parse_mode(text: str) -> Mode:
+    name, colon, number = text.partition(":")
+    alone: dict[str, Mode] = {"sync": Sync(), "async": Async(), "all-reduce": AllReduce()}
     if not colon and name in alone:
         return alone[name]
     if number.isdecimal():
@@ -26,12 +45,15 @@ def parse_policy(text: str) -> Played:
                 return Async(fold=fold)
             case "fragments", fragments if fragments > 1:
                 return LocalSteps(fragments, fragments=fragments)
-    raise ValueError(f"no policy {text!r}: use sync, quorum:K, ssp:S, async or fold:N, fragments:F or all-reduce")
+    raise ValueError(f"no policy {text!r}: use {WORDS}")
 
 
 def word_for(policy: Played) -> str | None:
     """The word that `parse_policy` turns into this policy; None for one with settings that have no word."""
     match policy:
+        case CodecState(sync=sync):
+            of = word_for(sync)
+            return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"
         case BoundedStaleness(staleness=staleness):
             word = f"ssp:{staleness}"
         case Sync(quorum=None):

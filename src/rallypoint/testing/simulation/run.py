@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.member import COORDINATOR
 from rallypoint.testing.simulation.network import World
-from rallypoint.testing.simulation.policies import Played, replay_line
+from rallypoint.testing.simulation.policies import CodecState, Mode, Played, replay_line
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
@@ -58,8 +60,35 @@ _KINDS = (
 )  # fmt: skip
 
 
-def make_plan(seed: int, sync: Played = _SYNC) -> Plan:
+# Codec states are lost with the member that holds them. Where nobody dies who may hold one, nobody is given up either.
+# (A member whose connection to the coordinator breaks counts as dead.)
+_LEAVING = ("pause", "drop data", "partition", "join", "join", "leave", "leave", "leave", "half said", "disk full")
+_LOSING_SERVERS = ("pause", "drop data", "partition", "crash", "crash", "join", "half said", "torn write", "disk full")
+_PATIENT_S = 30.0
+
+
+def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
+    if not isinstance(played, CodecState):
+        return _plan_of(seed, played)
+    plan = _plan_of(seed, played.sync)
+    job = replace(plan.job, codec=TopK())
+    plan = replace(plan, job=job, terms=supported(plan.terms, job))
+    if seed % 3 == 0 or not job.same_bytes or job.policy.streaming:
+        return replace(plan, job=replace(job, loses_states=True))
+    kinds, role = (_LEAVING, "worker") if seed % 3 == 1 else (_LOSING_SERVERS, "server")
+    rng = random.Random(seed * 7919 + 2)
+    faults = []
+    for fault in plan.faults:
+        kind = rng.choice(kinds)
+        coordinator = kind == "crash" and rng.random() < 0.2
+        seconds = min(fault.seconds, 1.0) if kind in ("pause", "partition") else fault.seconds
+        faults.append(Fault(fault.at, kind, "coordinator" if coordinator else role, seconds))
+    terms = msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S)
+    return replace(plan, terms=terms, faults=tuple(faults))
+
+
+def _plan_of(seed: int, sync: Mode) -> Plan:
     rng = random.Random(seed * 7919 + 1)
     job = SimulatedJob(
         shards=rng.randint(1, 8), buffers=0, replicas=rng.randint(1, 6), steps=rng.randint(4, 14),
@@ -95,7 +124,7 @@ def supported(terms: Terms, job: SimulatedJob) -> Terms:
     without: dict[Feature, dict[str, Any]] = {
         Feature.REPLICATION: {"replication": 1}, Feature.BACKUP_TASKS: {"backup_tasks": False},
     }  # fmt: skip
-    record = job.record()
+    record = job.record
     for feature, changes in without.items():
         if feature in terms.features and record.refusal_of(frozenset({feature})):
             terms = msgspec.structs.replace(terms, **changes)
@@ -144,7 +173,8 @@ class Simulation:
             self.world.run(LIMIT_S, lambda: self.outcome.finished or bool(self.outcome.aborted))
             self._check()
         except AssertionError as error:
-            replay = replay_line(self.plan.seed, self.plan.job.sync)
+            job = self.plan.job
+            replay = replay_line(self.plan.seed, CodecState(job.sync) if has_state(job.codec) else job.sync)
             raise SimulationFailed("\n".join([replay, str(error), *self.events])) from error
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
@@ -214,9 +244,10 @@ class Simulation:
             case "pause" | "long pause":
                 node.pause()
                 self.world.at(fault.seconds, node.resume)
-            case "drop":
+            case "drop" | "drop data":
                 for wire in list(node.wires):
-                    if self.world.random.random() < 0.5:
+                    spared = fault.kind == "drop data" and any(end.name == COORDINATOR for end in wire.ends)
+                    if self.world.random.random() < 0.5 and not spared:
                         wire.cut()
             case "partition":
                 other = self.world.random.choice(sorted(self.world.nodes))
@@ -333,6 +364,6 @@ def play(plan: Plan) -> Result:
     return Simulation(plan).run()
 
 
-def simulate(seed: int, sync: Played = _SYNC) -> Result:
+def simulate(seed: int, played: Played = _SYNC) -> Result:
     """Play one seed under a policy."""
-    return play(make_plan(seed, sync))
+    return play(make_plan(seed, played))

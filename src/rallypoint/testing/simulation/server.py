@@ -17,6 +17,7 @@ from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.server.plan import plan_of
 from rallypoint.testing.simulation import server_checks
+from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
@@ -59,6 +60,7 @@ class SimulatedServer:
         self._tickets: dict[int, tuple[int, Content]] = {}  # shard and payload
         self._last_ticket = 0
         self._snapshot = ""
+        self._codec_states = ServerCodecStates(name, job, self._tell, self._write) if job.codec_state_shards else None
         world.acceptors[name] = self
         self.membership = Membership(self.node, "server", self._on_message, self._on_admitted, address=name)
 
@@ -77,9 +79,13 @@ class SimulatedServer:
                 self._viewed(view)
             case ("capture", id, version, _):
                 self._snapshot = id
+                if self._codec_states is not None:
+                    self._codec_states.abandon()
                 self._run(self.machine.capture(version))
 
     def _viewed(self, view: View) -> None:
+        if self._codec_states is not None:
+            self._codec_states.adopt(view, self.machine.view)
         self._run(self.shell.adopt(view))
         gone, new = self._links.adopt(view)
         for key in gone:
@@ -114,6 +120,8 @@ class SimulatedServer:
         shell = self.shell
         match message:
             case ("push", number, shard, step, replica, content, base, wants) if shell.takes(shard, number):
+                if self._codec_states is not None and isinstance(content, Coded):
+                    self._codec_states.contributed(shard, content, who, self._upcoming(shard, replica))
                 finite = self.job.is_finite(step, replica)
                 ticket = self._ticket(shard, content)
                 self._handle(shard, shard_events.Contribute(step, replica, 1.0, ticket, finite, base))
@@ -130,6 +138,15 @@ class SimulatedServer:
                     self._send_version(wire, index, version)
             case ("fetch", _, shard, version) if shell.may_see(shard, version) and version in self.held[shard].wire:
                 self._send_version(wire, shard, version)
+            case ("give", number, shard, replica, state) if self._codec_states is not None:
+                if shell.takes(shard, number):
+                    self._codec_states.given(shard, replica, state, who, self._upcoming(shard, replica))
+            case ("copy", number, shard, replica, Residual() as state) if self._codec_states is not None:
+                if shell.takes(shard, number):
+                    self._codec_states.copied(shard, replica, state)
+            case ("recall", _, shard, replica) if self._codec_states is not None:
+                if shell.is_current(wire, who) and self.machine.is_primary(shard):
+                    self._codec_states.recalled(shard, replica, who, self._upcoming(shard, replica))
             case ("measures", number, step, measures):
                 self._run(shell.told(step, measures, number))
             case ("replicate", number, shard, step, skip, content, replica, rate):
@@ -140,6 +157,16 @@ class SimulatedServer:
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
                 self._run(shell.replicated(wire, shard, shard_events.Loaded(version, clocks)))
+
+    def _upcoming(self, shard: int, replica: int) -> int:
+        """The next step of which the shard takes that replica's contribution."""
+        machine = self.machine.machine(shard)
+        assert machine is not None
+        return machine.clock(replica) + machine.knows(replica)
+
+    def _tell(self, worker: str, message: Any) -> None:
+        if (wire := self.shell.workers.get(worker)) is not None:
+            wire.send(1, message)
 
     # ---- other servers ----
 
@@ -222,7 +249,9 @@ class SimulatedServer:
             for index in effect.shards:
                 if not self.shell.wants_state(index, generation):
                     continue
-                version, (content, clocks) = self.store.read(effect.origin, index)
+                version, (content, clocks, states) = self.store.read(effect.origin, index)
+                if self._codec_states is not None:
+                    self._codec_states.restored(index, states, generation)
                 self.held[index].master = State(content) if self.job.averages(index) else content
                 self.held[index].keep(version, version)
                 self._run(self.shell.restored(index, generation, shard_events.Loaded(version, clocks)))
@@ -236,9 +265,9 @@ class SimulatedServer:
                 held.master = State(content) if self.job.averages(index) else content
                 held.keep(version, version)
             case shard_effects.Take(ticket=ticket):
-                held.sum = self._payload(ticket)
+                held.sum = server_checks.decoded(self, index, self._payload(ticket))
             case shard_effects.Add(ticket=ticket):
-                held.sum = self.job.add(held.sum, self._payload(ticket))
+                held.sum = self.job.add(held.sum, server_checks.decoded(self, index, self._payload(ticket)))
             case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._payload(ticket)
                 assert not fault, f"{self.node.name}: shard {index}: {fault}"
@@ -265,7 +294,9 @@ class SimulatedServer:
             case shard_effects.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shard_effects.Capture(version=version):
-                self._store(index, version, (held.master, self._clocks(index)))
+                record = (self._snapshot, version, held.master, self._clocks(index))
+                if self._codec_states is None or not self._codec_states.awaited(index, version, record):
+                    self._write(index, record, {})
             case shard_effects.Gather():
                 self.node.later(0.002, lambda: self._handle(index, shard_events.Fold()) if index in self.held else None)
             case shard_effects.Hold() | shard_effects.Abandon() | shard_effects.Acknowledge():
@@ -277,6 +308,8 @@ class SimulatedServer:
 
     def _apply(self, index: int, held: Held, apply: shard_effects.Apply) -> None:
         self.applied.append((index, apply.step))
+        if self._codec_states is not None:
+            self._codec_states.complete(index, at_last=True)
         shard = self.machine.machine(index)
         if shard is not None and shard.primary and shard.decides:
             server_checks.check_alike(self, index, apply.step, apply.scale)
@@ -302,11 +335,11 @@ class SimulatedServer:
         version = ("version", self.shell.fence.number, index, reply.version, content, reply.replica, reply.clock)
         self.shell.workers[reply.follower].send(1, version)
 
-    def _store(self, index: int, version: int, content: Content) -> None:
-        id = self._snapshot
+    def _write(self, index: int, record: tuple[str, int, Content, tuple[int, ...]], states: States) -> None:
+        id, version, content, clocks = record
 
         def write() -> None:
-            if self.store.write(id, index, version, content):
+            if self.store.write(id, index, version, (content, clocks, states)):
                 self.membership.send(("captured", id, (index,)))
             else:
                 self.membership.send(("snapshot lost", id, "no space left", -1))

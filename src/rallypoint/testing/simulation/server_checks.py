@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness
 from rallypoint.core.shard.effects import Reply
-from rallypoint.testing.simulation.job import Content, Mean, State
+from rallypoint.testing.simulation.codec_states import Coded
+from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, State
 from rallypoint.testing.simulation.member import COORDINATOR
 
 if TYPE_CHECKING:
@@ -69,14 +70,33 @@ def check_current(server: SimulatedServer, who: str, message: Any) -> None:
     assert number >= view.generation, stale
 
 
+def decoded(server: SimulatedServer, index: int, payload: Content | Coded) -> Content:
+    """The contribution in a payload that is added to the shard's sum.
+
+    AssertionError unless it was made from its replica's codec state after the step before, in the generation in force,
+    or from none: a state from before that step was used for another contribution already.
+    """
+    if not isinstance(payload, Coded):
+        return payload
+    step, replica, after, generation = payload.step, payload.replica, payload.after, payload.generation
+    what = f"{server.node.name}: shard {index}: the contribution of replica {replica} to step {step}"
+    assert after in (-1, step - 1), f"{what} is made from the codec state after step {after}"
+    now = server.shell.fence.generation
+    assert generation in (None, now), f"{what} is made from a codec state of generation {generation}; it is {now}"
+    assert payload.content != GARBAGE, f"{what} was encoded by a worker whose codec state is ahead of it"
+    assert server.job.loses_states or after == step - 1 or step == 0, f"{what} is made from no codec state"
+    return payload.content
+
+
 def check_alike(server: SimulatedServer, index: int, step: int, scale: float | None) -> None:
     """All servers take the same decision for a step of a generation: one scale for all its shards.
 
-    Under a quorum only in a generation's first view: a shard that is promoted later may sum other contributions.
+    Under a quorum, or where codec states are lost, only in a generation's first view: a shard that is promoted later
+    may sum other contributions.
     """
     view = server.machine.view
     assert view is not None
-    if not server.job.same_bytes and view.number != view.generation:
+    if (not server.job.same_bytes or server.job.loses_states) and view.number != view.generation:
         return
     server.decided[view.generation, step] = (index, scale)
     for other in server.node.world.acceptors.values():

@@ -31,6 +31,7 @@ class SimulatedWorker:
         self.model: list[Content] = []
         self._claim: ViewNumber | None = None  # the generation of which it says that it is done
         self._todo: deque[int] = deque()
+        self._captured = ""  # the last snapshot that was asked for
         self._replica = -1
         self._began = 0.0
         self._generation = ViewNumber()  # that the replica in progress belongs to
@@ -55,7 +56,7 @@ class SimulatedWorker:
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
-        self.membership.send(("propose", self.job.record()))
+        self.membership.send(("propose", self.job.record))
         if self.done:
             self.membership.send(("done", self._claim))
         if self.leaving:
@@ -73,10 +74,18 @@ class SimulatedWorker:
             case ("assist", step, replica):
                 self._exchange.apply(self.machine.handle(machine.Assisted(step, replica)))
             case ("capture", id, version, writers):
-                self.shell.snapshots.wanted(machine.Store(id, version, writers))
-                self._poke()
+                self._capture(id, version, writers)
             case ("finish",):
                 self.shell.finished = True
+
+    def _capture(self, id: str, version: int, writers: tuple[str, ...]) -> None:
+        """A snapshot is to be taken. (It is said again with each view.)"""
+        if id == self._captured:
+            return
+        self._captured = id
+        if (passed := self.shell.snapshots.wanted(machine.Store(id, version, writers))) >= 0:
+            self.membership.send(("snapshot lost", id, "a step was quicker than the word", passed))
+        self._poke()
 
     def _go(self) -> None:
         self.membership.close()
@@ -100,7 +109,8 @@ class SimulatedWorker:
         if self.shell.gone:
             self._go()
             return
-        action = self.shell.next_action()
+        self._exchange.prepare()
+        action = self.shell.choose()
         if action is None or not self._hesitate_s:
             self._begin(action)
         else:
@@ -110,7 +120,7 @@ class SimulatedWorker:
     def _begin(self, action: machine.Action | machine.Store | None) -> None:
         self._acting = False
         if isinstance(action, machine.Store):
-            self._store_share()
+            self._store_share(action)
             self._poke()
         elif self.machine.take(action):
             match action:
@@ -175,11 +185,8 @@ class SimulatedWorker:
         self.membership.send(("done", generation))
         self._poke()
 
-    def _store_share(self) -> None:
+    def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
-        wanted = self.shell.choose()
-        if not isinstance(wanted, machine.Store):
-            return  # another was asked for meanwhile
         id, version, writers = wanted.snapshot, wanted.version, wanted.writers
         if self.shell.holds > version:
             self.membership.send(("snapshot lost", id, "too late", self.shell.holds))
@@ -188,7 +195,7 @@ class SimulatedWorker:
         contents = {shard: self.model[shard] for shard in share}
 
         def write() -> None:
-            if all(self.store.write(id, shard, version, (contents[shard], ())) for shard in share):
+            if all(self.store.write(id, shard, version, (contents[shard], (), {})) for shard in share):
                 self.membership.send(("captured", id, tuple(share)))
             else:
                 self.membership.send(("snapshot lost", id, "no space left", -1))

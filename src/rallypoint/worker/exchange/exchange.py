@@ -188,7 +188,8 @@ class Exchange:
             return  # a view was quicker: another worker uploads it, or not all servers are linked to yet
 
         def view() -> View | None:
-            return self.view if self.view.generation == generation else None  # then perhaps another worker uploads
+            now = self.view  # once: the next one may come at any time
+            return now if now.generation == generation else None  # then perhaps another worker uploads
 
         push_initial(self.layout, self._links, view, self.check, max(0, self.holds), words, state)
 

@@ -117,13 +117,14 @@ class Run:
                     self._versions.install(version)
                     if self._exchange.step != version:
                         continue  # there was a roll-back meanwhile
-                    self._evaluate(generation)
+                    self._evaluate(version, generation)
                     if version == self._config.rounds:
                         self._parts.done(generation)
                 case machine.Compute(step=round, replica=replica):
                     yield from self._replica(round, replica)
                 case machine.Store():
                     self._versions.store(action)
+        self._guard.read()
         if self._exchange.gone:
             raise SystemExit(0)  # told to go, and nothing is left here to be done
         if self._exchange.step < 0:
@@ -209,13 +210,17 @@ class Run:
             batch = self._prefetched.take((step, replica, index))
             micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
             last = index == self._config.accumulate - 1
-            with self._guard.script(step, values=last and step & (step - 1) == 0):  # 0, 1, 2, 4, 8, ...
+            with self._guard.script(step, values=last and step & (step - 1) == 0, late=True):  # 0, 1, 2, 4, 8, ...
                 yield micro
             if micro.abandoned:
                 raise Rewound
             if len(self._losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
         self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
+
+    def check(self) -> None:
+        """Raise Rewound when what is being computed is stale, or the error of whatever has failed."""
+        self._exchange.check()
 
     def enter_micro(self, micro: Micro) -> None:
         """``with micro:`` begins (called by Micro). No check: what `__enter__` raises, `__exit__` cannot swallow."""
@@ -264,9 +269,10 @@ class Run:
 
     # ---- versions ----
 
-    def _evaluate(self, generation: ViewNumber) -> None:
-        step = self.step
-        due = self._evaluations.due(step, before=self._config.steps_at(self._exchange.step - 1))
+    def _evaluate(self, version: int, generation: ViewNumber) -> None:
+        """Run what is due with this version. A roll-back meanwhile is noticed only when the evaluations are over."""
+        step = self._config.steps_at(version)
+        due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
         if not due or not self.lead:
             return
         self._source.show_version()
