@@ -164,7 +164,7 @@ CONFLICTS = (
     ),
     Conflict(
         _F.FOLD, _F.REPLICATION,
-        "the backup applies each contribution by itself, so none can be folded into another's update; use fold=1, or leave "
+        "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "
         "--replication out",
     ),
     Conflict(
