@@ -18,9 +18,9 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.processes import ProcessCluster, _Process, _server_main, _worker_main
+from rallypoint.testing.processes import Process, ProcessCluster, server_main, worker_main
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0  # only for a wait that fails: everything comes within a few seconds on a quiet machine
 
 
 class Stage(ProcessCluster):
@@ -29,18 +29,18 @@ class Stage(ProcessCluster):
     def __init__(self, folder: Path, terms: Terms, cell: CellJob, *, resume: str = "") -> None:
         super().__init__(workers=0, servers=0, terms=terms, folder=str(folder), timeout=PATIENCE_S)
         folder.mkdir(exist_ok=True)
-        self.home, self.cell, self.members = folder, cell, dict[str, _Process]()
+        self.home, self.cell, self.members = folder, cell, dict[str, Process]()
         about = JoinInfo(folder=str(folder), snapshots=f"{folder}/snapshots")
-        coordinator = self._start(_coordinator_main, terms, about, resume)
-        self.address = self._answer(coordinator)
+        self.coordinator = self.start(_coordinator_main, terms, about, resume)
+        self.address = self.answer(self.coordinator)
 
     def servers_come(self, *names: str) -> None:
         for name in names:
-            self.members[name] = self._start(_server_main, name, self.address)
+            self.members[name] = self.start(server_main, name, self.address)
 
     def workers_come(self, *names: str) -> None:
         for name in names:
-            self.members[name] = self._start(_worker_main, name, self.address, train_cell, (self.cell,))
+            self.members[name] = self.start(worker_main, name, self.address, train_cell, (self.cell,))
 
     def kill(self, *names: str) -> None:
         """End them with SIGKILL."""
@@ -54,8 +54,13 @@ class Stage(ProcessCluster):
 
     def result(self, worker: str) -> str:
         """The hash of its weights at the end."""
-        answer: str = self._answer(self.members[worker])
+        answer: str = self.answer(self.members[worker])
         return answer
+
+    def until_over(self) -> None:
+        """Until the coordinator has ended: it has written down everything."""
+        self.coordinator.process.join(PATIENCE_S)
+        assert not self.coordinator.process.is_alive(), "the coordinator does not end"
 
     def until(self, happened: Callable[[], bool], what: str) -> None:
         """Wait until something has happened."""
@@ -86,7 +91,7 @@ class Stage(ProcessCluster):
         """As `rallypoint snapshot` does."""
         said: queue.SimpleQueue[object] = queue.SimpleQueue()
         link = CoordinatorLink(
-            transport=TcpTransport(), address=self.address, me=Identity("observer", "asking", self._token),
+            transport=TcpTransport(), address=self.address, me=Identity("observer", "asking", self.token),
             handlers=Handlers(said.put, said.put),
         )  # fmt: skip
         link.start()
@@ -98,7 +103,7 @@ class Stage(ProcessCluster):
     def close(self) -> None:
         """End whoever is left of them."""
         self.__exit__()
-        self._started.clear()
+        self.started.clear()
 
 
 def _coordinator_main(pipe: Any, token: str, terms: Terms, about: JoinInfo, resume: str) -> None:

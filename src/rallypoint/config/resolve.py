@@ -120,7 +120,8 @@ def _as_data(key: str, value: Any) -> Any:
 
 
 def _not_data(key: str, value: Any) -> str:
-    """What to say of a setting that is a live object; settings are data, since servers and other workers read them."""
+    """The sentence about a setting that is a live object: settings are data, because servers and other workers read
+    them."""
     if isinstance(value, msgspec.Struct):
         for field in type(value).__struct_fields__:
             inner = getattr(value, field)

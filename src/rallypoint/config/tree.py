@@ -60,7 +60,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         table_std: standard deviation of the first values of tables (embeddings whose rows only the servers keep).
         shard_bytes: the largest shard.
         window: contributions that may be under way from one worker to one server.
-        hold_bytes: bytes that a server holds back for their turn before it slows the senders down.
+        hold_bytes: bytes that a server may keep of contributions that came too early; then it slows the senders.
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
             200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
@@ -132,7 +132,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.mode.clock is Clock.STAGGERED
 
     def steps_ahead(self, round: int) -> int:
-        """How many of this round's steps replicas make before they hear of its version."""
+        """How many of this round's steps replicas make before its version is mixed in."""
         return min(self.local.delay, len(self.steps_of(round)) - 1) if self.local is not None else 0
 
     @property

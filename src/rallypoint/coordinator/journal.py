@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from rallypoint.config.kept import kept_record
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.core.job import JobRecord
 from rallypoint.errors import DataError
 
 JOURNAL = "journal.sqlite"
@@ -66,7 +66,10 @@ class Journal:
             raise
 
     def load(self) -> ClusterState | None:
-        """What the coordinator before us wrote; None when there was none."""
+        """What the coordinator before us wrote; None when there was none.
+
+        ConfigError when an older version wrote it, of a job that cannot go on.
+        """
         try:
             row = self._db.execute("select body from state where id = 1").fetchone()
             record = self._db.execute("select body from record where id = 1").fetchone()
@@ -75,7 +78,8 @@ class Journal:
             state = msgspec.msgpack.decode(row[0], type=ClusterState)
             if record is None:
                 return state
-            return msgspec.structs.replace(state, record=msgspec.msgpack.decode(record[0], type=JobRecord))
+            about = f"the journal {self._path}"
+            return msgspec.structs.replace(state, record=kept_record(msgspec.msgpack.decode(record[0]), about))
         except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
             raise self._unreadable(error) from None
 

@@ -17,7 +17,7 @@ EVERY_ROUND = -1  # in place of a period: of buffers, which are due in every rou
 
 
 class Period(msgspec.Struct, frozen=True):
-    """Due in round `first`, which is below `every`, and in every `every`-th round from there."""
+    """Due in round `first`, and in every `every`-th round after it. `first` is below `every`."""
 
     every: int
     first: int

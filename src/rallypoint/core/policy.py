@@ -169,7 +169,7 @@ class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
         delay_compensation: lambda of DC-ASGD (Zheng et al., 2017, equation 10): adds lambda * g * g * (now - then) to a
             gradient g; 0 does not. Servers then keep more versions.
         fold: so many contributions that have queued up at a busy server may be applied as one update, their mean at the
-            sum of their rates. Not while there is a backup, which must hear of each.
+            sum of their rates. Not with a backup, which applies each by itself.
     """
 
     scale_by_staleness: bool = False

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 import xxhash
 
+from rallypoint.config.kept import kept_record
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
 from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
@@ -58,9 +59,10 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def job(self) -> JobRecord:
-        """The job that the snapshot is of. DamagedSnapshot when the record is none."""
+        """The job that the snapshot is of. DamagedSnapshot when the record is none, ConfigError when it is an older
+        version's that cannot go on."""
         try:
-            return msgspec.convert(self.record, JobRecord)
+            return kept_record(self.record, f"snapshot {self.id}")
         except msgspec.ValidationError as error:
             raise DamagedSnapshot(f"snapshot {self.id} is damaged: its job record is wrong: {error}") from None
 

@@ -34,7 +34,9 @@ class ClusterFailed(RallypointError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Process:
+class Process:
+    """One process of the cluster, and the pipe on which it says what it has come to."""
+
     process: ForkServerProcess
     pipe: Connection
 
@@ -53,17 +55,17 @@ class ProcessCluster:
     terms: Terms | None = None
     folder: str = ""
     timeout: float = _TIMEOUT_S
-    _started: list[_Process] = field(default_factory=list)
-    _token: str = field(default_factory=new_token)
+    started: list[Process] = field(default_factory=list)
+    token: str = field(default_factory=new_token)
 
     def __enter__(self) -> ProcessCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for started in self._started:
+        for started in self.started:
             if started.process.is_alive():
                 started.process.kill()
-        for started in self._started:
+        for started in self.started:
             started.process.join()
             started.process.close()
             started.pipe.close()
@@ -72,24 +74,25 @@ class ProcessCluster:
         """Train on the whole cluster; see the class."""
         terms = self.terms or Terms(workers_start=self.workers, workers_max=self.workers, servers=self.servers)
         about = JoinInfo(self.overrides, self.folder, snapshots=self.folder and f"{self.folder}/snapshots")
-        coordinator = self._start(_coordinator_main, terms, about)
-        address = self._answer(coordinator)
+        coordinator = self.start(_coordinator_main, terms, about)
+        address = self.answer(coordinator)
         for index in range(self.servers):
-            self._start(_server_main, f"server{index}", address)
-        workers = [self._start(_worker_main, f"worker{i}", address, train, args) for i in range(self.workers)]
-        return [self._answer(worker) for worker in workers]
+            self.start(server_main, f"server{index}", address)
+        workers = [self.start(worker_main, f"worker{i}", address, train, args) for i in range(self.workers)]
+        return [self.answer(worker) for worker in workers]
 
-    def _start(self, main: Callable[..., None], *args: Any) -> _Process:
+    def start(self, main: Callable[..., None], *args: Any) -> Process:
+        """A new process that calls ``main(pipe, token, *args)``; it ends with the cluster at the latest."""
         context = fork_server()
         ours, theirs = context.Pipe()
-        process = context.Process(target=_child, args=(theirs, main, self._token, *args), daemon=True)
+        process = context.Process(target=_child, args=(theirs, main, self.token, *args), daemon=True)
         process.start()
         theirs.close()
-        started = _Process(process, ours)
-        self._started.append(started)
+        started = Process(process, ours)
+        self.started.append(started)
         return started
 
-    def _answer(self, asked: _Process) -> Any:
+    def answer(self, asked: Process) -> Any:
         """The next thing that this process says; a failure anywhere else comes first."""
         failure = None
         if asked.pipe in wait([asked.pipe], self.timeout):
@@ -133,13 +136,15 @@ def _coordinator_main(pipe: Connection, token: str, terms: Terms, join_info: Joi
     service.close()
 
 
-def _server_main(pipe: Connection, token: str, id: str, address: str) -> None:
+def server_main(pipe: Connection, token: str, id: str, address: str) -> None:
+    """What a server's process does."""
     run_servers([ServerService(id=id, coordinator=address, token=token)])
 
 
-def _worker_main(
+def worker_main(
     pipe: Connection, token: str, id: str, address: str, train: TrainFunction, args: Sequence[Any]
 ) -> None:
+    """What a worker's process does: ``train(job, *args)``; it says what that has returned."""
     with Job(id=id, coordinator=address, token=token) as job:
         value = train(job, *args)
     pipe.send(("value", value))

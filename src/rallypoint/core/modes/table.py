@@ -155,16 +155,16 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
 CONFLICTS = (
     Conflict(
         _F.BACKUP_TASKS, _F.CODEC_STATE,
-        "what the codec remembers of a replica is on the worker that computes it; use a codec without state "
+        "the codec's state of a replica is on the worker that computes it; use a codec without state "
         "(error_feedback=False), or leave --backup-tasks out",
     ),
     Conflict(
         _F.BY_SPEED, _F.CODEC_STATE,
-        "what the codec remembers of a replica is on the worker that computes it; replicas do not move",
+        "the codec's state of a replica is on the worker that computes it; replicas do not move",
     ),
     Conflict(
         _F.FOLD, _F.REPLICATION,
-        "the backup must hear of each contribution, so none can be folded into another's update; use fold=1, or leave "
+        "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "
         "--replication out",
     ),
     Conflict(

@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from rallypoint.config import JobConfig, parse
-from rallypoint.core.modes import Bytes
+from rallypoint.config import parse
+from rallypoint.core.job import JobRecord
+from rallypoint.core.modes import Bytes, Feature
 from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.launch.chaos.report import Event, Report, ledger_of, measure, show
 from rallypoint.launch.cluster import Handle
@@ -183,7 +184,11 @@ def chaos(
     0 if the bytes are the same, or the job's mode promises no such thing.
     """
     undisturbed = _undisturbed(plan, console, overwrite=overwrite)
-    config = _config_of(undisturbed)
+    job = _job_of(undisturbed)
+    config = parse(job.config)
+    if plan.replication > 1 and (why := job.refusal_of({Feature.REPLICATION})):
+        console.print(f"every shard is on one server ({why})")
+        plan = msgspec.structs.replace(plan, replication=1)
     console.rule(f"and now with {len(faults)} faults")
     driver = Chaos(faults, config.steps, seed)
     status = _under(plan, driver, console, overwrite=overwrite)
@@ -231,11 +236,11 @@ def _under(plan: Launch, driver: Chaos, console: Console, *, overwrite: bool) ->
             plan = msgspec.structs.replace(plan, resume=manifest.id)
 
 
-def _config_of(plan: Launch) -> JobConfig:
-    """The settings of the job that a plan's last snapshot is of."""
+def _job_of(plan: Launch) -> JobRecord:
+    """The job that a plan's last snapshot is of."""
     manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: None)
     assert manifest is not None
-    return parse(manifest.job.config)
+    return manifest.job
 
 
 def _hash(plan: Launch) -> str:

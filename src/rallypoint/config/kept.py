@@ -1,0 +1,37 @@
+"""A job's record that was kept in a snapshot or a journal, perhaps by an earlier version of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from rallypoint.config.resolve import parse, record_of
+from rallypoint.core.job import JobRecord
+from rallypoint.errors import ConfigError
+
+
+def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
+    """The record in `data`, which is plain data. `source` says where it was kept: it begins the sentence of an error.
+
+    A record from before modes had descriptions has none, and would be taken for one of `rp.Sync()`. What follows from
+    its configuration and its layout is made anew. Raises msgspec.ValidationError when `data` is no record; ConfigError
+    when such an old job cannot go on as what it was.
+    """
+    record = msgspec.convert(data, JobRecord)
+    return record if "mode" in data else _completed(record, source)
+
+
+def _completed(record: JobRecord, source: str) -> JobRecord:
+    try:
+        new = record_of(parse(record.config), record.layout, record.frozen, data=record.data, tied=record.tied)
+    except ConfigError as error:
+        raise ConfigError(f"{source} is of a job that cannot go on: {error}") from None
+    if new.rounds != record.rounds:
+        raise ConfigError(
+            f"{source} is of a job of {record.rounds} rounds, and this version of Rallypoint makes {new.rounds} of its "
+            "settings: use the version that wrote it"
+        )
+    # As it would come from a worker: lists in place of tuples, for members compare configurations.
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord)
