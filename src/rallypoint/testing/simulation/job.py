@@ -135,6 +135,10 @@ class SimulatedJob:
         """The shards to which replica 0 alone contributes."""
         return frozenset(s.index for s in self.layout.shards if self.config.contributors(s.role) == 1)
 
+    def last_version(self, shard: int) -> int:
+        """The shard's own version at the end of the job."""
+        return self.steps if self.cadence.together else self.cadence.updates(shard)
+
     def expected(self, shard: int) -> int:
         """Contributions of a step to this shard."""
         return self.config.contributors(self.layout.shards[shard].role)

@@ -113,8 +113,7 @@ def check_tally(server: SimulatedServer, index: int) -> None:
     assert machine is not None
     tally, job = machine.tally, server.job
     wrong = f"{server.node.name}: shard {index}: {tally}"
-    updates = job.steps if job.cadence.together else job.cadence.updates(index)
-    assert tally.applied + tally.folded + tally.dropped == updates * machine.expected, wrong
+    assert tally.applied + tally.folded + tally.dropped == job.last_version(index) * machine.expected, wrong
     assert tally.applied + tally.folded == len(server.held[index].master), wrong
     if machine.clocks:
         assert sum(tally.staleness.values()) == job.steps * machine.expected, wrong
