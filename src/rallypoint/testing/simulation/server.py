@@ -54,6 +54,7 @@ class SimulatedServer:
         self.held: dict[int, Held] = {}
         self.applied: list[tuple[int, int]] = []
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
+        self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self._links = PeerLinks(name, decides=bool(plan.decides))
         self._dialed: dict[Key, Wire | None] = {}
         self._waiting: deque[tuple[ViewNumber, Callable[[], None]]] = deque()
