@@ -57,7 +57,7 @@ class SimulatedJob:
     compute_s: float = 0.2  # a replica's, on a worker of speed 1
     sync: Sync | BoundedStaleness | Async | LocalSteps | AllReduce = field(default_factory=Sync)
     periods: tuple[tuple[int, int], ...] = ()
-    codec: CodecSpec = Raw()
+    codec: CodecSpec = field(default_factory=Raw)
     loses_states: bool = False  # members that hold codec states are killed: then the bytes are not promised
     buffer_shards: frozenset[int] = field(init=False)
 
