@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch import kept
+from rallypoint.launch.code import kept
 
 SCRIPT = """
 import inspect, os, sys
@@ -68,7 +71,7 @@ def test_a_traceback_names_the_users_files_and_shows_the_text_that_ran(home: Pat
     done = run(home, tmp_path)
     assert done.returncode == 1
     assert "code/" not in done.stderr
-    assert "launch/script.py" not in done.stderr
+    assert "launch/code/runner.py" not in done.stderr
     lines = done.stderr.splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1] == f'  File "{home / "train.py"}", line 2, in <module>'
@@ -92,6 +95,22 @@ def test_other_runs_environments_and_caches_are_no_code(home: Path, tmp_path: Pa
     assert found == ["net.py", "pack/__init__.py", "pack/inner.py", "train.py"]
 
 
+def test_folders_of_other_users_beside_a_script_are_left_out(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "private").mkdir()
+    stat = os.stat
+
+    def as_somebody_else(path: Any, *arguments: Any, **keywords: Any) -> os.stat_result:
+        if Path(os.fsdecode(path)).parent == home / "private":  # no permission to look into it
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *arguments, **keywords)
+
+    monkeypatch.setattr(os, "stat", as_somebody_else)
+    assert kept.keep(str(home / "train.py"), tmp_path) == ""
+    assert (tmp_path / "code" / "net.py").exists()
+
+
 def test_too_much_code_is_said_and_the_script_is_kept_all_the_same(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +122,34 @@ def test_too_much_code_is_said_and_the_script_is_kept_all_the_same(
 def test_a_script_that_cannot_be_read_is_a_sentence(home: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"gone\.py cannot be read: No such file"):
         kept.keep(str(home / "gone.py"), tmp_path)
+
+
+def test_copies_are_for_their_user_only(home: Path, tmp_path: Path) -> None:
+    kept.keep(str(home / "train.py"), tmp_path)
+    assert (tmp_path / kept.CODE).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_disk_that_is_full_leaves_the_copies_of_before(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.keep(str(home / "train.py"), tmp_path)
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.name == "inner.py":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UsageError, match=r"cannot be kept in .*: No space left"):
+        kept.keep(str(home / "train.py"), tmp_path)
+    assert run(home, tmp_path, "--a", "1").stdout.splitlines() == EXPECTED
+
+
+def test_the_folder_of_a_run_beside_its_script_does_not_keep_its_own_copies(home: Path) -> None:
+    for _ in range(2):
+        kept.keep(str(home / "train.py"), home)
+    assert not (home / kept.CODE / kept.CODE).exists()
 
 
 def test_a_run_that_has_kept_nothing_is_a_sentence(home: Path, tmp_path: Path) -> None:

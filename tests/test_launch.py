@@ -22,12 +22,13 @@ from rich.console import Console
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import launcher
+from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
 from rallypoint.launch.cluster import Handle
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import read_where
-from rallypoint.launch.launcher import ClusterRun
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.run import ClusterRun
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.messages import Finished, Message
 from rallypoint.testing.programs import run_program
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.programs
 ROOT = Path(__file__).parent.parent
 LONG_RUN = """
 import torch, rallypoint as rp
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4))
 with rp.join() as job:
@@ -104,7 +106,7 @@ def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, numbe
 def test_workers_that_die_again_and_again_end_the_job_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "LIMITS", Limits(quick_deaths=3))
+    monkeypatch.setattr(cluster_run, "LIMITS", Limits(quick_deaths=3))
     said = io.StringIO()
     plan = Launch(
         worker=(sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"), workers=(1, 1),
@@ -137,7 +139,7 @@ def test_a_run_whose_last_word_did_not_come_through_has_not_failed(tmp_path: Pat
 
 
 def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher, "_SILENCE_S", 0.5)
+    monkeypatch.setattr(cluster_run, "_SILENCE_S", 0.5)
     said, sentence = io.StringIO(), "nothing has been heard from the coordinator"
     stopped: list[int] = []
     deadline = time.monotonic() + 60.0
@@ -309,7 +311,7 @@ def test_a_coordinator_killed_as_soon_as_it_is_started_again_is_started_once_mor
 def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "LIMITS", Limits(quick_deaths=1, quick_s=1e9))
+    monkeypatch.setattr(cluster_run, "LIMITS", Limits(quick_deaths=1, quick_s=1e9))
     (tmp_path / "gate").write_text("5")
     played = Played(tmp_path, GATED)
     assert played.run(until(at_step(5), kills("coordinator"), kills("coordinator"))) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import subprocess
 import sys
@@ -19,12 +20,13 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch.folder import Where, clear, locked, read_where, refuse_an_old_run, write_where
-from rallypoint.launch.plan import Launch, write_plan
+from rallypoint.launch.plan import Launch, read_plan, write_plan
 
 RECORD = record_of(JobConfig(steps=800), build_layout([TensorSpec("w", (4,), "float32", 0)], 64))
 
 
 def old_run(folder: Path, last_word: Finish | Abort | None) -> None:
+    folder.mkdir(exist_ok=True)
     write_plan(Launch(worker=("true",), folder=str(folder)))
     journal = Journal(str(folder))
     journal.save(ClusterState(RECORD, None, (), 3, 1, True, 799, 2, last_word, {}))
@@ -63,6 +65,48 @@ def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     clear(tmp_path)
     refuse_an_old_run(tmp_path, "")
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_a_users_own_folder_named_code_is_not_deleted(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "mine.py").write_text("precious")
+    with pytest.raises(UsageError, match="code is not of a run"):
+        refuse_an_old_run(tmp_path, "")
+    with pytest.raises(UsageError, match="code is not of a run"):
+        clear(tmp_path)
+    assert (tmp_path / "code" / "mine.py").read_text() == "precious"
+
+
+def test_without_a_run_there_is_nothing_to_overwrite(tmp_path: Path) -> None:
+    (tmp_path / "snapshots").mkdir()
+    (tmp_path / "snapshots" / "mine").write_text("precious")
+    clear(tmp_path)
+    assert (tmp_path / "snapshots" / "mine").read_text() == "precious"
+
+
+def test_overwriting_takes_a_link_away_and_not_what_it_points_to(tmp_path: Path) -> None:
+    old_run(tmp_path / "run", None)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "disk" / "mine").write_text("precious")
+    for name in ("snapshots", "code"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "disk")
+    clear(tmp_path / "run")
+    assert (tmp_path / "disk" / "mine").read_text() == "precious"
+    assert not list((tmp_path / "run").iterdir())
+
+
+def test_a_plan_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Launch(worker=("true",), folder=str(tmp_path))
+    write_plan(before)
+
+    def full(path: Path, data: bytes) -> int:
+        with path.open("wb"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(UsageError, match=r"run\.json cannot be written: No space left"):
+        write_plan(msgspec.structs.replace(before, servers=9))
+    assert read_plan(tmp_path) == before
 
 
 HOLD = """

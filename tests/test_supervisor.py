@@ -147,3 +147,28 @@ def test_without_restart_the_first_death_fails_the_run() -> None:
     supervisor = running(limits=Limits(restart=False))
     supervisor.ended("server0", KILLED, 1.0)
     assert supervisor.due(2.0) == [Fail("server0 was killed (SIGKILL)")]
+
+
+def test_a_server_that_has_handed_over_takes_no_other_with_it_that_is_to_be_started_again() -> None:
+    supervisor = running(servers=3)
+    assert supervisor.resized({"server": 2}, 20.0) == [Drain("server2")]
+    supervisor.ended("server0", KILLED, 20.1)
+    assert supervisor.ended("server2", WELL, 20.1) == []
+    assert supervisor.due(20.1) == [Start("server3", "server")]
+
+
+def test_a_worker_that_has_left_takes_no_other_with_it_that_is_to_be_started_again() -> None:
+    supervisor = running(workers=3)
+    supervisor.ended("worker0", KILLED, 20.0)
+    assert supervisor.ended("worker2", WELL, 20.0) == []
+    assert supervisor.due(20.0) == [Start("worker3", "worker")]
+
+
+def test_a_worker_that_never_took_part_takes_no_other_with_it_that_is_to_be_started_again() -> None:
+    supervisor = running(workers=2)
+    supervisor.resized({"worker": 3}, 20.0)
+    supervisor.ended("worker0", KILLED, 21.0)
+    assert supervisor.ended("worker2", ERROR, 21.0) == [
+        Warn("worker2 ended with status 1 before it took part; the job goes on without it")
+    ]
+    assert supervisor.due(21.0) == [Start("worker3", "worker")]

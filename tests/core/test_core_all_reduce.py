@@ -15,6 +15,7 @@ from rallypoint.core.cluster.events import Captured, Committed, Found, Leaving, 
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.state_holders import StateHolders
+from rallypoint.core.modes import Holder
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.core.shard.effects import Apply, Drop, Install
@@ -369,7 +370,7 @@ def test_nothing_lands_while_a_version_that_has_become_void_is_still_being_copie
 
 def test_all_reduce_is_set_from_the_command_line_like_any_mode() -> None:
     config = resolve({"sync": LocalSteps(4)}, {"sync": {"type": "all-reduce"}})
-    assert (config.sync, config.policy, config.stateful_workers) == (AllReduce(), Sync(), True)
+    assert (config.sync, config.policy, config.mode.holder) == (AllReduce(), Sync(), Holder.WORKERS)
     assert config.clips_on_servers is False
     assert resolve({"sync": AllReduce(), "clip": 1.0}).clips_on_servers
     assert group_of(config, "any", 2) == 0

@@ -47,8 +47,7 @@ from rallypoint.core.cluster.events import (
     Tick,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.snapshot_duty import SNAPSHOT_PATIENCE
-from rallypoint.core.cluster.snapshot_version import CAPTURE_AHEAD
+from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_change import AHEAD

@@ -272,7 +272,7 @@ def test_fragments_are_runs_of_shards_of_about_as_many_bytes_and_a_round_is_a_tu
     record = record_of(config, _layout_of([16, 16, 32, 16, 48, 16], buffers=1))
     turns = (Period(3, 0), Period(3, 1), Period(3, 2))
     assert record.cadence == Cadence(turns, 25, (0, 0, 1, 1, 2, 2, -1)), "buffers take no turns"
-    assert (record.rounds, record.steps_per_round, record.sticky) == (25, 4, True)
+    assert (record.rounds, record.steps_per_round, record.mode.leaves_state) == (25, 4, True)
     assert record_of(JobConfig(sync=LocalSteps(steps=12)), _layout_of([16])).cadence == Cadence()
 
 

@@ -6,8 +6,13 @@ import pytest
 
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.cluster.events import SnapshotLost
-from rallypoint.core.cluster.snapshot_duty import SNAPSHOT_PATIENCE, SnapshotDuty
-from rallypoint.core.cluster.snapshot_version import CAPTURE_AHEAD, a_little_ahead, slowest_clock
+from rallypoint.core.cluster.snapshot_duty import (
+    CAPTURE_AHEAD,
+    SNAPSHOT_PATIENCE,
+    SnapshotDuty,
+    a_little_ahead,
+    slowest_clock,
+)
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout

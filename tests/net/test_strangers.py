@@ -27,6 +27,7 @@ from rallypoint.net.frames import Header, Kind, pack, wants
 from rallypoint.net.handshake import introduce
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import (
+    Aborted,
     CaughtUp,
     Done,
     GiveUp,
@@ -75,11 +76,16 @@ class Eager:
 
 
 class Job:
-    """A running job of one worker, whose part the test plays, and two servers."""
+    """A running job of one worker, whose part the test plays, and two servers.
 
-    def __init__(self, proposed: JobRecord | None = None) -> None:
+    `replication` is 1 (no backups) for a mode that has none. LinkError with the coordinator's sentence when it refuses
+    the job; nothing runs on then.
+    """
+
+    def __init__(self, proposed: JobRecord | None = None, *, replication: int = 2) -> None:
         self.transport = InprocTransport()
-        terms = Terms(servers=2, replication=2, heartbeat=10 * PATIENCE_S)  # nobody is given up for the test's silence
+        # With this heartbeat no member is given up because the test says nothing for a while.
+        terms = Terms(servers=2, replication=replication, heartbeat=10 * PATIENCE_S)
         self.coordinator = CoordinatorService(terms=terms, bind="coordinator:0", transport=self.transport)
         self.coordinator.start()
         self.servers = [
@@ -90,10 +96,18 @@ class Job:
             server.start()
         self.channels: list[Channel] = []
         self.record = proposed or record()
+        try:
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self) -> None:
         self.member = self.enter(self.coordinator.address, "worker", "worker0")
         self.member.send_message(Propose(self.record))
         while not isinstance(message := decode(self.member.receive_bytes(self.member.receive_header())), NewView):
-            pass
+            if isinstance(message, Refused | Aborted):
+                raise LinkError(message.reason)
         self.view = message.view
         for server in self.servers:  # as the member itself they wait until they have heard of the view
             self.enter(server._gate.address, "worker", "worker0").send(Header(Kind.FOLLOW, self.view.number))

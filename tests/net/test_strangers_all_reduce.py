@@ -19,7 +19,7 @@ ARRAYS = ("master", "exp_avg", "exp_avg_sq")
 @pytest.fixture
 def all_reduce(caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     caplog.set_level(logging.CRITICAL, logger="rallypoint")
-    job = Job(record(sync=AllReduce()))
+    job = Job(record(sync=AllReduce()), replication=1)  # the mode has no backups: workers hold the state
     yield job
     job.close()
 

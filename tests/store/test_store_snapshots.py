@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from samples import LAYOUT, records, same, take
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
-from rallypoint.store import direct, snapshots
+from rallypoint.store import direct, retry, snapshots
 from rallypoint.store.manifest import Compression, checksum_of, snapshot_id
 from rallypoint.store.record import encode_record
 from rallypoint.store.snapshots import Retention, SnapshotStore
@@ -273,6 +273,53 @@ def test_a_store_that_does_not_answer_is_not_taken_for_damage(tmp_path: Path, mo
     with pytest.raises(SnapshotError, match=f"{tmp_path}/latest cannot be read: Permission denied") as raised:
         store.latest_usable(silent)
     assert not isinstance(raised.value, DamagedSnapshot)
+
+
+class BadDisk:
+    """The first `errors` reads of a shards' file fail with EIO; `reads` counts all of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: float) -> None:
+        self.reads = 0
+        cat_file = LocalFileSystem.cat_file
+
+        def cat(fs: LocalFileSystem, path: str, **options: Any) -> Any:
+            if path.endswith(".shards"):
+                self.reads += 1
+                if self.reads <= errors:
+                    raise OSError(errno.EIO, "Input/output error", path)
+            return cat_file(fs, path, **options)
+
+        monkeypatch.setattr(retry, "READ_AGAIN_S", (0.0, 0.0))
+        monkeypatch.setattr(LocalFileSystem, "cat_file", cat)
+
+
+def test_a_read_error_that_goes_away_costs_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore(str(tmp_path))
+    take(store, 1)
+    newest = take(store, 2)
+    BadDisk(monkeypatch, errors=2)
+    found = store.latest_usable(silent)
+    assert found is not None
+    assert found.id == newest.id
+
+
+def test_a_read_error_that_stays_is_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore(str(tmp_path))
+    manifest = take(store, 2)
+    disk = BadDisk(monkeypatch, errors=float("inf"))
+    with pytest.raises(DamagedSnapshot, match="Input/output error"):
+        store.verify(manifest)
+    assert disk.reads == 3
+
+
+def test_bytes_with_a_wrong_checksum_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore(str(tmp_path))
+    manifest = take(store, 2)
+    entry = msgspec.structs.replace(manifest.shards[0], checksum="0" * len(manifest.shards[0].checksum))
+    disk = BadDisk(monkeypatch, errors=0)
+    with pytest.raises(DamagedSnapshot, match="is not what was written"):
+        list(store.read(msgspec.structs.replace(manifest, shards={0: entry}), [0]))
+    assert disk.reads == 1
 
 
 # A full disk

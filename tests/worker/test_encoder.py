@@ -132,13 +132,13 @@ def test_a_contribution_that_went_raw_goes_raw_again_from_whoever_takes_the_repl
     assert heir.encode(0, 2, 0, gradient(words, 2)) is not None
 
 
-def test_a_memory_that_brings_more_than_a_contribution_is_refused() -> None:
+def test_a_codec_state_with_a_longer_contribution_than_a_shard_has_is_refused() -> None:
     layout, config = setting(Int8())
     encoder = Encoder(layout, config)
     sent(encoder, 0, 0, 0, gradient(layout.shards[0].words, 0))
     codec_state = encoder.give(0, 0)
     assert codec_state is not None
-    with pytest.raises(ProtocolError, match="brings a contribution of"):
+    with pytest.raises(ProtocolError, match="a codec state of shard 0 with a contribution of"):
         encoder.take(0, 0, CodecState(codec_state.step, codec_state.code,
             memoryview(bytes(codec_state.data) + bytes(1000))))
 

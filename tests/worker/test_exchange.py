@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -305,3 +306,66 @@ def test_asking_again_and_again_whether_there_is_something_to_do_changes_nothing
     finally:
         exchange.finish()
         exchange.close()
+
+
+@pytest.fixture
+def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchange, list[Header]]]:
+    """The exchange of worker w, about to compute replica 0 of step 0; and what it has sent of codec states."""
+    monkeypatch.setattr(module, "wait_until", lambda changed, ready, *_: changed.wait_for(ready))
+    settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
+    exchange = Exchange(LAYOUT, resolve(settings), Context("w", "", InprocTransport(), Tracer("w"), lambda text: None))
+    frames: list[Header] = []
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    monkeypatch.setattr(exchange._links.get("s"), "send_codec_state", lambda header, _: frames.append(header))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    waiting = threading.Thread(target=exchange.next_action, daemon=True)
+    waiting.start()
+    _until(lambda: len(frames) == len(LAYOUT.shards))
+    for shard in LAYOUT.shards:
+        exchange.arrivals.codec_state(Header(Kind.MEMORY, exchange.view.number, shard=shard.index), bytearray())
+    waiting.join(PATIENCE_S)
+    frames.clear()
+    yield exchange, frames
+    exchange.finish()
+    exchange.close()
+
+
+def test_a_replica_reassigned_just_before_it_is_computed_has_its_codec_states_given_to_its_new_worker(
+    with_codec_states: tuple[Exchange, list[Header]],
+) -> None:
+    """Worker w has no replica left after that: no later event would make it give them, and x would wait for ever."""
+    exchange, frames = with_codec_states
+    exchange.adopt(_view(2, {"x": (0, 1)}))
+    assert exchange.replica.begin(0, 0) is None
+    _Waiting(exchange)
+    assert [(frame.kind, frame.shard, frame.replica) for frame in frames] == [(Kind.MEMORY, s, 0) for s in range(3)]
+
+
+def test_a_copy_of_a_codec_state_carries_the_view_in_which_its_contribution_was_sent(
+    with_codec_states: tuple[Exchange, list[Header]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A roll-back may come between the two: the copy must not count in the new generation."""
+    exchange, frames = with_codec_states
+    send = machine.Send(0, 3, 0, "s", 1, exchange.view.number)
+    exchange._encoder.encode(0, 2, 0, torch.ones(16))
+    exchange.adopt(_view(2, {"w": (0,), "x": (1,)}, generation=2))
+    monkeypatch.setattr(exchange._links.get("s"), "send_codec_state", lambda header, _: frames.append(header))
+    states = exchange._locked.effects._codec_states  # type: ignore[attr-defined]
+    states.copy(send)
+    assert [frame.view for frame in frames] == [send.view]
+
+
+def test_an_upload_of_an_older_generation_ends_even_if_the_view_changes_while_it_is_looked_at(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = [msgspec.structs.replace(_view(n, {"w": (0,), "x": (1,)}, generation=n), uploader="w") for n in (1, 2)]
+    exchange.adopt(mine[0])
+    exchange.arrivals.link_up(SERVER)
+    pushed: list[Header] = []
+    monkeypatch.setattr(exchange._links.get("s"), "push", lambda header, *_, **__: pushed.append(header))
+    looks = iter(mine)
+    monkeypatch.setattr(Exchange, "view", property(lambda _: next(looks, mine[1])))
+    exchange.initialise(lambda start, stop: torch.zeros(stop - start))
+    assert [header.view for header in pushed] == [mine[0].number]

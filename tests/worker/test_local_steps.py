@@ -241,9 +241,11 @@ def test_half_precision_parameters_that_have_not_moved_contribute_nothing() -> N
     optimizer = rp.SGD(lr=rp.step_decay(0.1, every=3, factor=0.0))  # after the first round the rate is 0
     masters = []
     with EmbeddedJob() as job:
-        owned: Any = job._servers[0]._reducer._owned
         sync = rp.LocalSteps(steps=3, outer=rp.SGD(lr=0.3))
-        for micro in job.train(model, data, steps=12, batch=4, optimizer=optimizer, sync=sync):
+        run = job.train(model, data, steps=12, batch=4, optimizer=optimizer, sync=sync)
+        server: Any = job._servers[0]
+        owned = server._reducer._owned  # the server has one since it knows the job
+        for micro in run:
             with micro:
                 micro.backward(loss_of(model, micro.batch))
             if micro.step % 3 == 0:

@@ -11,7 +11,7 @@ import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
 from rallypoint.core.layout import SHARD_BYTES, Role
-from rallypoint.core.modes import Clock, Feature, ModeTraits, describe
+from rallypoint.core.modes import Clock, Contribution, Feature, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Optimizer
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule
@@ -109,16 +109,6 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return describe(self.sync, self.features)
 
     @property
-    def streaming(self) -> bool:
-        """Does each replica have a clock of its own?"""
-        return self.mode.streaming
-
-    @property
-    def stateful_workers(self) -> bool:
-        """Do workers step the optimizer, each its own, and servers only average?"""
-        return self.mode.workers_hold_state
-
-    @property
     def own_optimizer(self) -> str:
         """The class of the optimizer that a worker steps in place of `optimizer`; "" if it steps that one, or none."""
         return self.sync.own if isinstance(self.sync, AllReduce) else ""
@@ -171,11 +161,26 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def clips_on_servers(self) -> bool:
         """Is the gradient clipped by the norm of the mean? Otherwise each replica clips its own."""
-        return self.clip is not None and not self.mode.streaming and self.mode.pushes_gradients
+        of_mean = self.mode.pace is Pace.ROUNDS and self.mode.contribution is Contribution.GRADIENT
+        return self.clip is not None and of_mean
 
     def contributors(self, role: Role) -> int:
         """How many replicas contribute to a shard: replica 0 alone to buffers, or (quorum) whoever comes first."""
         return self.replicas if role != "buffers" or self.mode.drops else 1
+
+    def clocks(self, role: Role) -> int:
+        """How many replicas have a clock in a shard: its contributors, or 0 where all begin a round together."""
+        return self.policy.clocks(self.contributors(role))
+
+    @property
+    def quorum(self) -> int | None:
+        """So many of a round's contributions are enough; None: all of them."""
+        return self.policy.quorum if isinstance(self.policy, Sync) else None
+
+    @property
+    def compensation(self) -> float:
+        """The lambda of delay compensation; 0: late gradients are applied as they are."""
+        return self.policy.delay_compensation if isinstance(self.policy, Async) else 0.0
 
     @property
     def decides(self) -> bool:
@@ -183,7 +188,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Stopping needs none: a worker sees its own loss before it pushes anything of that replica.
         """
-        return not self.mode.streaming and (self.clips_on_servers or self.nonfinite == "skip")
+        return self.mode.pace is Pace.ROUNDS and (self.clips_on_servers or self.nonfinite == "skip")
 
     @property
     def codecs(self) -> tuple[CodecSpec, ...]:
@@ -236,7 +241,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.SYNC_EVERY: any(group.sync_every is not None or group.sync_offset for group in groups),
         Feature.DELAY: local is not None and local.delay > 0,
         Feature.FOLD: isinstance(policy, Async) and policy.fold > 1,
-        Feature.COMPENSATION: isinstance(policy, Async) and policy.delay_compensation > 0,
+        Feature.COMPENSATION: config.compensation > 0,
     }
     return frozenset(feature for feature, is_asked in asked.items() if is_asked)
 

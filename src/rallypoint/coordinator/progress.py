@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from rallypoint.config import JobConfig
-from rallypoint.core.policy import Sync
+from rallypoint.core.modes import Pace
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report, StepDone
 
@@ -109,19 +109,16 @@ class StreamTally(StepTally):
 
 def tally_for(config: JobConfig) -> StepTally:
     """The tally of a job with these settings."""
-    if config.streaming:
-        return StreamTally(config.replicas)
-    return StepTally(config.replicas, _quorum(config))
+    match config.mode.pace:
+        case Pace.ROUNDS:
+            return StepTally(config.replicas, config.quorum)
+        case Pace.OWN:
+            return StreamTally(config.replicas)
 
 
 def items_of_step(config: JobConfig) -> int:
     """Items (samples, tokens) that one step of training uses, of all replicas together (I1)."""
-    quorum = _quorum(config)
-    return (config.replicas if quorum is None else quorum) * config.batch * config.items_per_sample
-
-
-def _quorum(config: JobConfig) -> int | None:
-    return config.policy.quorum if isinstance(config.policy, Sync) else None
+    return (config.replicas if config.quorum is None else config.quorum) * config.batch * config.items_per_sample
 
 
 _REMEMBERED = 256

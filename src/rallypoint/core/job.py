@@ -9,7 +9,7 @@ import msgspec
 
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.layout import Layout, first_difference
-from rallypoint.core.modes import Feature, ModeTraits, refusal
+from rallypoint.core.modes import Feature, ModeTraits, Pace, refusal, why_not
 
 
 class DataIdentity(msgspec.Struct, frozen=True):
@@ -49,20 +49,14 @@ class JobRecord(msgspec.Struct, frozen=True):
     data: DataIdentity = DataIdentity()
     tied: dict[str, str] = {}
 
-    @property
-    def sticky(self) -> bool:
-        """Does a replica leave state on the worker that computes it?"""
-        return self.mode.leaves_state
+    def version_at(self, shard: int, round: int) -> int | None:
+        """The shard's version in a snapshot of `round`; None where each replica has a clock of its own, so that a
+        snapshot has every shard as it was."""
+        return self.cadence.updates_before(shard, round) if self.mode.pace is Pace.ROUNDS else None
 
-    @property
-    def streaming(self) -> bool:
-        """Does each replica have a clock of its own?"""
-        return self.mode.streaming
-
-    @property
-    def stateful_workers(self) -> bool:
-        """Do workers hold the model and step the optimizer?"""
-        return self.mode.workers_hold_state
+    def supports(self, feature: Feature) -> bool:
+        """Does the feature work in this job, beside those that the job uses?"""
+        return not why_not(self.mode.name, feature, frozenset(self.features))
 
     def refusal_of(self, terms: Set[Feature]) -> str:
         """Why this job cannot run on a cluster whose terms ask for these features; "" if it can."""

@@ -61,6 +61,9 @@ class Policy(Protocol):
     def streaming(self) -> bool:
         """Does each replica have a clock of its own?"""
 
+    def clocks(self, contributors: int) -> int:
+        """How many of a shard's contributors have a clock of their own there: all of them, or 0."""
+
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
         """What to do with replica `replica`'s contribution to step `step`."""
 
@@ -89,6 +92,9 @@ class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
     @property
     def streaming(self) -> bool:
         return False
+
+    def clocks(self, contributors: int) -> int:
+        return 0
 
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
         if replica >= ledger.expected or step > ledger.version:
@@ -122,6 +128,9 @@ class _OnArrival(msgspec.Struct, frozen=True):
     @property
     def streaming(self) -> bool:
         return True
+
+    def clocks(self, contributors: int) -> int:
+        return contributors
 
     def _arrives(self, ledger: Ledger, step: int, replica: int) -> Verdict:
         if replica >= ledger.expected or step > ledger.clock(replica):

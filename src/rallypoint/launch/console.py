@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rallypoint.launch.plan import Launch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
@@ -135,6 +136,12 @@ class RunConsole:
                 f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
                 "overloaded? Steps go on without it, but nobody can join or be replaced", soft_wrap=True,
             )  # fmt: skip
+
+    def say_how_to_go_on(self, plan: Launch) -> None:
+        """Name the command that goes on with this run, if it has a snapshot."""
+        if plan.snapshots and (self.snapshots or plan.resume):
+            way = f"rallypoint resume {escape(plan.folder)}"
+            self.console.print(f"to go on from the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:
         """Take the live line away; say what the run did."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import msgspec
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.errors import DataError, UsageError
-from rallypoint.launch.kept import CODE
+from rallypoint.launch.code.kept import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -60,8 +59,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def refuse_an_old_run(folder: Path, snapshots: str) -> None:
-    """UsageError when the folder holds a run already: a new one would overwrite it."""
-    if not (folder / RUN_FILE).exists() and not (folder / JOURNAL).exists():
+    """UsageError when the folder holds a run already, or code of somebody's: a new run would overwrite it."""
+    if not _holds_a_run(folder):
+        _refuse_others_code(folder)
         return
     state = None
     if (folder / JOURNAL).exists():
@@ -89,15 +89,32 @@ def has_snapshot(snapshots: str) -> bool:
     return bool(snapshots) and SnapshotStore(snapshots).latest_usable(lambda text: None) is not None
 
 
+def _holds_a_run(folder: Path) -> bool:
+    return (folder / RUN_FILE).exists() or (folder / JOURNAL).exists()
+
+
+def _refuse_others_code(folder: Path) -> None:
+    """A run replaces ``code/`` in its folder: before the first one that folder belongs to somebody else."""
+    if os.path.lexists(folder / CODE):
+        raise UsageError(
+            f"{folder / CODE} is not of a run, and a run would keep copies of its script there: choose another --folder"
+        )
+
+
 def clear(folder: Path) -> None:
-    """Delete what an earlier run left here: its plan, journal, log, snapshots and kept code. Other files stay."""
+    """Delete what an earlier run left here: its plan, journal, log, snapshots and kept code. Other files stay.
+
+    UsageError when there was no run and the folder holds code of somebody's.
+    """
+    if not _holds_a_run(folder):
+        _refuse_others_code(folder)
+        return
     for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm"):
         (folder / name).unlink(missing_ok=True)
     for trace in folder.glob("trace-*.json"):
         trace.unlink()
     for name in (SNAPSHOTS, CODE):
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
+        remove(folder / name)
 
 
 def write_where(folder: Path, where: Where) -> None:

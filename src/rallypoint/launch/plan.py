@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.errors import ConfigError, DataError
+from rallypoint.errors import ConfigError, DataError, UsageError
 from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
@@ -24,6 +24,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         workers_start: how many begin.
         standby: so many more are started, imported and connected.
         folder: the run's folder.
+        bind: ``host:port`` at which the coordinator listens. Servers listen at the same host, each at a free port.
+        advertise: ``host`` or ``host:port`` that others connect to instead; "" for where the coordinator listens.
         resume: the snapshot to go on from; "" for a new run.
     """
 
@@ -38,6 +40,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     backup_tasks: bool = False
     threads: int = 1
     bind: str = "127.0.0.1:0"
+    advertise: str = ""
     folder: str = ""
     overrides: dict[str, Any] = {}
     snapshots: str = ""
@@ -65,9 +68,14 @@ def parse_workers(text: str) -> tuple[tuple[int, int], int]:
 
 
 def write_plan(plan: Launch) -> None:
-    """Keep the plan in the run's folder."""
+    """Keep the plan in the run's folder, whole or not at all. UsageError when it cannot be written."""
     path = Path(plan.folder) / RUN_FILE
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
+    fresh = path.with_suffix(".new")
+    try:
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
+        fresh.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def read_plan(folder: Path) -> Launch:
@@ -80,8 +88,11 @@ def read_plan(folder: Path) -> Launch:
         raise DataError(f"{folder / RUN_FILE} cannot be read: {error}") from None
 
 
-def coordinator_arguments(plan: Launch, bind: str, *, again: bool = False) -> tuple[str, ...]:
-    """What ``rallypoint coordinator`` is given. `again`: after one that has listened before, whose journal goes on."""
+def coordinator_arguments(plan: Launch, address: str = "") -> tuple[str, ...]:
+    """The arguments of ``rallypoint coordinator``.
+
+    `address`: where members have connected to an earlier coordinator of this run; then its journal goes on.
+    """
     first, last = plan.trace_steps if plan.trace else (0, 0)
     terms = {
         "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
@@ -94,7 +105,26 @@ def coordinator_arguments(plan: Launch, bind: str, *, again: bool = False) -> tu
         "snapshots": plan.snapshots, "compression": plan.compression, "retention": plan.retention,
     }  # fmt: skip
     return (
-        "--bind", bind, "--terms", msgspec.json.encode(terms).decode(),
+        "--bind", _bind_again(plan.bind, address) if address else plan.bind,
+        *(["--advertise", plan.advertise] if plan.advertise else []),
+        "--terms", msgspec.json.encode(terms).decode(),
         "--join-info", msgspec.json.encode(join_info).decode(),
-        *(["--resume", plan.resume] if plan.resume and not again else []),
+        *(["--resume", plan.resume] if plan.resume and not address else []),
     )  # fmt: skip
+
+
+def server_arguments(plan: Launch) -> tuple[str, ...]:
+    """The arguments of ``rallypoint server``: it listens at a free port of the coordinator's host."""
+    advertise = _host(plan.advertise) if plan.advertise else ""
+    return ("--bind", f"{_host(plan.bind)}:0", *(["--advertise", advertise] if advertise else []))
+
+
+def _bind_again(bind: str, address: str) -> str:
+    """Where a coordinator listens that takes over from one that members have reached at `address`."""
+    return bind if not bind.endswith(":0") else f"{_host(bind)}:{address.rpartition(':')[2]}"
+
+
+def _host(address: str) -> str:
+    """``10.0.0.7`` of ``10.0.0.7:4700`` and of ``10.0.0.7``."""
+    host, _, port = address.rpartition(":")
+    return host if host and port.isdigit() else address

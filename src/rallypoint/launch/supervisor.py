@@ -117,9 +117,11 @@ class Supervisor:
         process = self.running.pop(name)
         if process.role == COORDINATOR and how.status == 0:
             return [Over()]
-        if process.draining or how.status == 0:
-            self.wanted[process.role] = min(self.wanted[process.role], self._count(process.role))
-            return []  # it has left, as it was told
+        if process.draining:
+            return []  # it was told to go, and has not counted since
+        if how.status == 0:
+            self._one_less(process.role)
+            return []  # it has left by itself
         if not how.died or not self.limits.restart:
             return self._failed(name, process, how, now)
         return self._died(name, process, how, now)
@@ -162,11 +164,15 @@ class Supervisor:
     def _count(self, role: str) -> int:
         return sum(p.role == role and not p.draining for p in self.running.values())
 
+    def _one_less(self, role: str) -> None:
+        """One that counted is not replaced; those that died and are to be started again still are."""
+        self.wanted[role] = max(0, self.wanted[role] - 1)
+
     def _failed(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
         """It ended by itself, in an error."""
         others = [n for n, p in self.running.items() if p.role == "worker" and n in self.took_part]
         if process.role == "worker" and name not in self.took_part and others:
-            self.wanted["worker"] = self._count("worker")
+            self._one_less("worker")
             return [Warn(f"{name} {how} before it took part; the job goes on without it")]
         if self._failing is None:
             self._failing = (now + _LAST_WORD_S, f"{name} {how}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -53,13 +54,24 @@ class Tracer:
             self._spans.append({**event, "pid": self.process, "tid": threading.current_thread().name})
 
     def save(self, folder: Path) -> None:
-        """Write ``trace-PROCESS.json`` if anything was recorded; the file appears whole or not at all."""
+        """Write ``trace-PROCESS.json`` if anything was recorded; the file appears whole or not at all.
+
+        A folder that cannot be written (full, read-only) costs the trace and not the run: that is said on stderr.
+        """
         if not self._spans:
             return
         target = folder / f"trace-{self.process}.json"
         partial = target.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps({"traceEvents": self._spans}))
-        partial.replace(target)
+        try:
+            try:
+                partial.write_text(json.dumps({"traceEvents": self._spans}))
+                partial.replace(target)
+            except OSError:
+                partial.unlink(missing_ok=True)  # a part of a file on a full disk
+                raise
+        except OSError as error:
+            why = error.strerror or error
+            print(f"the trace of {self.process} cannot be written to {target}: {why}", file=sys.stderr, flush=True)
 
 
 def merge(parts: Iterable[Path], into: Path) -> int:

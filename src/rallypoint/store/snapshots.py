@@ -14,6 +14,7 @@ import errno
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,7 @@ from rallypoint.store.manifest import (
 )
 from rallypoint.store.retention import Retention as Retention
 from rallypoint.store.retention import newest_first, order, wanted
-from rallypoint.store.retry import StoreSilent
+from rallypoint.store.retry import StoreSilent, read_again
 
 if TYPE_CHECKING:
     from rallypoint.store.record import ShardRecord
@@ -151,7 +152,7 @@ class SnapshotStore:
         """The manifest of a committed snapshot. DamagedSnapshot when it is missing or not what was written."""
         _check_names(snapshot_id)
         with self._reading(snapshot_id, _MANIFEST):
-            data = self._files.get(f"{snapshot_id}/{_MANIFEST}")
+            data = read_again(lambda: self._files.get(f"{snapshot_id}/{_MANIFEST}"))
         try:
             manifest = decode_manifest(data)
         except DamagedSnapshot as error:
@@ -179,9 +180,8 @@ class SnapshotStore:
                 record = decode_record(data)
             except DamagedSnapshot as error:
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
-            # In a streaming job no version is common to all shards; staggered shards have one each.
-            right = job.cadence.updates_before(shard, manifest.version)
-            version = record.version if job.streaming else right
+            right = job.version_at(shard, manifest.version)
+            version = record.version if right is None else right
             if (record.shard, record.version) != (shard, version):
                 found = f"holds shard {record.shard} at version {record.version} where shard {shard} should be"
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, found))
@@ -241,7 +241,7 @@ class SnapshotStore:
         with self._reading("", _LATEST):
             if not self._files.exists(_LATEST):
                 return None
-            data = self._files.get(_LATEST)
+            data = read_again(lambda: self._files.get(_LATEST))
         name = data.partition(b"\n")[0].decode("ascii", "replace")
         if age(name) is not None and data == _latest_text(name):
             return name
@@ -276,13 +276,14 @@ class SnapshotStore:
     def _check_sizes(self, manifest: Manifest) -> None:
         for file, size in manifest.files.items():
             with self._reading(manifest.id, file):
-                found = self._files.size(f"{manifest.id}/{file}")
+                found = read_again(partial(self._files.size, f"{manifest.id}/{file}"))
             if found != size:
                 raise DamagedSnapshot(_damage(manifest.id, file, f"it has {found} bytes instead of {size}"))
 
     def _checked(self, manifest: Manifest, shard: int, entry: ShardEntry) -> bytes:
         with self._reading(manifest.id, entry.file):
-            data = self._files.get(f"{manifest.id}/{entry.file}", entry.offset, entry.offset + entry.length)
+            path, stop = f"{manifest.id}/{entry.file}", entry.offset + entry.length
+            data = read_again(lambda: self._files.get(path, entry.offset, stop))
         if len(data) != entry.length or checksum_of(data) != entry.checksum:
             raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard} is not what was written"))
         return data
@@ -312,7 +313,7 @@ class SnapshotStore:
 
     @contextmanager
     def _reading(self, snapshot_id: str, file: str) -> Iterator[None]:
-        """In a snapshot, a missing file and a failing disk are damage; a filesystem that does not answer is not."""
+        """In a snapshot, a missing file and a disk that goes on failing are damage; a filesystem without answer is not."""
         try:
             yield
         except OSError as error:

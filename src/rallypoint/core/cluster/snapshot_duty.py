@@ -1,17 +1,49 @@
-"""The coordinator's duty to take snapshots: when one is due, what is missing of it, and when it is given up."""
+"""The duty to take snapshots: when one is due, of which version, what of it is missing, when it is given up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rallypoint.core.cluster.events import SnapshotLost
-from rallypoint.core.cluster.snapshot_version import VersionRule
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 
+CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may have passed the version when the word arrives
 SNAPSHOT_PATIENCE = 10  # heartbeats without a part of a snapshot after which it is given up
 _ATTEMPTS = 10_000  # snapshots of one coordinator: their numbers go on where those of the one before ended
+
+
+# ---- which version the next one is of: a rule for jobs with rounds, one for streaming jobs ----
+
+
+class VersionRule(Protocol):
+    """``rule(record, furthest, last, clocks, ending=...)``: the version, from the furthest step that was reported, the
+    last snapshot's version, each replica's clock, and whether a worker holds the last version."""
+
+    def __call__(
+        self, record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool
+    ) -> int: ...
+
+
+def a_little_ahead(record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool) -> int:
+    """All shards at one version that none of them can have passed yet."""
+    return min(furthest + CAPTURE_AHEAD, record.rounds)
+
+
+def slowest_clock(record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool) -> int:
+    """Only a name: the step that every replica has come to, as far as is known here.
+
+    The shards of a streaming job are stored as they are when the word arrives, each with its clocks.
+    """
+    if ending:
+        return record.rounds
+    slowest = min(clocks.get(replica, 0) for replica in range(int(record.config["replicas"])))
+    return min(max(last, slowest), record.rounds - 1)
+
+
+# ---- the duty ----
 
 
 @dataclass(slots=True)
@@ -60,10 +92,10 @@ class SnapshotDuty:
         if self.taking is not None or not self.terms.snapshots:
             return False
         version, when = self.last
-        since = furthest + 1 - version
+        new_steps = furthest + 1 - version
         rounds = -(-self.terms.snapshot_steps // record.steps_per_round)
         by_steps = rounds > 0 and furthest + max(1, lead) >= (version // rounds + 1) * rounds
-        by_time = 0 < self.terms.snapshot_seconds <= now - when and since > 0
+        by_time = 0 < self.terms.snapshot_seconds <= now - when and new_steps > 0
         return by_steps or by_time or self.wanted or (ending and not self.final)
 
     def next_version(self, record: JobRecord, furthest: int, rule: VersionRule, *, ending: bool) -> int:

@@ -1,4 +1,4 @@
-"""The one place of the coordinator's machine that asks what kind of job it is: it picks the strategies."""
+"""The one place of the coordinator's machine that reads the mode's description: it picks the strategies."""
 
 from __future__ import annotations
 
@@ -6,9 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.recovery import Recovery, ServersHoldState, WorkersHoldState
-from rallypoint.core.cluster.snapshot_version import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
+from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
+from rallypoint.core.modes import Feature, Holder, Pace
+
+_RECOVERY: dict[Holder, Callable[[], Recovery]] = {
+    Holder.SERVERS: ServersHoldState,
+    Holder.WORKERS: WorkersHoldState,
+}
+_SNAPSHOTS: dict[Pace, tuple[VersionRule, int]] = {
+    Pace.ROUNDS: (a_little_ahead, CAPTURE_AHEAD),
+    Pace.OWN: (slowest_clock, 0),
+}
 
 
 @dataclass(slots=True)
@@ -34,13 +44,12 @@ class Strategies:
 
 def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
     """The strategies of a job with this record."""
-    recovery: Callable[[], Recovery] = WorkersHoldState if record.stateful_workers else ServersHoldState
+    snapshot_version, snapshot_lead = _SNAPSHOTS[record.mode.pace]
     return Strategies(
-        recovery=recovery(),
-        by_speed=not record.sticky,
-        # A helper lacks what a sticky replica leaves on its worker; a stateful worker that is overtaken cannot follow.
-        backup_tasks=terms.backup_tasks and not record.sticky and not record.stateful_workers,
-        workers_have_codec_states=record.sticky and not record.stateful_workers,
-        snapshot_version=slowest_clock if record.streaming else a_little_ahead,
-        snapshot_lead=0 if record.streaming else CAPTURE_AHEAD,
+        recovery=_RECOVERY[record.mode.holder](),
+        by_speed=record.supports(Feature.BY_SPEED),
+        backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
+        workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
+        snapshot_version=snapshot_version,
+        snapshot_lead=snapshot_lead,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rallypoint.core.modes.features import Feature
 from rallypoint.core.modes.refusals import refusal, why_not
 from rallypoint.core.modes.table import CONFLICTS, TABLE, YES, Conflict, No, Only
-from rallypoint.core.modes.traits import Bytes, Clock, Contribution, Holder, ModeName, ModeTraits, describe
+from rallypoint.core.modes.traits import Bytes, Clock, Contribution, Holder, ModeName, ModeTraits, Pace, describe
 
 __all__ = [
     "CONFLICTS",
@@ -21,6 +21,7 @@ __all__ = [
     "ModeTraits",
     "No",
     "Only",
+    "Pace",
     "describe",
     "refusal",
     "why_not",

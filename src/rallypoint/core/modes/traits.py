@@ -34,6 +34,13 @@ class Clock(enum.Enum):
     REPLICA = "each replica's own contributions"
 
 
+class Pace(enum.Enum):
+    """How replicas go on."""
+
+    ROUNDS = "all of them begin a round together"
+    OWN = "each at a clock of its own, so that no version is common to all shards"
+
+
 class Holder(enum.Enum):
     """Who holds the parameters and the optimizer's state, so that losing the others loses nothing."""
 
@@ -78,19 +85,15 @@ class ModeTraits(msgspec.Struct, frozen=True, kw_only=True):
     leaves_state: bool = False
 
     @property
-    def streaming(self) -> bool:
-        """Does each replica have a clock of its own, so that no version is common to all shards?"""
-        return self.clock is Clock.REPLICA
+    def pace(self) -> Pace:
+        """How replicas go on."""
+        return Pace.OWN if self.clock is Clock.REPLICA else Pace.ROUNDS
 
     @property
-    def workers_hold_state(self) -> bool:
-        """Do workers hold the model and step the optimizer, each its own copy, while servers only average?"""
-        return self.holder is Holder.WORKERS
-
-    @property
-    def pushes_gradients(self) -> bool:
-        """Is a contribution one step's gradient (and not what H local steps have changed)?"""
-        return self.contribution is Contribution.GRADIENT
+    def accounts(self) -> bool:
+        """Do servers tell how many contributions they have applied, folded and dropped? Where only the first is
+        possible they do not."""
+        return self.drops or self.pace is Pace.OWN
 
 
 MODES = {

@@ -78,8 +78,7 @@ class ShardMachine:
     _held: dict[int, events.Contribute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.policy.streaming:
-            self.clocks = Clocks.at((), self.expected, self.version)
+        self.clocks = Clocks.at((), self.policy.clocks(self.expected), self.version)
 
     # ---- what the policy may know ----
 

@@ -48,7 +48,7 @@ class Plan:
         policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
         return ShardMachine(
             policy, self.expected[index], index in self.decides, primary=primary, rounds=self.rounds_of(index),
-            skips=self.skip_not_finite and policy.streaming, compensates=self.compensates and index in self.measured,
+            skips=self.skip_not_finite and not self.decides, compensates=self.compensates and index in self.measured,
         )  # fmt: skip
 
 

@@ -198,4 +198,5 @@ class ServerShell(Generic[L]):
 
     def wants_state(self, shard: int, generation: ViewNumber) -> bool:
         """Does the shard still begin with what is read from the snapshot of that generation?"""
-        return self.fence.generation == generation and self.machine.is_primary(shard)
+        machine = self.machine.machine(shard)
+        return self.fence.generation == generation and machine is not None and machine.primary and machine.version < 0

@@ -142,8 +142,15 @@ class WorkerShell:
         return known and self.states.may_prepare(self._awaited(), self.paths)
 
     def prepare(self) -> list[Effect]:
-        """Before the main thread waits: ask for the codec states of the replica that comes next."""
-        return self.states.prepare(self._awaited(), self.paths) if self.states.kept and self.machine.view else []
+        """The main thread computes nothing and is about to wait: ask for the codec states of the replica that is next.
+
+        A replica that it was about to compute may have been assigned to another worker meanwhile, which waits for the
+        codec states: they are given now.
+        """
+        if not self.states.kept or self.machine.view is None:
+            return []
+        self._about = None
+        return [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
 
     def _awaited(self) -> int | None:
         action = self.machine.next_action()

@@ -18,8 +18,9 @@ from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.launch.chaos.report import Event, Report, ledger_of, measure, show
 from rallypoint.launch.cluster import Handle
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.launcher import INTERRUPTED, ClusterRun, launch
+from rallypoint.launch.launcher import INTERRUPTED, launch
 from rallypoint.launch.plan import Launch
+from rallypoint.launch.run import ClusterRun
 from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
 

@@ -55,7 +55,7 @@ class FrameChecks:
 
     def _beginning(self, header: Header, place: Shard) -> None:
         """What all begin with comes as what it is: of stateful workers' parameters the state."""
-        has_state = self._job.begins_with_state(place)
+        has_state = self._job.beginning.is_state(place)
         if (header.kind is Kind.STATE) != has_state or header.step > self._job.config.rounds or header.flags:
             raise ProtocolError(
                 f"a {header.kind.name} frame of shard {header.shard} at version {header.step}: this job has none"

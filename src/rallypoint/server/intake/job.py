@@ -10,9 +10,9 @@ from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import JobConfig
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Shard
-from rallypoint.core.policy import Sync
 from rallypoint.core.shard.server import Plan
 from rallypoint.net.pool import BufferPool, BufferPools
+from rallypoint.server.intake.beginning import FirstValues, beginning_of
 from rallypoint.server.plan import plan_of
 
 
@@ -52,17 +52,14 @@ class ServerJob:
     @cached_property
     def followers_ask(self) -> bool:
         """Do workers ask for parameters, one replica at a time, instead of following every version?"""
-        return self.config.streaming
+        return self.config.clocks("parameters") > 0
 
-    def begins_with_state(self, place: Shard) -> bool:
-        """Does a worker upload the shard with its optimizer's state, where workers have one?"""
-        return self.config.stateful_workers and place.role == "parameters"
-
-    def begins_at(self, version: int) -> int:
-        """The version that a job begins with when its uploader says `version`: only workers with state can be ahead."""
-        return version if self.config.stateful_workers else 0
+    @cached_property
+    def beginning(self) -> FirstValues:
+        """What a worker uploads so that the job can begin."""
+        return beginning_of(self.config)
 
     @cached_property
     def accounts(self) -> bool:
         """May contributions be folded or dropped, so that their sums are worth telling?"""
-        return self.config.policy != Sync()
+        return self.config.mode.accounts

@@ -11,7 +11,7 @@ from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.messages import CaughtUp, NotStored, Say
+from rallypoint.net.messages import CaughtUp, NotStored
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
@@ -21,9 +21,8 @@ from rallypoint.server.reducer.decisions import Context, Decisions
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
+from rallypoint.server.restores import Restores
 from rallypoint.server.shards.held import HeldShard, Shelf
-from rallypoint.store.retry import patiently
-from rallypoint.store.snapshots import SnapshotStore
 
 AnyEffect = server.Effect | Answer[Channel]
 
@@ -43,7 +42,7 @@ class Desk:
     decisions: Decisions
     context: Context
     tracer: Tracer
-    snapshots_url: str
+    restores: Restores
     codec_states: CodecStates | None
     capture: Capture | None
     gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more of what is in the inbox
@@ -75,7 +74,7 @@ class Effects:
                 case server.Disown(shard=index):
                     self._disown(index)
                 case server.Restore(shards=indices, origin=origin):
-                    self._restore(indices, origin)
+                    self._desk.restores.begin(indices, origin, self._desk.shell.fence.generation)
 
     def handle(self, index: int, event: shard_events.Event) -> None:
         """An event for one shard, and what comes of it."""
@@ -168,22 +167,6 @@ class Effects:
             self._desk.capture.disowned(index)
         self._desk.gathering.pop(index, None)
         self._owned.pop(index).release()
-
-    def _restore(self, indices: Sequence[int], origin: str) -> None:
-        desk = self._desk
-        store, generation = SnapshotStore(desk.snapshots_url), desk.shell.fence.generation
-        doing = f"{desk.shell.machine.me} restores {len(indices)} shards from snapshot {origin}"
-        manifest = patiently(lambda: store.load(origin), self._say, doing)
-        for index in indices:
-            record = patiently(lambda index=index: next(store.read(manifest, (index,))), self._say, doing)  # type: ignore[misc]
-            self._owned[record.shard].load(record)
-            if desk.codec_states is not None:
-                desk.codec_states.restored(record, desk.job.shards[record.shard])
-            loaded = shard_events.Loaded(record.version, record.clocks)
-            self.run(desk.shell.restored(record.shard, generation, loaded))
-
-    def _say(self, text: str) -> None:
-        self._desk.context.say(Say(text))
 
     def _clocks(self, index: int) -> tuple[int, ...]:
         machine = self._desk.shell.machine.machine(index)

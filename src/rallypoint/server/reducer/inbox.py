@@ -206,6 +206,22 @@ class Decided:
 
 
 @dataclass(frozen=True, slots=True)
+class Restored:
+    """One shard was read from the snapshot that `generation` begins with."""
+
+    record: ShardRecord
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreFailed:
+    """The snapshot that `generation` begins with cannot be read."""
+
+    error: Exception
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class Wake:
     """Nothing happened, but there may be something to do in idle time. `done` is set once the owner comes here."""
 
@@ -214,5 +230,6 @@ class Wake:
 
 Event = (
     Linked | Gone | Followed | Unfollowed | Wanted | Fetched | Pulled | Initial | Pushed | StateGiven | StateRecalled
-    | PeerLinked | PeerLost | Replicated | Filled | Acked | Told | Viewed | Admitted | CaptureWanted | Decided | Wake
+    | PeerLinked | PeerLost | Replicated | Filled | Acked | Told | Viewed | Admitted | CaptureWanted | Decided | Restored
+    | RestoreFailed | Wake
 )  # fmt: skip

@@ -14,7 +14,7 @@ from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import COPY, NOT_FINITE, Header
-from rallypoint.net.messages import CaughtUp
+from rallypoint.net.messages import CaughtUp, Say
 from rallypoint.net.pool import Buffer
 from rallypoint.observe.observed import observed
 from rallypoint.observe.trace import Tracer
@@ -29,6 +29,7 @@ from rallypoint.server.reducer.effects import Desk, Effects
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
+from rallypoint.server.restores import Restores
 from rallypoint.server.shards.held import HeldShard, Shelf
 from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
@@ -59,10 +60,11 @@ class Reducer:
                 writer, job, self._codec_states, self._stored_state, tracer, wake=lambda: put(inbox.Wake())
             )
         self._context = context
+        self._restores = Restores(me, snapshots_url, put, lambda text: context.say(Say(text)))
         self._desk = Desk(
             job=job, shell=self.shell, owned=self._owned, tickets=self._tickets, ledger=self._ledger,
             shelf=Shelf(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
-            replication=self._replication, context=context, tracer=tracer, snapshots_url=snapshots_url,
+            replication=self._replication, context=context, tracer=tracer, restores=self._restores,
             decisions=Decisions(self.shell, context, put, stops=job.config.nonfinite == "stop"),
             codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
@@ -88,7 +90,8 @@ class Reducer:
         return None
 
     def close(self) -> None:
-        """No more snapshots."""
+        """No more snapshots, to be stored or to be read."""
+        self._restores.close()
         if self.capture is not None:
             self.capture.close()
 
@@ -116,6 +119,8 @@ class Reducer:
             inbox.Viewed: self._viewed,
             inbox.Admitted: self._admitted,
             inbox.CaptureWanted: self._capture_wanted,
+            inbox.Restored: self._restored,
+            inbox.RestoreFailed: self._restore_failed,
             inbox.Wake: lambda e: e.done and e.done.set(),
         }
 
@@ -128,6 +133,7 @@ class Reducer:
             self.capture.abandon()
         if rolled_back:
             self._ledger.rolled_back()
+            self._restores.cancel()
         computing = view.assignments[-1].replicas if view.assignments else {}
         self._followers.share(self.job.config.in_flight_bytes, sum(map(bool, computing.values())))
         if self._codec_states is not None:
@@ -148,6 +154,28 @@ class Reducer:
         if own:
             self.capture.begin(event.snapshot, len(own))
             self._effects.run(self.machine.capture(event.version))
+
+    # ---- a snapshot that a generation begins with ----
+
+    def _restored(self, event: inbox.Restored) -> None:
+        if event.generation != self.shell.fence.generation:
+            return  # of a restore that another roll-back has cancelled
+        self._restores.left_the_inbox()
+        record = event.record
+        if not self.shell.wants_state(record.shard, event.generation):
+            self._restores.loaded(record.shard)
+            return
+        self._owned[record.shard].load(record)
+        if self._codec_states is not None:
+            self._codec_states.restored(record, self.job.shards[record.shard])
+        loaded = shard_events.Loaded(record.version, record.clocks)
+        self._effects.run(self.shell.restored(record.shard, event.generation, loaded))
+        for recall in self._restores.loaded(record.shard):
+            self._state_recalled(recall)
+
+    def _restore_failed(self, event: inbox.RestoreFailed) -> None:
+        if event.generation == self.shell.fence.generation:
+            raise event.error
 
     # ---- workers ----
 
@@ -172,7 +200,7 @@ class Reducer:
         header = event.header
         if self._takes(event.channel, header, event.buffer):
             ticket = self._tickets.issue(event.channel, header, event.buffer)
-            self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.begins_at(header.step)))
+            self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.beginning.version(header.step)))
 
     def _takes(self, channel: Channel, header: Header, buffer: Buffer) -> bool:
         if self.shell.takes(header.shard, header.view):
@@ -208,8 +236,10 @@ class Reducer:
             self._codec_states.given(header, event.data, event.worker, self._upcoming(header))
 
     def _state_recalled(self, event: inbox.StateRecalled) -> None:
+        if self._restores.postpones(event):
+            return
         header = event.header
-        current = self.shell.is_current(event.channel, event.worker) and self.machine.is_primary(header.shard)
+        current = self.shell.is_current(event.channel, event.worker) and self.shell.takes(header.shard, header.view)
         if self._codec_states is not None and current:
             self._codec_states.recalled(header, event.worker, self._upcoming(header))
 

@@ -8,6 +8,7 @@ from typing import Protocol
 from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.modes import Holder
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
@@ -75,19 +76,23 @@ class HeldShard(Protocol):
         """Become what `record` says."""
 
 
+_PARAMETERS: dict[Holder, type[OwnedShard] | type[AveragedShard]] = {
+    Holder.SERVERS: OwnedShard, Holder.WORKERS: AveragedShard,
+}  # fmt: skip
+
+
 class Shelf:
     """Makes room for shards: the one place that knows which kind a shard is."""
 
     def __init__(self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools) -> None:
         self._config, self._layout, self._pool, self._pools = config, layout, pool, pools
-        self._averages = config.stateful_workers
+        self._parameters = _PARAMETERS[config.mode.holder]
         self._scratch = Scratch()  # of the owner's thread, which encodes versions
 
     def hold(self, index: int) -> HeldShard:
         """Room for a shard."""
         place = self._layout.shards[index]
-        if self._averages and place.role == "parameters":
-            return AveragedShard(place, self._config, self._pool, self._scratch)
-        if place.part is None:
-            return OwnedShard(place, self._config, self._pool, self._scratch)
-        return OwnedRows(place, self._layout.tables[place.part.table].name, self._config, self._pools)
+        if place.part is not None:
+            return OwnedRows(place, self._layout.tables[place.part.table].name, self._config, self._pools)
+        kind = self._parameters if place.role == "parameters" else OwnedShard
+        return kind(place, self._config, self._pool, self._scratch)

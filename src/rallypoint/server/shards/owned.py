@@ -11,7 +11,6 @@ from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.policy import Async
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
@@ -37,7 +36,7 @@ class OwnedShard:
         self._wire = WireCopies(shard, config, pool, scratch)
         # torch's foreach kernel adds Nesterov's momentum to the gradient itself; the backup is to get it without.
         self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov
-        self._compensation = config.policy.delay_compensation if isinstance(config.policy, Async) else 0.0
+        self._compensation = config.compensation
         self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
         self.raw, self.encoded = self._wire.raw, self._wire.encoded
 
@@ -135,11 +134,10 @@ class OwnedShard:
 
 def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     """Is `record` a whole state of this shard, as `OwnedShard.load` needs it?"""
-    clocks = 0 if not config.streaming else 1 if shard.role == "buffers" else config.replicas
     wires = {name for name in record.arrays if name.startswith(_WIRE) and name.removeprefix(_WIRE).isdecimal()}
     moments = record.arrays.keys() - wires - {"master"}
     nothing: tuple[set[str], set[str]] = (set(), set())
     known = [nothing] if shard.role == "buffers" else state_names(config.applied)
-    right = (moments, set(record.scalars)) in known and len(record.clocks) == clocks
+    right = (moments, set(record.scalars)) in known and len(record.clocks) == config.clocks(shard.role)
     same = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
     return "master" in record.arrays and f"{_WIRE}{record.version}" in wires and right and same

@@ -198,8 +198,7 @@ def fits_rows(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
             return False
     known = (arrays.keys() - {"master"}, set(record.scalars)) in state_names(config.applied)
     whole = all(len(array) == shard.words and array.dtype == np.float32 for array in arrays.values())
-    clocks = config.replicas if config.streaming else 0
-    return "master" in arrays and known and whole and len(record.clocks) == clocks
+    return "master" in arrays and known and whole and len(record.clocks) == config.clocks(shard.role)
 
 
 def _used(payload: Buffer, columns: int) -> int:

@@ -13,6 +13,7 @@ from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
 
@@ -109,7 +110,7 @@ class SimulatedJob:
     @cached_property
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer?"""
-        return self.config.stateful_workers
+        return self.config.mode.holder is Holder.WORKERS
 
     def averages(self, shard: int) -> bool:
         """Do servers have no more of this shard than the mean of its contributions?"""

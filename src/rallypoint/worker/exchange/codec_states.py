@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rallypoint.codec.state import CodecState, ShardCodecStates
 from rallypoint.core.layout import Shard
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.handover import Key
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import CodecEffect, Give, Recall, Release, ResetCodecs, Send
@@ -56,15 +57,16 @@ class CodecStates:
         self._given.pop((shard, replica), None)
 
     def copy(self, send: Send) -> None:
-        """Before this contribution leaves: send what is remembered after the step before, for a snapshot."""
+        """Send the codec state of after the step before, for a snapshot. Called before the contribution leaves."""
         codec_state = self._encoder.copy(send.shard, send.replica, send.step - 1)
         if codec_state is not None:
             header = _header(send.shard, send.replica, codec_state)._replace(base=COPY)
-            self._send(send.server, header, codec_state.data)
+            self._send(send.server, header, codec_state.data, send.view)
 
-    def _send(self, server: str, header: Header, payload: memoryview | None) -> None:
+    def _send(self, server: str, header: Header, payload: memoryview | None, view: ViewNumber | None = None) -> None:
+        """Under the number of the view in force, or of that in which this was decided."""
         if (link := self._links.get(server)) is not None:
-            link.send_codec_state(header._replace(view=self._shell.number), payload)
+            link.send_codec_state(header._replace(view=self._shell.number if view is None else view), payload)
 
 
 def _header(shard: int, replica: int, codec_state: CodecState | None) -> Header:

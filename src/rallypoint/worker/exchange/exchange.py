@@ -95,15 +95,13 @@ class Exchange:
         """The coordinator asks for one more replica."""
         self._locked.handle(machine.Assisted(step, replica))
 
-    def store(self, wanted: machine.Store) -> None:
-        """The coordinator asks for a share of a snapshot."""
-        self._locked.set(lambda: self._shell.snapshots.store(wanted))
-
-    def capture(self, version: int) -> int:
-        """A snapshot of `version` will be taken, with the codec states of then; if that is too late, the version that
-        is here, else -1."""
+    def capture(self, snapshot: machine.Store) -> int:
+        """The coordinator asks for this worker's part of a snapshot; if that is too late, the version that is here,
+        else -1."""
         with self._locked.changed:
-            return self._shell.snapshots.capture(version)
+            passed = self._shell.snapshots.wanted(snapshot)
+            self._locked.changed.notify_all()
+            return passed
 
     def finish(self) -> None:
         """The job is over: nobody waits for anything any more."""
@@ -190,7 +188,8 @@ class Exchange:
             return  # a view was quicker: another worker uploads it, or not all servers are linked to yet
 
         def view() -> View | None:
-            return self.view if self.view.generation == generation else None  # then perhaps another worker uploads
+            now = self.view  # once: the next one may come at any time
+            return now if now.generation == generation else None  # then perhaps another worker uploads
 
         push_initial(self.layout, self._links, view, self.check, max(0, self.holds), words, state)
 

@@ -14,7 +14,7 @@ def worker_plan(config: JobConfig, layout: Layout, codec_state_shards: tuple[int
     """The plan for `shell_for`. `codec_state_shards` are the shards whose codec remembers something of each replica."""
     shards = layout.shards
     return WorkerPlan(
-        shards=len(shards), rounds=config.rounds, streaming=config.streaming, in_order=config.stateful_workers,
+        shards=len(shards), rounds=config.rounds, mode=config.mode,
         buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
         cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
+from rallypoint.core.modes import Holder
 from rallypoint.core.view import View
 from rallypoint.errors import ProtocolError
 from rallypoint.net.frames import SKIP, Header
@@ -87,4 +88,8 @@ class ReplicatedState(ServerState):
 
 def optimizer_state(config: JobConfig) -> ServerState:
     """Who has the optimizer's state in this job."""
-    return ReplicatedState(config) if config.stateful_workers else ServerState()
+    match config.mode.holder:
+        case Holder.SERVERS:
+            return ServerState()
+        case Holder.WORKERS:
+            return ReplicatedState(config)

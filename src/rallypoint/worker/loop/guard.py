@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook 
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any_step
 
 from rallypoint.errors import UsageError
+from rallypoint.worker.loop.comparison import Comparison
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -20,8 +21,8 @@ class ModelGuard:
 
     Cheap at every step: whether parameters were written in place (torch's `_version` counters), frozen or unfrozen; an
     optimizer that steps them; new layers (told by torch's registration hooks). Their values, which `parameter.data`
-    changes without a trace, are read at steps 0, 1, 2, 4, 8, ... and around evaluations. Only then a device is waited
-    for.
+    changes without a trace, are compared at steps 0, 1, 2, 4, 8, ... and around evaluations. On a GPU the steps'
+    comparisons run there, and what they have found is read as soon as it is there: nobody waits for the device.
 
     Main thread only. The hooks are global to the process and end with `remove`.
     """
@@ -42,25 +43,30 @@ class ModelGuard:
         ]
         self._registered = True  # something new in the model, perhaps: to be looked at once
         self._script_runs = False
+        self._unread: list[tuple[int, Comparison]] = []  # step, what a GPU is still comparing
         self._hooks = [
             on_module_registered(self._on_registered), on_parameter_registered(self._on_registered),
             before_any_step(self._on_optimizer_step),
         ]  # fmt: skip
 
     def remove(self) -> None:
-        """The run is over: take the global hooks off."""
+        """The run is over: take the global hooks off. What is not read yet never will be."""
+        self._unread = []
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     @contextmanager
-    def script(self, step: int, *, values: bool) -> Iterator[None]:
+    def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
         """The script's own code runs in the body; `values`: compare all values too.
+
+        With `late` a GPU is not waited for: a later call, or `read`, raises what that comparison has found.
 
         UsageError when that code has changed what it cannot change.
         """
+        self.read(wait=False)
         versions = [tensor._version for tensor in self._tensors]
-        sums = [_sum(tensor) for tensor in self._tensors] if values else []
+        comparison = Comparison(self._tensors) if values else None
         self._script_runs = True
         try:
             yield
@@ -68,10 +74,10 @@ class ModelGuard:
             self._script_runs = False
         if [tensor.requires_grad for tensor in self._tensors] != self._trains:
             self._refuse_freezing(step)
-        if sums:
-            for tensor, before, name in zip(self._tensors, sums, self._named, strict=True):
-                if _sum(tensor) != before:
-                    raise UsageError(self._written(name, step))
+        if comparison is not None:
+            comparison.end()
+            self._unread.append((step, comparison))
+            self.read(wait=not late)
         elif versions != [tensor._version for tensor in self._tensors]:
             self._refuse_writing(versions, step)
         if self._registered:
@@ -80,6 +86,17 @@ class ModelGuard:
         for owner, leaf, tensor in self._buffers:
             if owner._buffers.get(leaf) is not tensor:
                 self._take_back(owner, leaf, tensor)
+
+    def read(self, *, wait: bool = True) -> None:
+        """Read the comparisons that are not read yet; without `wait`, those that the device has finished.
+
+        UsageError for a parameter that the script has changed, with the step at which it did.
+        """
+        names = list(self._named)
+        while self._unread and (wait or self._unread[0][1].ready):
+            step, comparison = self._unread.pop(0)
+            for index in comparison.changed():
+                raise UsageError(self._written(names[index], step))
 
     # ---- what is found ----
 
@@ -152,13 +169,3 @@ class ModelGuard:
                 "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
                 "zero_grad() out of the loop; clip with clip=, as gradients have left when backward returns"
             )
-
-
-def _sum(tensor: torch.Tensor) -> int:
-    """All bits of a tensor, added up: another sum when any one element differs. Waits for a GPU."""
-    if tensor.is_meta or not tensor.numel():
-        return 0
-    raw = tensor.detach().reshape(-1).view(torch.uint8)
-    even = raw.numel() // 8 * 8
-    total = int(raw[:even].view(torch.int64).sum()) if even and raw.storage_offset() % 8 == 0 else int(raw.sum())
-    return total + int(raw[even:].sum()) if even else total

@@ -27,6 +27,7 @@ class Micro:
         self._run = run
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
         self._inside = self._finished = self.abandoned = False
+        self._failure: BaseException | None = None  # what `backward` has raised
 
     def __enter__(self) -> Micro:
         self._inside = True
@@ -38,9 +39,20 @@ class Micro:
         if isinstance(error, Rewound):
             self.abandoned = True  # the loop will yield what is to be computed instead
             return True
-        if error is None and not self._finished:
-            raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss)")
+        if error is None and (self._failure is not None or not self._finished):
+            self._end_unfinished()
         return False
+
+    def _end_unfinished(self) -> None:
+        """No gradient was sent, and the script went on as if: a handler of its own may have caught the reason."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._run.check()
+        except Rewound:
+            self.abandoned = True
+        else:
+            raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss)")
 
     def backward(self, loss: torch.Tensor, *, weight: float = 1.0) -> None:
         """Back-propagate `loss` (a tensor of one element: the mean over this micro-batch); call it once.
@@ -72,7 +84,11 @@ class Micro:
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"a weight of {weight}: weights are positive and finite")
         self._finished = True
-        self._run.backward_micro(self, loss.reshape(()), weight)
+        try:
+            self._run.backward_micro(self, loss.reshape(()), weight)
+        except BaseException as error:
+            self._failure = error
+            raise
 
     @property
     def _where(self) -> str:

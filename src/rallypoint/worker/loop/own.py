@@ -18,6 +18,7 @@ import torch
 
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
+from rallypoint.core.modes import Holder
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.state import OWN
@@ -220,7 +221,7 @@ def worker_optimizer(
     """What steps on this worker; None where the servers step. ConfigError for an optimizer that cannot be used."""
     if schedules and not own:
         raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
-    if not config.stateful_workers:
+    if config.mode.holder is Holder.SERVERS:
         return None
     return WorkerOptimizer(tensors, OwnStepper(tensors, own, schedules) if own else SpecifiedStepper(tensors, config))
 

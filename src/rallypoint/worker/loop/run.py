@@ -25,7 +25,7 @@ from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
-from rallypoint.worker.sources.delayed import Ahead, DelayedSource
+from rallypoint.worker.sources.delayed import Ahead
 
 _E = TypeVar("_E", bound=Evaluation)
 
@@ -50,7 +50,6 @@ class Run:
         self._losses: list[float] = []
         self._weights: list[float] = []
         self._started = False
-        self._delayed = parts.source if isinstance(parts.source, DelayedSource) else None
         self._ahead: Ahead | None = None
 
     # ---- what the user sees ----
@@ -118,13 +117,14 @@ class Run:
                     self._versions.install(version)
                     if self._exchange.step != version:
                         continue  # there was a roll-back meanwhile
-                    self._evaluate(generation)
+                    self._evaluate(version, generation)
                     if version == self._config.rounds:
                         self._parts.done(generation)
                 case machine.Compute(step=round, replica=replica):
                     yield from self._replica(round, replica)
                 case machine.Store():
                     self._versions.store(action)
+        self._guard.read()
         if self._exchange.gone:
             raise SystemExit(0)  # told to go, and nothing is left here to be done
         if self._exchange.step < 0:
@@ -176,17 +176,17 @@ class Run:
 
     def _go_ahead(self) -> Iterator[Micro]:
         """With a delay, while the version is on its way: the first steps of the replica that will be the next one."""
-        if self._delayed is None or (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
+        if (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
             return
         generation = self._exchange.view.generation
         (round, replica), ahead = upcoming, self._ahead
         if ahead is not None and (ahead.round, ahead.replica, ahead.generation) == (round, replica, generation):
             return
-        if not self._delayed.may_go_ahead(round, replica):
+        if not self._source.may_go_ahead(round, replica):
             return
         self._losses, self._weights = [], []
         began, count = time.monotonic(), self._config.steps_ahead(round)
-        self._delayed.begin_replica(round, replica)
+        self._source.begin_replica(round, replica)
         for step in self._config.steps_of(round)[:count]:
             yield from self._step(step, replica)
         seconds = time.monotonic() - began
@@ -195,12 +195,12 @@ class Run:
     def _resume(self, round: int, replica: int) -> Ahead | None:
         """What this replica has computed ahead of this round, if that still counts."""
         ahead = self._ahead
-        if self._delayed is None or ahead is None or ahead.replica != replica:
+        if ahead is None or ahead.replica != replica:
             return None
         self._ahead = None
         if ahead.round != round or ahead.generation != self._exchange.view.generation:
             return None
-        self._delayed.resume_replica(round, replica)
+        self._source.resume_replica(round, replica)
         return ahead
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
@@ -210,13 +210,17 @@ class Run:
             batch = self._prefetched.take((step, replica, index))
             micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
             last = index == self._config.accumulate - 1
-            with self._guard.script(step, values=last and step & (step - 1) == 0):  # 0, 1, 2, 4, 8, ...
+            with self._guard.script(step, values=last and step & (step - 1) == 0, late=True):  # 0, 1, 2, 4, 8, ...
                 yield micro
             if micro.abandoned:
                 raise Rewound
             if len(self._losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
         self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
+
+    def check(self) -> None:
+        """Raise Rewound when what is being computed is stale, or the error of whatever has failed."""
+        self._exchange.check()
 
     def enter_micro(self, micro: Micro) -> None:
         """``with micro:`` begins (called by Micro). No check: what `__enter__` raises, `__exit__` cannot swallow."""
@@ -255,7 +259,7 @@ class Run:
     def _not_finite(self, micro: Micro, value: float) -> None:
         what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
         if self._config.nonfinite == "stop":
-            unit = "step" if self._config.local is None else "round"
+            unit = "step" if self._config.steps_per_round == 1 else "round"
             raise NonFiniteLoss(
                 f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
                 "'skip' or 'continue'"
@@ -265,9 +269,10 @@ class Run:
 
     # ---- versions ----
 
-    def _evaluate(self, generation: ViewNumber) -> None:
-        step = self.step
-        due = self._evaluations.due(step, before=self._config.steps_at(self._exchange.step - 1))
+    def _evaluate(self, version: int, generation: ViewNumber) -> None:
+        """Run what is due with this version. A roll-back meanwhile is noticed only when the evaluations are over."""
+        step = self._config.steps_at(version)
+        due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
         if not due or not self.lead:
             return
         self._source.show_version()

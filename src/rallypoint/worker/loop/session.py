@@ -263,18 +263,13 @@ class Job:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
 
     def _capture(self) -> None:
-        """Workers write snapshots where they have a state; and what codecs remember belongs to one too.
-
-        (It is said again with each view: some may have joined.)
-        """
+        """Hand the last request for a snapshot on, once. (It comes again with each view: some may have joined.)"""
         with self._changed:
-            wanted, exchange, record = self._wanted, self._exchange, self._record
-            if exchange is None or record is None or wanted is None or wanted.snapshot == self._captured:
+            wanted, exchange = self._wanted, self._exchange
+            if exchange is None or wanted is None or wanted.snapshot == self._captured:
                 return
             self._captured = wanted.snapshot
-        if record.stateful_workers:
-            exchange.store(Store(wanted.snapshot, wanted.version, wanted.writers))
-        elif (passed := exchange.capture(wanted.version)) >= 0:
+        if (passed := exchange.capture(Store(wanted.snapshot, wanted.version, wanted.writers))) >= 0:
             self._link.send(NotStored(wanted.snapshot, "a step was quicker than the word", passed))
 
     def _adopt(self, view: View) -> None:

@@ -11,7 +11,6 @@ from rallypoint.net.messages import NotStored
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.sources.delayed import DelayedSource
 
 
 class Versions:
@@ -42,8 +41,7 @@ class Versions:
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
                 return
-            if isinstance(parts.source, DelayedSource):
-                parts.source.show_version()  # puts away what a replica has changed since the round began
+            parts.source.install()
             if parts.optimizer is not None:
                 states, skipped = exchange.take_states()
                 parts.optimizer.install(version, vector, states, skipped=skipped)

@@ -43,6 +43,10 @@ class DelayedSource(FragmentsSource):
         super().begin_replica(round, replica)
         self._round = round
 
+    def install(self) -> None:
+        """Put away what a replica has changed since the round began."""
+        self.show_version()
+
     def may_go_ahead(self, round: int, replica: int) -> bool:
         """Can the round's first steps be made before its version is here? Not by a replica that begins at it."""
         inner = self._inner.get(replica)

@@ -10,13 +10,13 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.errors import ModelError
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.sources.source import send_buffers
+from rallypoint.worker.sources.source import WaitsForVersions, send_buffers
 from rallypoint.worker.sources.staging import Staging
 from rallypoint.worker.sources.tables import Tables
 from rallypoint.worker.tensors import ModelTensors, Placed
 
 
-class GradientHooks:
+class GradientHooks(WaitsForVersions):
     """The gradient as contribution: post-accumulate-grad hooks on every trained parameter of a model.
 
     A parameter that got no gradient by the end of the replica contributes zeros, so nothing ever waits for it. With

@@ -23,12 +23,12 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import ViewNumber
 from rallypoint.optim.flat import build_optimizer
 from rallypoint.worker.exchange.exchange import Exchange
-from rallypoint.worker.sources.source import send_buffers
+from rallypoint.worker.sources.source import WaitsForVersions, send_buffers
 from rallypoint.worker.sources.staging import Staging
 from rallypoint.worker.tensors import ModelTensors
 
 
-class LocalStepsSource:
+class LocalStepsSource(WaitsForVersions):
     """Contributes start - local: the parameters of the version minus those after the round's steps (LocalSteps).
 
     Gradients are plain autograd's; a parameter without one is left alone, as in plain PyTorch. Each replica clips its

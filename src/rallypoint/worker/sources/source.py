@@ -20,11 +20,20 @@ class DeltaSource(Protocol):
     `abandon`.
     """
 
+    def install(self) -> None:
+        """A new version is about to be copied into the model."""
+
     def installed(self, shards: Sequence[Shard] | None) -> None:
         """The model holds a new version: of these shards, or (None) all of it is new."""
 
     def show_version(self) -> None:
         """The model is to be evaluated: from now on it is the version, and nothing that a replica has moved."""
+
+    def may_go_ahead(self, round: int, replica: int) -> bool:
+        """Can the replica make the first steps of this round (`steps_ahead`) before the round's version is here?"""
+
+    def resume_replica(self, round: int, replica: int) -> None:
+        """The version is here: a replica that has gone ahead goes on in its round."""
 
     def begin_replica(self, round: int, replica: int) -> None:
         """A replica's round begins: from now on the model is what that replica starts from."""
@@ -55,6 +64,19 @@ class DeltaSource(Protocol):
 
     def remove(self) -> None:
         """The run is over: leave the model alone."""
+
+
+class WaitsForVersions:
+    """A source whose replicas begin each round at the round's version: none of them goes ahead."""
+
+    def install(self) -> None:
+        """The model holds nothing that is to be kept."""
+
+    def may_go_ahead(self, round: int, replica: int) -> bool:
+        return False
+
+    def resume_replica(self, round: int, replica: int) -> None:
+        raise AssertionError(f"replica {replica} has not gone ahead in round {round}")
 
 
 def send_buffers(tensors: ModelTensors, exchange: Exchange) -> None:

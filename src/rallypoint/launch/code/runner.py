@@ -1,4 +1,4 @@
-"""Runs a user's script from the copy that its run has kept: ``python script.py KEPT SCRIPT [arguments]``.
+"""Runs a user's script from the copy that its run has kept: ``python runner.py KEPT SCRIPT [arguments]``.
 
 The script cannot tell the difference: ``__file__``, ``sys.path``, ``sys.argv``, tracebacks and packages' data name the
 script's own folder. Only the source text of the script, and of the modules below its folder, is read from the copies.

@@ -1,0 +1,139 @@
+"""Copies of a user's code, kept with the run: workers run what the run began with, whatever is edited meanwhile.
+
+The script and the ``.py`` files below its folder are copied to ``code/`` in the run's folder. `worker_argv` starts the
+script from there; see `rallypoint.launch.code.runner` for what that changes: only where the source text is read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rallypoint.errors import DataError, UsageError
+from rallypoint.launch.code import runner
+
+CODE = "code"
+_FILES, _BYTES, _FOLDERS = 1_000, 20_000_000, 2_000  # bounds of what is copied, and of where is looked
+_NOT_CODE = {"__pycache__", "node_modules", "site-packages"}
+_RUN_FILE, _VENV_FILE = "run.json", "pyvenv.cfg"  # of folders that hold other runs, and virtual environments
+
+
+def keep(script: str, folder: Path) -> str:
+    """Copy `script` and the modules below its folder to ``folder/code``; a sentence when there are too many, else "".
+
+    Copies that are there already are replaced once the new ones are complete. Only this user may read them: the script
+    may be private. UsageError when the script cannot be read or the copies cannot be written.
+    """
+    path, kept = Path(script).resolve(), folder / CODE
+    fresh = folder / f"{CODE}.new"
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{script} cannot be read: {error.strerror}") from None
+    try:
+        remove(fresh)
+        fresh.mkdir(mode=0o700, parents=True)
+        (fresh / path.name).write_bytes(text)
+        complete = _copy_modules(path.parent, fresh, (kept.resolve(), fresh.resolve()))
+        remove(kept)
+        fresh.rename(kept)
+    except OSError as error:
+        raise UsageError(f"the code of {script} cannot be kept in {folder}: {error.strerror}") from None
+    if complete:
+        return ""
+    return (
+        f"{path.parent} has more than {_FILES} Python files, or {_BYTES // 10**6} MB of them: the first are "
+        "kept with the run; do not edit the others while it runs"
+    )
+
+
+def remove(path: Path) -> None:
+    """Delete a folder, or a link to one (never what the link points to); nothing when there is none."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        shutil.rmtree(path)
+
+
+def changed(script: str, folder: Path) -> list[str]:
+    """The kept files that are not in their place as they were, as paths from the script's folder.
+
+    DataError when the run has kept none.
+    """
+    home, kept = Path(script).resolve().parent, folder / CODE
+    if not kept.is_dir():
+        raise DataError(f"{folder} has kept no code of {script}")
+    files = [path.relative_to(kept) for path in sorted(kept.rglob("*")) if path.is_file()]
+    return [str(file) for file in files if _digest(home / file) != _digest(kept / file)]
+
+
+def named(files: Sequence[str], most: int = 5) -> str:
+    """``a.py, b.py and 3 more``."""
+    more = len(files) - most
+    return ", ".join(files[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def worker_argv(worker: Sequence[str], script: str, folder: Path) -> tuple[str, ...]:
+    """`worker` (``python script.py --its options``), with the script run from the kept copy."""
+    arguments = worker[list(worker).index(script) + 1 :]
+    return (sys.executable, runner.__file__, str((folder / CODE).resolve()), script, *arguments)
+
+
+def _copy_modules(home: Path, kept: Path, without: Sequence[Path]) -> bool:
+    """Copy the modules below `home`; False when there are more than are kept."""
+    count = size = 0
+    for source in _modules(home, without):
+        if (text := _read(source)) is None:
+            continue  # what cannot be read here cannot be imported either
+        count, size = count + 1, size + len(text)
+        if count > _FILES or size > _BYTES:
+            return False
+        target = kept / source.relative_to(home)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(text)
+    return True
+
+
+def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
+    """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders, the folders
+    of runs, what this user cannot read, and those that are named in `without`, are left out."""
+    waiting, seen = [home], 0
+    while waiting and seen < _FOLDERS:
+        folder, seen = waiting.pop(0), seen + 1
+        try:
+            entries = sorted(folder.iterdir())
+        except OSError:
+            continue  # what cannot be read here cannot be imported either
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if os.path.isfile(entry) and entry.suffix == ".py" and os.access(entry, os.R_OK):
+                yield entry
+            elif (
+                os.path.isdir(entry) and not os.path.islink(entry) and entry not in without and _may_hold_code(entry)
+            ):
+                waiting.append(entry)
+
+
+def _may_hold_code(folder: Path) -> bool:
+    """A folder of somebody else's (as below /tmp) is not asked what it holds: `Path.exists` would raise."""
+    own = (_RUN_FILE, _VENV_FILE)
+    return folder.name not in _NOT_CODE and not any(os.path.exists(folder / name) for name in own)
+
+
+def _read(path: Path) -> bytes | None:
+    """The bytes of a file; None when they cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _digest(path: Path) -> bytes:
+    """The SHA-256 of a file; b"" when there is none."""
+    text = _read(path)
+    return b"" if text is None else hashlib.sha256(text).digest()

@@ -1,0 +1,298 @@
+"""One run on a cluster: carries decisions from the `Supervisor` to a `Cluster`, shows progress, ends every process."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.markup import escape
+
+from rallypoint.errors import LinkError, RallypointError
+from rallypoint.launch import environment
+from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
+from rallypoint.launch.code import kept
+from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.folder import Where, write_where
+from rallypoint.launch.interrupts import Interrupted, noted
+from rallypoint.launch.output import Line, Output
+from rallypoint.launch.plan import Launch, coordinator_arguments, server_arguments
+from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
+from rallypoint.net.handshake import new_token
+from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import Finished, Resize
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.observe.trace import merge
+
+LIMITS = Limits()
+_GRACE_S = 5.0  # for processes to end by themselves once the job is over
+_ERROR_S = 1.0  # ... for other workers to end with the error that one has ended with
+_POLL_S = 0.02
+_SILENCE_S = 5.0  # after so long a wait says what it waits for
+
+Intervene = Callable[["ClusterRun"], None]
+
+
+class OutputClosed(Exception):
+    """Nobody reads what is printed any more."""
+
+
+class ClusterRun:
+    """One run on a cluster; a context manager that ends all of its processes."""
+
+    def __init__(self, plan: Launch, console: RunConsole, cluster: Cluster) -> None:
+        self.plan, self.console, self.cluster = plan, console, cluster
+        limits = LIMITS if plan.restart else Limits(restart=False)
+        self.supervisor = Supervisor({"worker": plan.workers[1] + plan.standby, "server": plan.servers}, limits)
+        self.handles: dict[str, Handle] = {}
+        self.failure = ""
+        self._over = False
+        self._token, self._address = new_token(), ""
+        self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self._output = Output()
+        self._observer: CoordinatorLink | None = None
+        self._endings: list[str] = []
+        self._said_changed: list[str] = []
+
+    def __enter__(self) -> ClusterRun:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end()
+        if self._observer is not None:
+            self._observer.close()
+        self.console.close()
+
+    # ---- what others may ask, and do ----
+
+    @property
+    def workers_wanted(self) -> int:
+        """How many workers should run, standby included."""
+        return self.supervisor.wanted["worker"]
+
+    @property
+    def servers_wanted(self) -> int:
+        """How many servers should run."""
+        return self.supervisor.wanted["server"]
+
+    def of_role(self, role: str) -> list[Handle]:
+        """The processes of a role that have not ended, the oldest first."""
+        return [handle for handle in self.handles.values() if handle.command.role == role and handle.exit() is None]
+
+    def resize(self, workers: int) -> None:
+        """Let so many workers compute from now on."""
+        assert self._observer is not None
+        self._observer.send(Resize(workers))
+        self._resized(Resize(workers))
+
+    # ---- the loop ----
+
+    def watch(self, intervene: Intervene) -> int:
+        """Run until the job is over: the exit status."""
+        with noted() as interrupts:
+            self._do(self.supervisor.begin(time.monotonic()))
+            while not (self._is_over or self.console.failure or self.failure):
+                if interrupts:
+                    raise Interrupted
+                if isinstance(self.console.console, Screen) and self.console.console.closed:
+                    raise OutputClosed
+                self._look()
+                if self._observer is not None:
+                    self.console.warn_of_silence(2 * _SILENCE_S)  # it says what it waits for more often than that
+                    intervene(self)
+                time.sleep(_POLL_S)
+        self._wait()
+        return self._verdict()
+
+    @property
+    def _is_over(self) -> bool:
+        return self._over or self.console.finished
+
+    def _look(self) -> None:
+        """What has happened, what is to be done about it."""
+        self._relay()
+        if self._observer is None and self._address:
+            self._observe()
+        members = self.console.members
+        if members is not None:
+            self.supervisor.members((*members.workers, *members.standby))
+        while not self.console.sizes.empty():
+            self._resized(self.console.sizes.get())
+        for name, how in self._ended():
+            self._do(self.supervisor.ended(name, how, time.monotonic()))
+        self._do(self.supervisor.due(time.monotonic()))
+
+    def _ended(self) -> list[tuple[str, Exit]]:
+        """The processes that have ended since the last time."""
+        ended = [(name, how) for name, handle in self.handles.items() if (how := handle.exit()) is not None]
+        self._relay()
+        for name, how in ended:
+            del self.handles[name]
+            self._show(self._output.ended(name))
+            if how.status != 0 and self._is_over and name in self.supervisor.took_part:
+                self._endings.append(f"{name} {how}")
+        return ended
+
+    def _do(self, decisions: Sequence[Decision]) -> None:
+        for decision in decisions:
+            match decision:
+                case Start(name=name, role=role):
+                    self._start(name, role)
+                case Drain(name=name):
+                    self.handles[name].signal(signal.SIGTERM)
+                case Warn(text=text):
+                    self.console.console.print(f"[yellow]{escape(text)}[/yellow]", soft_wrap=True)
+                case Fail(reason=reason):
+                    self.failure = reason
+                case Over():
+                    self._over = True
+                    self.console.show(Finished())  # our link to it may have been down when it said so
+
+    def _resized(self, size: Resize) -> None:
+        wanted = {"worker": size.workers + self.plan.standby} if size.workers else {}
+        wanted |= {"server": size.servers} if size.servers else {}
+        self._do(self.supervisor.resized(wanted, time.monotonic()))
+
+    # ---- processes ----
+
+    def _start(self, name: str, role: str) -> None:
+        match role:
+            case "coordinator":
+                arguments = coordinator_arguments(self.plan, self._address)
+                argv = (sys.executable, "-m", "rallypoint.cli", "coordinator", *arguments)
+            case "server":
+                argv = (sys.executable, "-m", "rallypoint.cli", "server", *server_arguments(self.plan))
+            case _:
+                argv = self._worker_argv(name)
+        env = _environment(name, self._address, self._token, self.plan.threads)
+        command = Command(name=name, role=role, argv=argv, env=env)
+        self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
+
+    def _worker_argv(self, name: str) -> tuple[str, ...]:
+        if not self.plan.script:
+            return self.plan.worker
+        changed = kept.changed(self.plan.script, Path(self.plan.folder))
+        if changed and changed != self._said_changed:
+            self._said_changed = changed
+            self.console.console.print(
+                f"[yellow]edited since the run began: {escape(kept.named(changed))}; {name} runs the code that the run "
+                "began with[/yellow]", soft_wrap=True,
+            )  # fmt: skip
+        return kept.worker_argv(self.plan.worker, self.plan.script, Path(self.plan.folder))
+
+    def _listening(self, address: str) -> None:
+        """The coordinator is ready. The first time, start the others."""
+        if not self._address:
+            self._address = address
+            write_where(Path(self.plan.folder), Where(address, self._token))
+        self._do(self.supervisor.listening(time.monotonic()))
+
+    def _observe(self) -> None:
+        """Connect to the coordinator; if it has just died, the next one will be there soon."""
+        with contextlib.suppress(LinkError):
+            observer = CoordinatorLink(
+                transport=TcpTransport(), address=self._address, token=self._token, role="observer", id="launcher",
+                on_message=self.console.show, on_lost=self._on_lost, patience=0.0,
+            )  # fmt: skip
+            observer.start()
+            self._observer = observer
+
+    def _on_lost(self, error: RallypointError) -> None:
+        if not (self.console.finished or self.console.failure):
+            self.failure = f"the coordinator is gone: {error}"
+
+    # ---- words ----
+
+    def _relay(self) -> None:
+        while not self._lines.empty():
+            name, line = self._lines.get()
+            if name == COORDINATOR and line.startswith(environment.LISTENS_AT):
+                self._listening(line.removeprefix(environment.LISTENS_AT))
+            else:
+                self._show(self._output.line(name, line, time.monotonic()))
+        if not (self._is_over or self.console.failure or self.failure):  # else they are about to end
+            self._show(self._output.due(time.monotonic()))
+
+    def _show(self, lines: Sequence[Line]) -> None:
+        for line in lines:
+            self.console.relay(line.process, line.text)
+
+    # ---- the end ----
+
+    def _wait(self) -> None:
+        """Until workers have ended by themselves: to save the model, or with the error that ends the job."""
+        began = said = time.monotonic()
+        while left := self._worth_waiting_for(time.monotonic() - began):
+            self._ended()
+            time.sleep(_POLL_S)
+            if self._is_over and time.monotonic() - said > _SILENCE_S:
+                said = time.monotonic()
+                names = ", ".join(handle.command.name for handle in left)
+                self.console.console.print(f"the job is over; waiting for {names}, whose script goes on")
+
+    def _worth_waiting_for(self, waited: float) -> list[Handle]:
+        workers = self.of_role("worker")
+        took_part = [handle for handle in workers if handle.command.name in self.supervisor.took_part]
+        if self._is_over:  # who has only just been started has nothing to do here
+            return took_part
+        if self.console.failure:
+            culprit = self.console.failure.partition(":")[0]
+            if culprit in self.handles and waited < _GRACE_S:
+                return workers
+        return workers if waited < _ERROR_S else []
+
+    def _end(self) -> None:
+        """Servers and the coordinator may take a moment to close their files; then every process is killed."""
+        self._output.ending = not (self._is_over or self.console.failure or self.failure)
+        if self._is_over or self.console.failure:
+            deadline = time.monotonic() + _GRACE_S
+            while (self.of_role("server") or self.of_role(COORDINATOR)) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        self._ended()
+        self._output.ending = True
+        for handle in self.handles.values():
+            handle.signal(signal.SIGCONT)
+            handle.signal(signal.SIGINT)  # (a worker's ``finally`` may still end a process of its own)
+        deadline = time.monotonic() + _ERROR_S
+        while any(handle.exit() is None for handle in self.handles.values()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self.cluster.end()
+        self._ended()
+
+    def _verdict(self) -> int:
+        self._end()
+        self.console.close()
+        if self.plan.trace:
+            _merge_trace(self.plan, self.console)
+        for sentence in self._output.summary():
+            self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
+        if self._is_over and not self._endings:
+            return 0
+        reason = self.console.failure or self.failure or "; ".join(self._endings)
+        self.console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
+        if not self._is_over:
+            self.console.say_how_to_go_on(self.plan)
+        return 1
+
+
+def _environment(name: str, address: str, token: str, threads: int) -> dict[str, str]:
+    return {
+        **({environment.COORDINATOR: address} if address else {}),
+        environment.TOKEN: token,
+        environment.ID: name,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _merge_trace(plan: Launch, console: RunConsole) -> None:
+    parts = list(Path(plan.folder).glob("trace-*.json"))
+    spans = merge(parts, Path(plan.trace))
+    for part in parts:
+        part.unlink()
+    console.console.print(f"trace of {spans} spans in {plan.trace}: open it at https://ui.perfetto.dev")

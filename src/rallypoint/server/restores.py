@@ -1,0 +1,130 @@
+"""Reads shards from a snapshot beside the owner's thread: what was read comes into the inbox as events."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from rallypoint.core.view import ViewNumber
+from rallypoint.errors import RallypointError
+from rallypoint.server.reducer.inbox import Event, Restored, RestoreFailed, StateRecalled
+from rallypoint.store.retry import patiently
+from rallypoint.store.snapshots import SnapshotStore
+
+READ_AHEAD = 2  # records that were read and are not loaded yet: each is a shard with its optimizer's state
+
+
+class _Cancelled(RallypointError):
+    """Another generation began: nobody waits for these shards any more."""
+
+
+class _Reading:
+    """One restore: its thread, which ends soon after `cancel`."""
+
+    def __init__(self, run: Callable[[_Reading], None]) -> None:
+        self._cancelled = threading.Event()
+        self._room = threading.Semaphore(READ_AHEAD)
+        self._thread = threading.Thread(target=run, args=(self,), name="restore", daemon=True)
+        self._thread.start()
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        self._room.release()  # the thread may wait for room
+
+    def join(self) -> None:
+        self._thread.join()
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def pause(self, seconds: float) -> None:
+        """Wait before another try. _Cancelled as soon as nobody waits for it any more."""
+        if self._cancelled.wait(seconds):
+            raise _Cancelled
+
+    def wait_for_room(self) -> None:
+        """Until few enough records are waiting in the inbox. _Cancelled: see `pause`."""
+        self._room.acquire()
+        self.pause(0.0)
+
+    def make_room(self) -> None:
+        """A record has left the inbox."""
+        self._room.release()
+
+
+class Restores:
+    """At most one restore counts: that of the generation in force. Only the owner's thread calls its methods.
+
+    ```
+       begin(generation 1.5) --> a thread reads --> Restored(record, 1.5) into the inbox, one for each shard
+                                                 +-> RestoreFailed(error, 1.5)
+    ```
+
+    The owner's thread never waits for the store: it can adopt a view, also one that rolls back again, while reading
+    is tried again after an error. `put` puts an event into the inbox; `say` gets a sentence for each error and is
+    called from the reading thread.
+    """
+
+    def __init__(self, me: str, url: str, put: Callable[[Event], None], say: Callable[[str], None]) -> None:
+        self._me, self._url, self._put, self._say = me, url, put, say
+        self._readings: list[_Reading] = []  # the last one counts; those before it are ending
+        self._missing: set[int] = set()
+        self._recalls: dict[int, list[StateRecalled]] = {}
+
+    def begin(self, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
+        """Begin to read these shards from the snapshot `origin`."""
+        self.cancel()
+        self._missing = set(shards)
+
+        def run(reading: _Reading) -> None:
+            try:
+                self._read(reading, shards, origin, generation)
+            except _Cancelled:
+                return
+            except Exception as error:  # the owner's thread decides what it means: perhaps nothing, in a new generation
+                self._put(RestoreFailed(error, generation))
+
+        self._readings.append(_Reading(run))
+
+    def cancel(self) -> None:
+        """The generation is over: what is still being read is not wanted."""
+        for reading in self._readings:
+            reading.cancel()
+        self._readings = [reading for reading in self._readings if reading.runs]
+        self._missing.clear()
+        self._recalls.clear()
+
+    def close(self) -> None:
+        """Cancel, and wait for the threads."""
+        readings = list(self._readings)
+        self.cancel()
+        for reading in readings:
+            reading.join()
+
+    def left_the_inbox(self) -> None:
+        """The owner's thread has taken a record of the restore that counts out of the inbox."""
+        self._readings[-1].make_room()
+
+    def postpones(self, event: StateRecalled) -> bool:
+        """Is the shard, and with it the codec state that a worker asks for, still being read? Then ask again later."""
+        if event.header.shard not in self._missing:
+            return False
+        self._recalls.setdefault(event.header.shard, []).append(event)
+        return True
+
+    def loaded(self, shard: int) -> list[StateRecalled]:
+        """The shard is here: what was postponed until now."""
+        self._missing.discard(shard)
+        return self._recalls.pop(shard, [])
+
+    def _read(self, reading: _Reading, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
+        store = SnapshotStore(self._url)
+        doing = f"{self._me} restores {len(shards)} shards from snapshot {origin}"
+        manifest = patiently(lambda: store.load(origin), self._say, doing, reading.pause)
+        for index in shards:
+            reading.wait_for_room()
+            record = patiently(
+                lambda index=index: next(store.read(manifest, (index,))), self._say, doing, reading.pause  # type: ignore[misc]
+            )
+            self._put(Restored(record, generation))

@@ -1,0 +1,63 @@
+"""Have tensors changed between two moments? Computed where they lie, without waiting for a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Comparison:
+    """Compares the tensors as they are now with what they will be at `end`; `changed` says which differ.
+
+    It keeps one number for each tensor: the sum of all its bits. On a GPU everything is queued on the current stream::
+
+        comparison = Comparison(tensors)
+        ...                                  # something may write to them
+        comparison.end()
+        ...                                  # the device works on; comparison.ready becomes True
+        comparison.changed()                 # [2]: the third one
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._before = [_sum(tensor) for tensor in tensors]
+        self._found: list[tuple[list[int], torch.Tensor]] = []  # of each device: the tensors' indices, flags on the host
+        self._events: list[torch.cuda.Event] = []
+
+    def end(self) -> None:
+        """Compare. The results of a GPU travel to the host on their own."""
+        of_device: dict[torch.device, list[int]] = {}
+        for index, before in enumerate(self._before):
+            of_device.setdefault(before.device, []).append(index)
+        for device, indices in of_device.items():
+            flags = torch.stack([_sum(self._tensors[index]) != self._before[index] for index in indices])
+            if device.type == "cuda":
+                on_host = torch.empty(len(indices), dtype=torch.bool, pin_memory=True)
+                flags = on_host.copy_(flags, non_blocking=True)
+                self._events.append(torch.cuda.current_stream(device).record_event())
+            self._found.append((indices, flags))
+        self._before = []
+
+    @property
+    def ready(self) -> bool:
+        """Can `changed` be read without waiting for a device?"""
+        return all(event.query() for event in self._events)
+
+    def changed(self) -> list[int]:
+        """The indices of the tensors that differ, ascending. Waits for the devices; only after `end`."""
+        for event in self._events:
+            event.synchronize()
+        return sorted(i for indices, flags in self._found for i, flag in zip(indices, flags.tolist(), strict=True) if flag)
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """All bits of a tensor, added up (int64, on its device): another sum when any one element differs."""
+    if tensor.is_meta or not tensor.numel():
+        return torch.zeros((), dtype=torch.int64)
+    raw = tensor.detach().reshape(-1).view(torch.uint8)
+    even = raw.numel() // 8 * 8
+    if not even or raw.storage_offset() % 8:
+        return raw.sum()
+    total = raw[:even].view(torch.int64).sum()
+    return total + raw[even:].sum() if even < raw.numel() else total
