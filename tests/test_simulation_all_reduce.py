@@ -71,7 +71,9 @@ def test_when_nothing_fails_every_replica_of_every_step_is_computed_once() -> No
             once = [(step, r) for step in range(JOB.steps) for r in range(JOB.replicas)]
             computed, said = _computed(result), result.outcome.said
             assert sorted(set(computed)) == once
-            # An idle worker that gets a slow one's replica has to be given the state: that loses the step in progress.
+            # An idle worker follows no version, so it has to be given the state when it gets a slow one's replica. That
+            # begins a new generation from a version that all have reached, and the step in progress is computed again:
+            # it is in the nature of the mode (`WorkersHoldState`), not a defect. Workers that all compute lose nothing.
             moved = sum("workers are not equally fast" in sentence for sentence in said) if workers > 3 else 0
             assert len(computed) - len(once) <= moved * JOB.replicas
             assert not any("going back" in sentence for sentence in said)

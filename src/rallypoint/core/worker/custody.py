@@ -35,6 +35,13 @@ class NoCodecStates:
         """
         return []
 
+    def begin(self, replica: int) -> None:
+        """The replica is being computed, also if it is not `ready`: then its codec states are given back at its end."""
+
+    def end(self) -> frozenset[int]:
+        """It has been computed: the replicas that are to be given back, even if this worker computes them again."""
+        return frozenset()
+
     def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
         """This worker keeps only these replicas: give what there is of others to the shards' primaries."""
         return []
@@ -58,6 +65,7 @@ class CodecStateCustody(NoCodecStates):
     def __init__(self, shards: tuple[int, ...]) -> None:
         self._handover = Handover(shards)
         self._stale = False  # the encoder has not heard of the last roll-back
+        self._borrowed = frozenset[int]()
 
     @property
     def settled(self) -> bool:  # type: ignore[override]
@@ -81,12 +89,22 @@ class CodecStateCustody(NoCodecStates):
         effects += self._give(paths)  # first: what is recalled may be what this worker itself gives
         return [*effects, *(Recall(shard, replica, server) for shard, server in self._handover.recall(replica, paths))]
 
+    def begin(self, replica: int) -> None:
+        if not self._handover.ready(replica):
+            self._handover.borrow(replica)
+            self._borrowed = frozenset({replica})
+
+    def end(self) -> frozenset[int]:
+        borrowed, self._borrowed = self._borrowed, frozenset()
+        return borrowed
+
     def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
         released: list[Effect] = [Release(*key) for key in self._handover.release(replicas)]
         return [*released, *self._give(paths)]
 
     def rolled_back(self) -> None:
         self._stale = True
+        self._borrowed = frozenset()
         self._handover.drop_all()
 
     def answered(self, shard: int, replica: int) -> bool:

@@ -93,6 +93,15 @@ class Handover:
             self._here.add(replica)
         return True
 
+    def borrow(self, replica: int) -> None:
+        """This worker computes the replica with whatever codec states are here; later answers do not count.
+
+        With its contributions it becomes the owner at each primary, so it has to give back all shards afterwards.
+        """
+        for shard in self._missing.pop(replica, set()):
+            self._asked.pop((shard, replica), None)
+        self._here.add(replica)
+
     # ---- giving ----
 
     def release(self, keeps: AbstractSet[int]) -> list[Key]:

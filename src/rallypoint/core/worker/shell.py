@@ -173,13 +173,16 @@ class WorkerShell:
 
     def begin_replica(self, step: int, replica: int) -> ViewNumber | None:
         """Begin to compute a replica: the generation that it belongs to. None if it is not to be computed (now)."""
-        return self.view.generation if self.machine.take(Compute(step, replica)) else None
+        if not self.machine.take(Compute(step, replica)):
+            return None
+        self.states.begin(replica)
+        return self.view.generation
 
     def end_replica(self, *, whole: bool) -> list[Effect]:
         """The replica in progress has been computed, or given up halfway: nobody writes slots any more."""
         self._about = None
         effects = self.machine.handle(ReplicaComputed() if whole else ReplicaAbandoned())
-        return [*effects, *self._keep_only(self.machine.keeps)]
+        return [*effects, *self._keep_only(self.machine.keeps - self.states.end())]
 
     def installed(self) -> list[Effect]:
         """The model holds the version; the slots are free."""
@@ -194,8 +197,7 @@ class WorkerShell:
         return self.states.keep_only(replicas | ({self._about} if self._about is not None else set()), self.paths)
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, if an invariant of the shell or of its machine does not hold."""
-        self.machine.validate()
+        """AssertionError, with a sentence, if an invariant of the shell does not hold. (Its machine has its own.)"""
         self.links.validate(self.machine.view)
         assert self.done_in is None or self.done_in == self.view.generation, "it is done in an older generation"
 

@@ -61,9 +61,10 @@ class Versions:
 
     def validate(self) -> None:
         """AssertionError if a slot holds, or a fetch is for, a version that is not known to exist."""
+        whole, newest = self.whole, self.newest
         for shard, slot in enumerate(self._slots):
-            held, newest = self.held[shard], self.newest[shard]
-            if slot in (Slot.LANDING, Slot.LANDED):
-                assert held >= 0, f"slot {shard} is {slot}, but of no version"
-            assert self.whole[shard] <= newest, f"shard {shard}: whole {self.whole[shard]} is above newest {newest}"
-            assert self.asked[shard] <= newest or newest < 0, f"shard {shard}: version {self.asked[shard]} was fetched"
+            known, asked = newest[shard], self.asked[shard]
+            if slot is Slot.LANDING or slot is Slot.LANDED:
+                assert self.held[shard] >= 0, f"slot {shard} is {slot}, but of no version"
+            assert whole[shard] <= known, f"shard {shard}: whole {whole[shard]} is above newest {known}"
+            assert asked <= known or known < 0, f"shard {shard}: version {asked} was fetched"

@@ -151,7 +151,7 @@ class ServerCodecStates:
 
     def awaited(self, shard: int, version: int, record: Any) -> bool:
         """The shard's state is copied for a snapshot; is it kept here until all copies have come?"""
-        goes_on = 0 < version < self._job.cadence.updates(shard) and not self._job.policy.streaming
+        goes_on = 0 < version < self._job.last_version(shard) and not self._job.policy.streaming
         if goes_on and shard in self._job.codec_state_shards:
             self._records[shard] = (version, record)
             self.complete(shard, at_last=False)

@@ -58,7 +58,7 @@ class SimulatedJob:
     compute_s: float = 0.2  # a replica's, on a worker of speed 1
     sync: Sync | BoundedStaleness | Async | LocalSteps | AllReduce = field(default_factory=Sync)
     periods: tuple[tuple[int, int], ...] = ()
-    codec: CodecSpec = Raw()
+    codec: CodecSpec = field(default_factory=Raw)
     loses_states: bool = False  # members that hold codec states are killed: then the bytes are not promised
     buffer_shards: frozenset[int] = field(init=False)
 
@@ -135,6 +135,10 @@ class SimulatedJob:
     def replica_0_shards(self) -> frozenset[int]:
         """The shards to which replica 0 alone contributes."""
         return frozenset(s.index for s in self.layout.shards if self.config.contributors(s.role) == 1)
+
+    def last_version(self, shard: int) -> int:
+        """The shard's own version at the end of the job."""
+        return self.steps if self.cadence.together else self.cadence.updates(shard)
 
     def expected(self, shard: int) -> int:
         """Contributions of a step to this shard."""

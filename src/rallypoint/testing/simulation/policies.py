@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 
@@ -14,7 +14,7 @@ WORDS = "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-
 class CodecState:
     """A job in the mode `sync` whose codec has a state: contributions depend on it, and it moves with the replicas."""
 
-    sync: Mode = Sync()
+    sync: Mode = field(default_factory=Sync)
 
 
 Played = Mode | CodecState

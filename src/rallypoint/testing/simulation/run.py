@@ -319,11 +319,10 @@ class Simulation:
         job, contents = self.plan.job, []
         if job.stateful_workers:
             return [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
-        last = job.steps if job.cadence.together else job.cadence.updates(shard)
         for server in self.servers.values():
             machine = server.machine.machine(shard)
             at = -1 if machine is None else machine.slowest if machine.policy.streaming else machine.version
-            if server.node.alive and at == last:
+            if server.node.alive and at == job.last_version(shard):
                 contents.append(server.held[shard].master)
         id, version = self.store.newest()
         if version == job.steps:

@@ -12,7 +12,7 @@ from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
 from rallypoint.core.shard.clip import Measure, Tell, Verdict
 from rallypoint.core.shard.links import Key, PeerLinks
-from rallypoint.core.shard.server import Plan, ServerMachine
+from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.server.plan import plan_of
@@ -49,11 +49,12 @@ class SimulatedServer:
     def __init__(self, world: World, name: str, job: SimulatedJob, store: SimulatedStore) -> None:
         self.node, self.job, self.store = Node(world, name), job, store
         plan = plan_of(job.config, job.layout.shards)
-        self.machine = self._new_machine(plan)
+        self.machine = watch(ServerMachine(name, plan), name)
         self.shell: ServerShell[Wire] = ServerShell(self.machine)
         self.held: dict[int, Held] = {}
         self.applied: list[tuple[int, int]] = []
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
+        self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self._links = PeerLinks(name, decides=bool(plan.decides))
         self._dialed: dict[Key, Wire | None] = {}
         self._waiting: deque[tuple[ViewNumber, Callable[[], None]]] = deque()
@@ -63,9 +64,6 @@ class SimulatedServer:
         self._codec_states = ServerCodecStates(name, job, self._tell, self._write) if job.codec_state_shards else None
         world.acceptors[name] = self
         self.membership = Membership(self.node, "server", self._on_message, self._on_admitted, address=name)
-
-    def _new_machine(self, plan: Plan) -> ServerMachine:
-        return watch(ServerMachine(self.node.name, plan), self.node.name)
 
     # ---- the coordinator's words ----
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.core.policy import BoundedStaleness
+from rallypoint.core.policy import BoundedStaleness, LocalSteps
 from rallypoint.core.shard.effects import Reply
 from rallypoint.testing.simulation.codec_states import Coded
 from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, State
@@ -73,15 +73,18 @@ def check_current(server: SimulatedServer, who: str, message: Any) -> None:
 def decoded(server: SimulatedServer, index: int, payload: Content | Coded) -> Content:
     """The contribution in a payload that is added to the shard's sum.
 
-    AssertionError unless it was made from its replica's codec state after the step before, in the generation in force,
-    or from none: a state from before that step was used for another contribution already.
+    AssertionError if its codec state is stale, or was used for another step's contribution already. (Where all replicas
+    contribute to each step it must be the state after the step before.)
     """
     if not isinstance(payload, Coded):
         return payload
     step, replica, after, generation = payload.step, payload.replica, payload.after, payload.generation
     what = f"{server.node.name}: shard {index}: the contribution of replica {replica} to step {step}"
-    assert after in (-1, step - 1), f"{what} is made from the codec state after step {after}"
     now = server.shell.fence.generation
+    used = server.used.setdefault((now, index, replica, after), step) if after >= 0 else step
+    all_count = server.job.same_bytes or isinstance(server.job.sync, LocalSteps)
+    fits = after in (-1, step - 1) if all_count else used == step and after < step
+    assert fits, f"{what} is made from the codec state after step {after}, as was that to step {used}"
     assert generation in (None, now), f"{what} is made from a codec state of generation {generation}; it is {now}"
     assert payload.content != GARBAGE, f"{what} was encoded by a worker whose codec state is ahead of it"
     assert server.job.loses_states or after == step - 1 or step == 0, f"{what} is made from no codec state"
@@ -113,8 +116,7 @@ def check_tally(server: SimulatedServer, index: int) -> None:
     assert machine is not None
     tally, job = machine.tally, server.job
     wrong = f"{server.node.name}: shard {index}: {tally}"
-    updates = job.steps if job.cadence.together else job.cadence.updates(index)
-    assert tally.applied + tally.folded + tally.dropped == updates * machine.expected, wrong
+    assert tally.applied + tally.folded + tally.dropped == job.last_version(index) * machine.expected, wrong
     assert tally.applied + tally.folded == len(server.held[index].master), wrong
     if machine.clocks:
         assert sum(tally.staleness.values()) == job.steps * machine.expected, wrong

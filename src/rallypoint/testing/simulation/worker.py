@@ -122,7 +122,7 @@ class SimulatedWorker:
         if isinstance(action, machine.Store):
             self._store_share(action)
             self._poke()
-        elif self.machine.take(action):
+        elif self._takes(action):
             match action:
                 case machine.Initialise():
                     self._initialise()
@@ -132,6 +132,15 @@ class SimulatedWorker:
                     self._compute(replica)
         elif action is not None:
             self._poke()  # it was too late for that
+
+    def _takes(self, action: machine.Action | None) -> bool:
+        match action:
+            case machine.Initialise():
+                return self.shell.begin_upload() is not None
+            case machine.Compute(step=step, replica=replica):
+                return self.shell.begin_replica(step, replica) is not None
+            case _:
+                return self.machine.take(action)
 
     def _initialise(self) -> None:
         version, contents = 0, [self.job.first(shard) for shard in range(self.job.shards)]
