@@ -77,7 +77,7 @@ class Encoder:
             return codec_state
 
     def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
-        """A copy of the codec state of (shard, replica) after `step`; None if there is none, or it is of another step."""
+        """A copy of the codec state of (shard, replica) after `step`; None if there is none of that step."""
         key = (shard, replica)
         with self._lock:
             codec = self._codecs.get(key)

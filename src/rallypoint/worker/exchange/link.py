@@ -126,7 +126,7 @@ class ServerLink:
             channel.send(header)
 
     def send_codec_state(self, header: Header, payload: memoryview | None = None) -> None:
-        """Send a MEMORY or RECALL frame (a codec state, or a request for one), in the order of the calls. If the link is lost, so is this."""
+        """Send a codec state, or a request for one, in the order of the calls. If the link is lost, so is this."""
         if (channel := self._channel) is not None:
             channel.send(header, payload)
 
