@@ -549,7 +549,8 @@ def test_two_of_three_servers_that_drain_at_once_hand_all_over_although_no_backu
     assert job.machine.exposed == len(SHARDS)
     job.play(Left("s1", "x"), Left("s2", "x"))
     job.come("s3")
-    job.all_caught_up()
+    job.all_caught_up()  # the shards that move to s3 are promoted there
+    job.all_caught_up()  # and get s0 as their backup
     assert (job.machine.exposed, job.view.generation) == (0, generation)
 
 

@@ -72,7 +72,8 @@ def rebalanced(
     kept |= {s: wanted[s] for s in moving}
     if replication < 2:
         return homes, {s: b for s, b in kept.items() if s in moving}
-    return homes, place_backups(shards, list(staying), homes, kept, _hosts(servers))
+    backups = place_backups(shards, list(staying), homes, kept, _hosts(servers))
+    return homes, backups | {s: wanted[s] for s in moving}  # also where one server stays, too few for backups
 
 
 def still_caught_up(view: View, before: View, caught_up: AbstractSet[int]) -> set[int]:
