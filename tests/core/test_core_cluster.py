@@ -1424,3 +1424,17 @@ def test_a_refused_worker_that_gives_up_does_not_end_the_job() -> None:
     job.play(Proposed("w2", _record(width=9)))
     assert job.play(Failed("w2", "I was refused")) == []
     assert job.machine.phase is Phase.RUNNING
+
+
+def test_nothing_follows_the_last_word_although_more_members_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = _begun()
+    gone: list[str] = []
+
+    def ends_the_job(machine: ClusterMachine, member: str, reason: str) -> list[Effect]:
+        gone.append(member)
+        return machine.course.end(Abort(reason))
+
+    monkeypatch.setattr(ClusterMachine, "_left", ends_the_job)
+    effects = job.machine.handle(Tick(job.now + 1000.0))
+    assert len(gone) == 1
+    assert len(_of(Abort, effects)) == 1

@@ -96,7 +96,7 @@ class _Waiting:
 def _install(exchange: Exchange, version: int) -> None:
     assert exchange.next_action() == machine.Install(version)
     assert exchange.begin_install(version) is not None
-    exchange.installed()
+    assert exchange.installed(version) == exchange.view.generation
 
 
 def test_a_worker_that_is_assigned_a_replica_of_the_very_step_it_holds(exchange: Exchange) -> None:

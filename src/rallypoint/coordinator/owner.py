@@ -15,7 +15,9 @@ from rallypoint.errors import RallypointError
 class Owner:
     """Calls `handle(event)` for each event, one at a time, and every `tick_s` seconds with `Ticked`.
 
-    Any thread may `put`. An exception of `handle` becomes `Ended`: nobody else would be told of anything any more.
+    A tick that is due waits for the events that were there when it fell due, and for none that came later: a sign of
+    life that has come counts, and a flood of events does not stop the clock. Any thread may `put`.
+    An exception of `handle` becomes `Ended`: nobody else would be told of anything any more.
     """
 
     def __init__(self, handle: Callable[[inbox.Event], None], tick_s: float) -> None:
@@ -41,18 +43,25 @@ class Owner:
         return self._thread.is_alive()
 
     def _run(self) -> None:
-        due = time.monotonic()
+        due, before_tick = time.monotonic(), 0
         while True:
+            left = due - time.monotonic()
+            if left > 0:
+                before_tick = -1
+            elif before_tick < 0:
+                before_tick = self._inbox.qsize()
             event: inbox.Event | inbox.Barrier | None = inbox.Ticked()
-            with contextlib.suppress(queue.Empty):
-                event = self._inbox.get(timeout=max(0.0, due - time.monotonic()))
+            if before_tick != 0:
+                with contextlib.suppress(queue.Empty):
+                    event = self._inbox.get(timeout=max(0.0, left))
+                before_tick -= before_tick > 0
             if event is None:
                 return
             if isinstance(event, inbox.Barrier):
                 event.reached()
                 continue
             if isinstance(event, inbox.Ticked):
-                due = time.monotonic() + self._tick_s
+                due, before_tick = time.monotonic() + self._tick_s, -1
             self._take(event)
 
     def _take(self, event: inbox.Event) -> None:

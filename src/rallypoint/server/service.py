@@ -169,14 +169,12 @@ class ServerService:
         """Tell the coordinator."""
         self._link.send(message)
 
-    def not_finite(self, verdict: clip.Verdict) -> None:
-        """All servers see the same: one of them speaks."""
-        view = self._views.view
-        if self._reducer is None or view is None or view.primary[0] != self.id:
-            return
+    def not_finite(self, verdict: clip.Verdict, view: View) -> None:
+        """All servers see the same. One of them tells that a step is skipped; each of them may end the job."""
         if verdict.scale is None:
-            self._link.send(Skipped(verdict.step, verdict.not_finite, verdict.generation))
-        elif self._reducer.job.config.nonfinite == "stop":
+            if view.primary[0] == self.id:
+                self._link.send(Skipped(verdict.step, verdict.not_finite, verdict.generation))
+        elif self._reducer is not None and self._reducer.job.config.nonfinite == "stop":
             self._link.send(
                 GiveUp(
                     f"the gradient of step {verdict.step} is not finite although every loss was; lower the learning "

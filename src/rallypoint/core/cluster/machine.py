@@ -292,6 +292,8 @@ class ClusterMachine:
             self._snapshots.duty.last = (self._snapshots.duty.last[0], now)
         effects: list[Effect] = []
         for member, seconds in course.members.silent(now, self.terms.heartbeat):
+            if course.phase is Phase.OVER:
+                break  # the one before was the last that the end waited for
             why = f"no sign of life for {seconds:.1f} s"
             effects.append(Refuse(member, f"given up: {why}"))
             course.members.give_up(member, now + self.terms.heartbeat)

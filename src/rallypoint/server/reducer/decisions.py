@@ -12,6 +12,7 @@ from rallypoint.core.shard import clip
 from rallypoint.core.shard.effects import Finish
 from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import ServerShell
+from rallypoint.core.view import View
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Message
@@ -25,8 +26,8 @@ class Context(Protocol):
     def say(self, message: Message) -> None:
         """Tell the coordinator."""
 
-    def not_finite(self, verdict: clip.Verdict) -> None:
-        """A step was skipped, or must stop the job."""
+    def not_finite(self, verdict: clip.Verdict, view: View) -> None:
+        """A step was skipped, or must stop the job. `view` is the one under which the verdict was reached."""
 
 
 class Decisions:
@@ -55,7 +56,9 @@ class Decisions:
     def decide(self, verdict: clip.Verdict) -> None:
         """All measures of a step are known."""
         if verdict.scale is None or not math.isfinite(verdict.norm):
-            self._context.not_finite(verdict)
+            view = self._shell.machine.view
+            assert view is not None
+            self._context.not_finite(verdict, view)
             if verdict.scale is not None and self._stops:
                 return  # the job ends here, and a snapshot shall not catch what comes of this step
         # Into the inbox, not now: the shard whose Finish brought the verdict is still running its effects.

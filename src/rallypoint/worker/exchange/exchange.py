@@ -18,7 +18,7 @@ import torch
 from rallypoint.codec.state import ShardCodecStates
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout, Shard
-from rallypoint.core.view import View
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
 from rallypoint.observe.observed import observed
@@ -217,9 +217,17 @@ class Exchange:
         whether the step is skipped."""
         return self._optimizer.take()
 
-    def installed(self) -> None:
-        """The model holds the version that was to be installed; the slots are free."""
-        self._locked.apply(self._shell.installed)
+    def installed(self, version: int) -> ViewNumber | None:
+        """The model holds the version that was to be installed; the slots are free.
+
+        Returns the generation in which that became true (I10); None if a roll-back has made the version stale.
+        """
+        with self._locked.changed:
+            others = self._locked.settle(self._shell.installed())
+            generation = self._shell.view.generation if self._shell.machine.step == version else None
+            self._locked.changed.notify_all()
+        self._locked.effects.run(others)
+        return generation
 
     def _where_missing(self) -> str:
         """What the main thread waits for, as a phrase; "" while this worker only stands by."""

@@ -113,9 +113,7 @@ class Run:
                 case machine.Initialise():
                     self._versions.initialise()
                 case machine.Install(version=version):
-                    generation = self._exchange.view.generation  # what is claimed of this version is claimed in it
-                    self._versions.install(version)
-                    if self._exchange.step != version:
+                    if (generation := self._versions.install(version)) is None:
                         continue  # there was a roll-back meanwhile
                     self._evaluate(version, generation)
                     if version == self._config.rounds:

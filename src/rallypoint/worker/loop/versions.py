@@ -6,6 +6,7 @@ from typing import cast
 
 import torch
 
+from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.messages import NotStored
 from rallypoint.store.manifest import Compression
@@ -34,13 +35,16 @@ class Versions:
             self.restore_buffers()
         exchange.initialise(tensors.part, optimizer.record)
 
-    def install(self, version: int) -> None:
-        """Copy a version from the exchange buffer into the model. Does nothing when it is stale meanwhile."""
+    def install(self, version: int) -> ViewNumber | None:
+        """Copy a version from the exchange buffer into the model; returns the generation in which the model holds it.
+
+        None if another version is to be installed meanwhile, or a roll-back has made this one stale.
+        """
         parts, exchange = self._parts, self._exchange
         with parts.tracer.span("install", version=version):
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
-                return
+                return None
             parts.source.install()
             if parts.optimizer is not None:
                 states, skipped = exchange.take_states()
@@ -52,8 +56,9 @@ class Versions:
                 parts.tensors.read_shards_from(vector, shards)
         parts.source.installed(shards)
         self._buffers_at_start = [placed.tensor.clone() for placed in parts.tensors.buffers]
-        exchange.installed()
-        parts.tracer.on = self._trace_steps[0] <= exchange.step < self._trace_steps[1]
+        generation = exchange.installed(version)
+        parts.tracer.on = self._trace_steps[0] <= version < self._trace_steps[1]
+        return generation
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
