@@ -48,7 +48,7 @@ class Peers:
 
         def up(channel: Channel) -> None:
             standing[:] = [channel]
-            self._put(inbox.PeerLinked(member.id, channel))
+            self._put(inbox.PeerLinked(member, channel))
 
         def down(_: RallypointError) -> None:
             self._put(inbox.PeerLost(member.id, standing[0]))

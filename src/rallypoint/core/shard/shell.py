@@ -16,7 +16,7 @@ from rallypoint.core.shard import events
 from rallypoint.core.shard.clip import Measure, Verdict
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.server import Effect, On, ServerMachine
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 
 
 class Link(Protocol):
@@ -133,10 +133,13 @@ class ServerShell(Generic[L]):
 
     # ---- other servers ----
 
-    def peer_linked(self, peer: str, link: L) -> Sequence[Effect]:
-        """The link to another server stands."""
-        self.peers[peer] = link
-        return self.machine.peer_linked(peer)
+    def peer_linked(self, peer: Member, link: L) -> Sequence[Effect]:
+        """The link to another server stands. Does nothing if the view has that server in another incarnation by now:
+        this link has been closed then, and nobody would report its loss."""
+        if self.machine.view is None or peer not in self.machine.view.servers:
+            return []
+        self.peers[peer.id] = link
+        return self.machine.peer_linked(peer.id)
 
     def peer_lost(self, peer: str, link: L) -> Sequence[Effect]:
         """The link to another server is gone."""

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from rallypoint.core.shard.clip import Measure, Verdict
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer
@@ -121,7 +121,7 @@ class StateRecalled:
 class PeerLinked:
     """The link to another server stands."""
 
-    peer: str
+    peer: Member
     channel: Channel
 
 
