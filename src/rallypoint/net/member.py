@@ -48,7 +48,7 @@ class CoordinatorLink:
     address. It raises AccessDenied when the coordinator refuses, LinkError when there is no coordinator in time.
 
     When the link breaks, its thread connects again, to the same or a restarted coordinator. Messages sent meanwhile
-    wait.
+    wait. They are dropped if the coordinator has given this member up and admits it as a new one.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""Nothing waits without a name (I8): a wait past a threshold reports what it waits for, and repeats that as it grows.
-"""
+"""Nothing waits without a name (I8): a long wait reports what it waits for, again and again."""
 
 from __future__ import annotations
 

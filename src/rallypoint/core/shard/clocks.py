@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clocks:
-    """A replica's clock is the step of its next contribution. Under an aligned policy there are no clocks (`len` is 0).
+    """The clocks of a shard's replicas. A replica's clock is the step of its next contribution.
+
+    Example: replica 1 has contributed steps 0 to 3, so its clock is 4. Under an aligned policy there are no clocks
+    (`len` is 0).
     """
 
     steps: list[int] = field(default_factory=list)

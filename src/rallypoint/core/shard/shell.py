@@ -159,7 +159,9 @@ class ServerShell(Generic[L]):
         return self.peers[self.machine.view.backup[shard]]
 
     def fill(self, shard: int) -> L:
-        """The caller sends the shard's whole state now, on the returned link. Earlier acknowledgements no longer count.
+        """The caller sends the shard's whole state now, on the returned link to the backup.
+
+        From now on, acknowledgements that were sent under an older view are ignored.
         """
         self._filled_under[shard] = self.fence.number
         return self.backup_link(shard)

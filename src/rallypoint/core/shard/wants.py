@@ -38,7 +38,9 @@ class Wanted:
 
 @dataclass(slots=True)
 class Wants:
-    """At most one want for each follower: the newest. Each is answered once (`Reply`); `Wait` tells a follower to wait.
+    """At most one want for each follower: the newest.
+
+    Each want is answered once, with `Reply`. A `Wait` before that tells the follower that it has to wait.
     """
 
     _waiting: dict[str, Wanted] = field(default_factory=dict)

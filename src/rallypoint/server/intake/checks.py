@@ -1,5 +1,4 @@
-"""Checks what a frame of each kind may carry in this job. Each check raises ProtocolError if the frame is wrong (I9).
-"""
+"""Checks what a frame of each kind may carry in this job. A wrong frame raises ProtocolError (I9)."""
 
 from __future__ import annotations
 

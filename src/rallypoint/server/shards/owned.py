@@ -119,7 +119,9 @@ class OwnedShard:
         return ShardRecord(self.shard.index, version, plain, scalars, tuple(clocks))
 
     def load(self, record: ShardRecord) -> None:
-        """Replace the whole state by `record`. One from a snapshot has no wire copies: then the master is the only one.
+        """Replace the whole state by `record`.
+
+        A record from a snapshot has no wire copies. Then the master becomes the only wire copy.
         """
         self.release()
         arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
