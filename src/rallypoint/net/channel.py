@@ -73,7 +73,7 @@ class Channel:
         self.send(Header(Kind.REFUSE, length=len(data)), memoryview(data), self.connection.close, urgent=True)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until every queued frame is sent. Returns False after `timeout` seconds."""
+        """Wait until every queued frame is sent, or the channel is closed. Returns False after `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closing or self._drained(), timeout)
 

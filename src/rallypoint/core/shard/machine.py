@@ -59,7 +59,7 @@ class ShardMachine:
 
     `expected` replicas contribute to it: R for parameters, 1 for buffers (only replica 0's are kept). With `decides`,
     the finished sum waits for the decision that all servers take together: global-norm clipping, or whether to skip a
-    step that is not finite. `rounds` is how many contributions each replica makes in the whole job.
+    step that is not finite. `rounds` is how many contributions each replica makes to this shard in the whole job.
     """
 
     policy: Policy
