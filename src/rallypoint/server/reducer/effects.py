@@ -125,7 +125,7 @@ class Effects:
             case shard_effects.Capture(version=version, missed=missed):
                 assert desk.capture is not None
                 if missed:
-                    desk.context.say(NotStored(desk.capture.snapshot, "a step was quicker than the word", version))
+                    desk.context.say(NotStored(desk.capture.snapshot, "the step was over before the request came", version))
                 else:
                     desk.capture.wanted(index, version)
             case _:
