@@ -39,7 +39,7 @@ class Announcer:
         self._announced: Members | None = None
         self.last_news = self._last_said = now
 
-    # ---- what is told ----
+    # ---- announcements ----
 
     def announce(self, message: Message, now: float) -> list[Act]:
         """Send `message` to all observers and append it to the event log."""

@@ -14,7 +14,9 @@ log = logging.getLogger("rallypoint")
 
 
 class EventLog:
-    """Appends events to `folder`/events.jsonl, each with the seconds since the log was opened. "": writes nothing.
+    """Appends events to `folder`/events.jsonl, each with the seconds since the log was opened.
+
+    With `folder=""` it writes nothing.
 
     If the file cannot be written (a full disk), it logs one warning and writes no more; the job goes on.
     """

@@ -57,7 +57,7 @@ class CodecStateSnapshots(Snapshots):
 
     def wanted(self, snapshot: Store) -> int:
         if snapshot.version >= self._machine.steps:
-            return -1  # from there on nobody contributes anything
+            return -1  # no worker contributes after the last version
         if self._machine.following and self._machine.step >= snapshot.version:
             return self._machine.step
         self._captured = snapshot.version
