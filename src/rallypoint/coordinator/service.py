@@ -39,7 +39,7 @@ class JoinInfo(msgspec.Struct, frozen=True):
     Attributes:
         overrides: settings that replace those of the members' scripts.
         folder: the job's folder; "" if there is none.
-        trace: (first, last) step to trace; (0, 0) for none.
+        trace: (first, stop): trace the steps first <= step < stop; (0, 0): none.
         snapshots: URL of the snapshots.
         compression: how snapshot files are compressed.
         retention: which old snapshots are kept.
