@@ -30,7 +30,8 @@ class Placed:
     def words(self) -> torch.Tensor:
         """Return the tensor as its words of the flat vector: 1-D fp32.
 
-        For a contiguous fp32 parameter this is a view."""
+        For a contiguous fp32 parameter this is a view.
+        """
         if self.entry.spec.group >= 0:
             return self.tensor.detach().reshape(-1)
         words = torch.zeros(self.entry.stop - self.entry.start)
@@ -88,7 +89,8 @@ class ModelTensors:
     def frozen_hashes(self) -> dict[str, str]:
         """Return a hash of every frozen parameter's bytes.
 
-        Frozen parameters are never sent, so all workers must hold the same."""
+        Frozen parameters are never sent, so all workers must hold the same.
+        """
         return {name: _hash(p) for name, p in self.frozen.items()}
 
     @torch.no_grad()
@@ -130,7 +132,8 @@ class ModelTensors:
 def weights_hash(model: torch.nn.Module) -> str:
     """Return the sha256 over the names, dtypes, shapes and bytes of the model's state_dict.
 
-    The bytes of tables are left out, because workers do not hold them."""
+    The bytes of tables are left out, because workers do not hold them.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -89,7 +89,8 @@ class Encoder:
     def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
         """Install a codec state that another worker had; None drops the one here.
 
-        Raises ProtocolError if the bytes do not fit."""
+        Raises ProtocolError if the bytes do not fit.
+        """
         key, pool = (shard, replica), self._pools[shard]
         with self._lock:
             self._codecs.pop(key, None)
@@ -110,7 +111,8 @@ class Encoder:
     def decode(self, payload: memoryview, into: torch.Tensor) -> None:
         """Decode a version's payload, as a server sent it, into `into`.
 
-        Raises ProtocolError if the payload is invalid."""
+        Raises ProtocolError if the payload is invalid.
+        """
         codec = getattr(self._decoders, "codec", None)
         if codec is None:
             codec = self._decoders.codec = build_stateless(self._config.down)

@@ -100,7 +100,8 @@ class Exchange:
     def capture(self, snapshot: machine.Store) -> int:
         """Ask the machine to store this worker's part of a snapshot.
 
-        Returns -1, or the version here if it is too late."""
+        Returns -1, or the version here if it is too late.
+        """
         with self._locked.changed:
             passed = self._shell.snapshots.wanted(snapshot)
             self._locked.changed.notify_all()
@@ -166,7 +167,8 @@ class Exchange:
     def next_action(self) -> machine.Action | machine.Store | None:
         """Wait until there is something to do and return it.
 
-        Returns None when the job is over, or this worker is to leave."""
+        Returns None when the job is over, or this worker is to leave.
+        """
         shell, locked = self._shell, self._locked
         with locked.changed:
             while True:

@@ -29,7 +29,8 @@ class Receiver(Protocol):
     def arriving(self, header: Header) -> memoryview | None:
         """Return the bytes where this version belongs; None to read and drop it.
 
-        ProtocolError for an impossible version."""
+        ProtocolError for an impossible version.
+        """
 
     def decode(self, shard: int, payload: memoryview) -> None:
         """Decode the payload of the version that `arriving` accepted. ProtocolError if it cannot be read."""
@@ -147,7 +148,8 @@ class ServerLink:
     def close(self) -> None:
         """End the link and its threads, and drop what waits for credit.
 
-        Do not call it under a lock that `sent` takes."""
+        Do not call it under a lock that `sent` takes.
+        """
         self._dialer.close()
         self._let_go()
 
@@ -231,7 +233,8 @@ class ServerLink:
     def _ready_to_leave(self) -> list[tuple[Header, memoryview, Callable[[], None]]]:
         """Return what the credit allows to send.
 
-        Requests need no credit, but keep their place among the contributions."""
+        Requests need no credit, but keep their place among the contributions.
+        """
         ready = []
         while self._waiting and (self._credits > 0 or self._waiting[0][0].kind is Kind.WANT):
             self._credits -= self._waiting[0][0].kind is not Kind.WANT

@@ -102,7 +102,8 @@ class LockedShell:
     def wait(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """Wait until `ready()` is true; it must change nothing.
 
-        Raises the error of whatever has failed. Needs the lock."""
+        Raises the error of whatever has failed. Needs the lock.
+        """
         wait_until(self.changed, lambda: self.failure is not None or ready(), describe, self._say)
         if self.failure is not None:
             raise self.failure
