@@ -25,8 +25,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     If `weight_decay` or `codec` is None, the job's applies.
 
-    Under LocalSteps a group may have its own period: it is synchronised after every n steps of the job where ``n %
-    sync_every == sync_offset``. None: together with all other parameters.
+    Under LocalSteps a group may have its own period: it is synchronised after n steps of the job, for each n with
+    ``n % sync_every == sync_offset``. None: together with all other parameters.
     """
 
     match: tuple[str, ...]
