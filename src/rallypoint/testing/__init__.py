@@ -1,1 +1,2 @@
-"""Public test tools: a plain-PyTorch reference, real process clusters, contract suites, hosts in network namespaces."""
+"""Public test tools: a plain-PyTorch reference, clusters of real processes, contract suites, hosts in network
+namespaces."""
