@@ -83,8 +83,7 @@ class LowRankCodec:
         torch.mm(p, q.t(), out=matrix)
 
     def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
-        """Like Codec.decode_add, but the product's terms are added one by one: the result is equal only up to rounding.
-        """
+        """Like Codec.decode_add, but the product's terms are added one by one: equal only up to rounding."""
         matrix = self._matrix(into)
         p, q = self._open(payload, matrix.numel())
         matrix.addmm_(p, q.t(), alpha=weight)

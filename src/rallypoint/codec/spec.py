@@ -86,6 +86,5 @@ CodecSpec = Raw | Fp16 | Bf16 | Int8 | Int4 | TopK | RandomK | Sign | DGC | Powe
 
 
 def has_state(spec: CodecSpec) -> bool:
-    """Return True if a worker keeps codec state of a replica from step to step (a residual, a velocity, PowerSGD's Q).
-    """
+    """Return True if a worker keeps codec state from step to step (a residual, a velocity, PowerSGD's Q)."""
     return isinstance(spec, DGC | PowerSGD) or getattr(spec, "error_feedback", False)

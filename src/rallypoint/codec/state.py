@@ -33,8 +33,7 @@ class CodecState:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The codec states that are possible for one shard: the codec's number, and the smallest and largest size in bytes.
-    """
+    """The possible codec states of one shard: the codec's number, and the smallest and largest size in bytes."""
 
     code: int
     least: int

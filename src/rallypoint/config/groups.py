@@ -18,8 +18,7 @@ class GroupSettings(msgspec.Struct, frozen=True):
 
 
 def group_of(config: JobConfig, name: str, dimensions: int) -> int:
-    """Return the optimizer group of a parameter: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own
-    groups."""
+    """Return a parameter's optimizer group: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own."""
     for index, group in enumerate(config.groups):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
             return 2 + index

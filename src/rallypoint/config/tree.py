@@ -128,8 +128,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def staggered(self) -> bool:
-        """True if replicas' own parameters continue from round to round: a round updates some shards, or is mixed in
-        later."""
+        """True if replicas' own parameters continue from round to round (fragments, periods or a delay)."""
         return self.mode.clock is Clock.STAGGERED
 
     def steps_ahead(self, round: int) -> int:
@@ -166,8 +165,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.clip is not None and of_mean
 
     def contributors(self, role: Role) -> int:
-        """The number of replicas that may contribute to a shard: all R; to buffers only replica 0, unless there is a
-        quorum."""
+        """How many replicas may contribute to a shard: all R; to buffers only replica 0, except with a quorum."""
         return self.replicas if role != "buffers" or self.mode.drops else 1
 
     def clocks(self, role: Role) -> int:

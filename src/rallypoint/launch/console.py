@@ -130,8 +130,7 @@ class RunConsole:
                 pass
 
     def warn_of_silence(self, after: float) -> None:
-        """Warn, naming the coordinator, when it has sent nothing for `after` seconds: it cannot report that itself
-        (I8)."""
+        """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8)."""
         silence = time.monotonic() - self.heard
         if silence > after:
             self.heard = time.monotonic()

@@ -140,7 +140,7 @@ class Supervisor:
         return decisions
 
     def due(self, now: float) -> list[Decision]:
-        """Return what is to be done by now."""
+        """Return the decisions that are due at `now`."""
         if self._failing is not None and now >= self._failing[0]:
             return [Fail(self._failing[1])]
         first = self.running.get(COORDINATOR)

@@ -109,8 +109,7 @@ def train(
 
 @torch.no_grad()
 def validation_loss(model: GPT, windows: tuple[Tensor, Tensor], *, batch: int = 16) -> float:
-    """Return the mean loss in nats per byte of `model` (in eval mode) over `windows`, a pair of int64 [count, block].
-    """
+    """Return the mean loss (nats per byte) of `model`, in eval mode, over `windows`: a pair of int64 [count, block]."""
     device = model.tokens.weight.device
     total = 0.0
     for start in range(0, len(windows[0]), batch):

@@ -105,8 +105,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Initialise like GPT-2: normal(0.02); projections into the residual stream are scaled by 1/sqrt(their number).
-        """
+        """Initialise like GPT-2: normal(0.02); projections into the residual stream are scaled by 1/sqrt(number)."""
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

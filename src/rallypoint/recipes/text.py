@@ -56,8 +56,7 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def fixed_windows(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return at most `count` windows spread evenly over the text, as (x, y) of shape [count, block]: for
-        validation."""
+        """Return at most `count` validation windows, spread evenly over the text, as (x, y) of shape [count, block]."""
         count = min(count, len(self))
         pairs = [self[number * len(self) // count] for number in range(count)]
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
@@ -113,8 +112,7 @@ def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
 
 
 def read_bytes(files: Sequence[Path], *, budget: int) -> Tensor:
-    """Return the files' bytes one after another, with a line break between them, at most `budget`, as one uint8 vector.
-    """
+    """Return the files' bytes one after another, separated by line breaks, at most `budget`, as one uint8 vector."""
     text = bytearray()
     for path in files:
         if len(text) >= budget:

@@ -24,8 +24,7 @@ _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.shards")  # a plain name: it c
 
 
 class ShardEntry(msgspec.Struct, frozen=True):
-    """The place of one encoded shard: bytes `offset` to `offset + length` of `file`; `checksum` is their `checksum_of`.
-    """
+    """The place of one encoded shard: bytes `offset` to `offset + length` of `file`, with their `checksum_of`."""
 
     file: str
     offset: int

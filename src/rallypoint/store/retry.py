@@ -50,8 +50,7 @@ def patiently(
 
 
 def read_again(call: Callable[[], _T]) -> _T:
-    """Return `call()`, repeated after a read error of the disk (EIO) up to `len(READ_AGAIN_S)` times, with short
-    pauses.
+    """Return `call()`, repeated after a read error of the disk (EIO): `len(READ_AGAIN_S)` times, with short pauses.
 
     Raises the last OSError, and every other error at once. A wrong checksum is damage, which a second read would not
     repair.

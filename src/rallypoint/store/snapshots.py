@@ -209,8 +209,7 @@ class SnapshotStore:
     # Cleaning up
 
     def retain(self, retention: Retention, keep: Collection[str] = (), *, thorough: bool = True) -> None:
-        """Delete the snapshots that neither `retention` nor `keep` (names) asks for, and older attempts never
-        committed.
+        """Delete the snapshots that neither `retention` nor `keep` (names) asks for, and older uncommitted attempts.
 
         The newest usable snapshot is always kept. To find it, the newest one is read in full before anything is
         deleted. With `thorough=False` only its files' sizes are checked, for a filesystem where reading is expensive.
@@ -324,8 +323,7 @@ class SnapshotStore:
 
     @contextmanager
     def _reading(self, snapshot_id: str, file: str) -> Iterator[None]:
-        """Raise DamagedSnapshot for a missing file or a disk that keeps failing, StoreSilent for a filesystem without
-        answer."""
+        """Raise DamagedSnapshot for a missing file or a disk that keeps failing, StoreSilent for other errors."""
         try:
             yield
         except OSError as error:

@@ -123,8 +123,7 @@ class ModelTensors:
                 placed.tensor.copy_(placed.of(vector))
 
     def parts_in(self, shard: Shard) -> list[tuple[Placed, int, int]]:
-        """The parameters in a shard, each with its first word there and the word after its last (both counted in the
-        vector)."""
+        """The parameters in a shard, each with its first word and the word after its last (words of the vector)."""
         touching = [p for p in self.parameters if p.entry.start < shard.stop and shard.start < p.entry.stop]
         return [(p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in touching]
 
@@ -152,8 +151,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
-    """Raise ModelError for a parameter that is not one readable and writable piece of memory, or for several devices.
-    """
+    """Raise ModelError for a parameter without readable and writable memory of its own, or for several devices."""
     devices: dict[torch.device, str] = {}
     for name, parameter in trained.items():
         if parameter.is_meta:

@@ -14,8 +14,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def source(seed: int) -> np.random.BitGenerator:
-    """Return a generator of raw bits from the low 64 bits of `seed`. numpy keeps its stream the same in all versions.
-    """
+    """Return a generator of raw bits from the low 64 bits of `seed`. Its stream is the same in all numpy versions."""
     return np.random.SFC64(seed & _SEED_MASK)
 
 

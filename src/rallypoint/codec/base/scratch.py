@@ -23,8 +23,7 @@ class Scratch:
         self._whole = torch.empty(0)
 
     def floats(self, which: int, words: int) -> Tensor:
-        """Return the first `words` fp32 words of buffer `which` (0 to 2), at most a piece; the contents are undefined.
-        """
+        """Return the first `words` fp32 words of buffer `which` (0 to 2), at most a piece; contents undefined."""
         buffer = self._floats[which]
         if buffer is None:
             buffer = self._floats[which] = torch.empty(PIECE_WORDS, dtype=torch.float32)

@@ -70,8 +70,8 @@ def parse_faults(text: str) -> list[Fault]:
 def random_faults(
     kills: int, resizes: Sequence[int], stops: int, everything: bool, servers: int, seed: int
 ) -> list[Fault]:
-    """Return a schedule: kills spread over workers, servers (if there are two) and the coordinator, the rest in
-    between."""
+    """Return a schedule: kills spread over workers, servers (if there are two) and coordinator, the rest between them.
+    """
     rng = random.Random(seed)
     shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
     total = sum(share for _, share in shares)
@@ -210,8 +210,7 @@ def chaos(
 
 
 def _undisturbed(plan: Launch, console: Console, *, overwrite: bool) -> Launch:
-    """Run the plan without faults: same workers and servers, but no standby workers, backups or snapshots on the way.
-    """
+    """Run the plan without faults: same workers and servers; no standby workers, backups or regular snapshots."""
     folder = str(Path(plan.folder) / "undisturbed")
     calm = msgspec.structs.replace(
         plan, folder=folder, snapshots=str(Path(folder).resolve() / "snapshots"), standby=0, replication=1,

@@ -42,8 +42,7 @@ class KeptSource(importlib.machinery.SourceFileLoader):
 
 
 class KeptFinder:
-    """Finds the modules of one of the user's folders: in the copy first; what is not copied (extensions) in the folder.
-    """
+    """Finds the modules of one of the user's folders: in the copy, or in the folder if not copied (extensions)."""
 
     def __init__(self, folder: str, kept: str) -> None:
         self._folder, self._kept = folder, kept

@@ -38,8 +38,7 @@ class PolicyContract:
         raise NotImplementedError("override the fixture `policy`")
 
     def needed(self, replicas: int) -> int | None:
-        """Return how many contributions of a round make an update under an aligned policy; None under a streaming one.
-        """
+        """Return how many contributions of a round make an update (aligned policy); None (streaming policy)."""
         return None
 
     def _play(self, policy: Policy, cast: Cast, schedule: Iterable[tuple[str, int]]) -> ShardPlay:

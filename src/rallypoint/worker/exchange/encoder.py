@@ -165,8 +165,7 @@ class Encoder:
 
 
 def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
-    """Buffer pools for the payloads, by shard: one pool a group, sized for its largest shard; None for shards that go
-    raw."""
+    """Buffer pools for the payloads, by shard: one pool for each group; None for shards that go raw."""
     bounds: dict[int, int] = {}
     for shard in layout.shards:
         if (codec := codecs.of(shard)) is not None:

@@ -185,8 +185,7 @@ class Exchange:
         self._locked.check()
 
     def initialise(self, words: Words, state: States | None = None) -> None:
-        """Upload what all workers start from (see `push_initial`); with `state`, as the version that this worker
-        `holds`.
+        """Upload what all workers start from (see `push_initial`); with `state`, as the version that it `holds`.
 
         The values are not read from the buffer: an upload may be repeated while versions already land there.
         """
@@ -219,8 +218,10 @@ class Exchange:
         return None if len(changed) == len(self.layout.shards) else [self.layout.shards[index] for index in changed]
 
     def take_states(self) -> tuple[Records, bool]:
-        """Return the states of what is being installed (AllReduce): the shards' records, if all start from them, and
-        whether the step is skipped."""
+        """Return what is being installed (AllReduce).
+
+        That is the shards' records, if all workers start from them, and whether the step is skipped.
+        """
         return self._optimizer.take()
 
     def installed(self, version: int) -> ViewNumber | None:

@@ -36,8 +36,7 @@ class ServerState:
         """Begin to install what has landed. Needs the exchange's lock."""
 
     def take(self) -> tuple[States, bool]:
-        """Return what is being installed: the shards' states, if all start from them, and whether the step is skipped.
-        """
+        """Return what is being installed: the shards' states, if all start from them; is the step skipped?"""
         return {}, False
 
     def rolled_back(self) -> None:

@@ -23,8 +23,7 @@ class Stepper(Protocol):
         """Make update number `step` (from 0) with the gradients in ``.grad``."""
 
     def settings_digest(self) -> str:
-        """Return a digest of all settings, which the coordinator compares at each step; "" where workers cannot differ.
-        """
+        """Return a digest of all settings, which the coordinator compares at each step; "" if workers cannot differ."""
 
     def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Return the part of the state in this shard: new 1-D CPU tensors by name, and numbers by name."""

@@ -38,8 +38,7 @@ class Evaluations:
         self._registered.append(_Registered(every, evaluation))
 
     def due(self, step: int, before: int) -> list[_Registered]:
-        """Return the evaluations that are due with the version of `step`; `before` is the step of the job's previous
-        version.
+        """Return the evaluations due with the version of `step`; `before` is the step of the version before it.
 
         Call it for every version, also on workers that do not evaluate: any worker may evaluate the next version.
         """

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class Micro:
-    """A micro-batch: ``with micro:`` seeds the replica's random generators; `backward` computes gradients and sends
-    them.
+    """A micro-batch: ``with micro:`` seeds the random generators; `backward` computes gradients and sends them.
 
     Attributes:
         batch: the collated samples, on the model's device.

@@ -33,8 +33,7 @@ _FUNCTIONS = ("lr_lambdas", "lmbda_list")  # torch's LambdaLR: entries of its st
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor of the state: its parameter's name, its own name, shape and dtype, and whether it is always on the host.
-    """
+    """A tensor of the state: its parameter's name, its own name, shape and dtype; is it always on the host?"""
 
     parameter: str
     name: str
@@ -298,8 +297,7 @@ def _plain(what: str, value: Any) -> Any:
 
 
 def _as_before(before: Mapping[str, Any], came: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `before` with the values of `came` under the same names; lists become tuples and tensors where `before`
-    has them."""
+    """Return `before` with the values of `came` under the same names, converted to tuples and tensors like `before`."""
     result = dict(before)
     for key in before.keys() & came.keys():
         value, old = came[key], before[key]

@@ -1,5 +1,4 @@
-"""The user's loop over micro-batches: computes the replicas that the machine names, and installs versions in between.
-"""
+"""The user's loop over micro-batches: computes the replicas that the machine names, installs versions in between."""
 
 from __future__ import annotations
 

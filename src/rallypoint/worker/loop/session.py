@@ -268,8 +268,7 @@ class Job:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
 
     def _capture(self) -> None:
-        """Pass the coordinator's last request for a snapshot to the exchange, once. (The request is repeated with each
-        view.)"""
+        """Pass the coordinator's last request for a snapshot to the exchange, once. (Each view repeats the request.)"""
         with self._changed:
             wanted, exchange = self._wanted, self._exchange
             if exchange is None or wanted is None or wanted.snapshot == self._captured:

@@ -24,8 +24,7 @@ class Versions:
         self._trace_steps = parts.coordinator.welcome.trace
 
     def initialise(self) -> None:
-        """Upload what all workers start from: this model's values, and where workers step the optimizer also its state.
-        """
+        """Upload what all workers start from: this model's values, and the optimizer's state if workers step it."""
         exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
         if optimizer is None:
             exchange.initialise(tensors.part)

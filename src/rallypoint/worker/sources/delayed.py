@@ -23,8 +23,7 @@ from rallypoint.worker.sources.local import Drift, _Inner
 
 @dataclass(slots=True)
 class Ahead:
-    """A replica that has computed the first steps of a round before its version arrived, and the results of these
-    steps."""
+    """The first steps of a replica's round, computed before the round's version arrived, and their results."""
 
     round: int
     replica: int
@@ -50,8 +49,7 @@ class DelayedSource(FragmentsSource):
         self.show_version()
 
     def may_go_ahead(self, round: int, replica: int) -> bool:
-        """True if the round's first steps can be computed before its version is here: the replica made the round
-        before."""
+        """True if the round's first steps need no version: this worker has the replica's round before."""
         inner = self._inner.get(replica)
         here = inner is not None and inner.whole and inner.round == round - 1
         return here and self._generation == self._exchange.view.generation
@@ -114,7 +112,7 @@ class DelayedSource(FragmentsSource):
 
 
 def _step_back(inner: _Inner) -> None:
-    """Go back to the start of the round before, which is to be computed again."""
+    """Go back to the start of the round before, to compute it again."""
     drift = inner.drift
     if drift is None or drift.earlier is None:
         return

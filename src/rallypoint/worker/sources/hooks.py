@@ -1,5 +1,4 @@
-"""Sends gradients during backward: a hook per parameter fills slots, and each shard is sent as soon as it is complete.
-"""
+"""Sends gradients during backward: a hook per parameter fills slots, and each shard is sent when it is complete."""
 
 from __future__ import annotations
 

@@ -27,10 +27,10 @@ class DeltaSource(Protocol):
         """The model holds a new version. `shards` are those that changed; None: all."""
 
     def show_version(self) -> None:
-        """Load the version into the model, because the model is to be evaluated."""
+        """Load the version into the model for an evaluation."""
 
     def may_go_ahead(self, round: int, replica: int) -> bool:
-        """Can the replica compute the first steps of this round (`steps_ahead`) before the round's version is here?"""
+        """True if the replica can compute this round's first `steps_ahead` steps before its version is here."""
 
     def resume_replica(self, round: int, replica: int) -> None:
         """The version is here: continue the round of a replica that has gone ahead."""

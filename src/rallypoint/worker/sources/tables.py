@@ -33,8 +33,7 @@ class Tables:
             table.settle()
 
     def push(self) -> None:
-        """Push every part of every table for the computed replica; a part without used rows gets an empty contribution.
-        """
+        """Push every part of every table for the computed replica; parts without used rows get empty contributions."""
         for table in self._tables:
             table.push()
 
