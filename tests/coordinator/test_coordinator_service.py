@@ -35,6 +35,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
+    Accounted,
     Admitted,
     Applied,
     CaughtUp,
@@ -570,3 +571,16 @@ def test_a_member_that_is_silent_for_a_heartbeat_is_given_up_all_the_same(house:
     house.open(heartbeat=0.4, workers_start=2)
     silent = house.call("worker", "worker0")  # it has said hello, and gives no sign of life
     assert "given up: no sign of life for 0." in refusal(silent)
+
+
+def test_a_server_s_account_that_comes_after_the_last_word_is_written_down(house: House, tmp_path: Path) -> None:
+    coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
+    server, worker, view = house.begin()
+    house.finish(worker, view)
+    assert server.next(Finished) == Finished("worker0")
+    closing = threading.Thread(target=coordinator.close)
+    closing.start()
+    server.link.send(Accounted(6, 0, 0, 0))
+    server.link.close()  # as a server does when the job is over
+    closing.join(PATIENCE_S)
+    assert "Accounted" in (tmp_path / "events.jsonl").read_text()

@@ -30,6 +30,7 @@ from rallypoint.observe.observed import observed
 from rallypoint.store.retention import Retention
 
 _FAREWELL_S = 2.0
+_LOOK_S = 0.01
 _TICKS = TICKS
 
 
@@ -124,8 +125,16 @@ class CoordinatorService:
         deadline = time.monotonic() + _FAREWELL_S  # for all members together: many may be paused
         for channel in (*self._shell.members.values(), *self._shell.announcer.observers):
             _channel(channel).flush(max(0.0, deadline - time.monotonic()))
+        self._hear_servers_out(deadline)
         self._connections.close()
         self._stop()
+
+    def _hear_servers_out(self, deadline: float) -> None:
+        """After the last word, wait until the servers have closed their connections: the account of all contributions
+        may still be on its way. Workers are not waited for: their scripts may go on for long."""
+        servers = set(self._shell.machine.course.members.servers) if self._shell.last_word is not None else set()
+        while servers & self._shell.members.keys() and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
 
     def _stop(self) -> None:
         self._owner.stop()
