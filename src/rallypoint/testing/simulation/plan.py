@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.codec.spec import TopK
+from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.policies import CodecState, Mode, Played
+from rallypoint.testing.simulation.policies import CodecState, InnerState, Mode, Played
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
 _SYNC = Sync()
@@ -57,6 +57,8 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
+    if isinstance(played, InnerState):
+        return _with_inner(_plan_of(seed, played.sync), played.sync)
     if not isinstance(played, CodecState):
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)
@@ -74,6 +76,13 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         faults.append(Fault(fault.at, kind, "coordinator" if coordinator else role, seconds))
     terms = msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S)
     return replace(plan, terms=terms, faults=tuple(faults))
+
+
+def _with_inner(plan: Plan, sync: LocalSteps) -> Plan:
+    """Where inner states are kept, two of three plans lose some, and one has no faults: its bytes are promised."""
+    faults = plan.faults if plan.seed % 3 or not sync.keep_inner else ()
+    job = replace(plan.job, inner=True, loses_states=sync.keep_inner and faults != ())
+    return replace(plan, faults=faults, job=job)
 
 
 def _plan_of(seed: int, sync: Mode) -> Plan:
@@ -130,3 +139,11 @@ def resizes(seed: int) -> bool:
 def hesitates(seed: int) -> bool:
     """Are workers slow to begin with what they were told in this seed's plan?"""
     return seed % 4 == 3
+
+
+def played_by(plan: Plan) -> Played:
+    """What a plan was made for."""
+    job = plan.job
+    if job.inner and isinstance(job.sync, LocalSteps):
+        return InnerState(job.sync)
+    return CodecState(job.sync) if has_state(job.codec) else job.sync

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rallypoint.codec.spec import has_state
 from rallypoint.core.policy import Sync
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.member import COORDINATOR, Order
 from rallypoint.testing.simulation.network import Node, World
-from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
-from rallypoint.testing.simulation.policies import CodecState, Played, replay_line
+from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
+from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
@@ -64,8 +63,7 @@ class Simulation:
             self.world.run(LIMIT_S, lambda: self.outcome.finished or bool(self.outcome.aborted))
             self._check()
         except AssertionError as error:
-            job = self.plan.job
-            replay = replay_line(self.plan.seed, CodecState(job.sync) if has_state(job.codec) else job.sync)
+            replay = replay_line(self.plan.seed, played_by(self.plan))
             raise SimulationFailed("\n".join([replay, str(error), *self.events])) from error
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(

@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.inner import InnerStates
 from rallypoint.testing.simulation.exchange import SimulatedExchange
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob, combine
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.store import SimulatedStore
+
+
+@dataclass(slots=True)
+class Inner:
+    """The state of a replica's own optimizer: a name, and the one that the round was begun with. 0: a new one."""
+
+    round: int
+    whole: bool = False
+    name: int = 0
+    before: int = 0
+
+    def begin(self, round: int) -> None:
+        """It goes on to the next round."""
+        assert round == self.round + 1, f"round {round} is begun with the inner state of round {self.round}"
+        self.round, self.whole, self.before = round, False, self.name
+
+    def go_back(self) -> None:
+        """The round is begun once more."""
+        self.whole, self.name = False, self.before
 
 
 class SimulatedWorker:
@@ -35,6 +56,10 @@ class SimulatedWorker:
         self._replica = -1
         self._began = 0.0
         self._generation = ViewNumber()  # that the replica in progress belongs to
+        self._inners = InnerStates(job.keeps_inner, Inner)
+        self._inner = Inner(-1)  # of the replica in progress
+        self._begun: dict[tuple[ViewNumber, int, int], int] = {}  # generation, round, replica -> inner state
+        self._made: dict[tuple[int, int], tuple[int, ViewNumber]] = {}  # replica, inner state -> round, generation
         self._blocked = self._acting = self._busy = False
         self.membership = Membership(self.node, "worker", self._on_message, self._on_admitted)
 
@@ -213,8 +238,26 @@ class SimulatedWorker:
 
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
+        self._begin_inner(self.machine.step, replica)
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
         self._fill_next()
+
+    def _begin_inner(self, round: int, replica: int) -> None:
+        """The replica's own optimizer steps, so that its state is that of half a round until the round is over."""
+        self._inner = inner = self._inners.begin(round, replica, self._generation)
+        what = f"{self.node.name}: round {round} of replica {replica}"
+        same = self._begun.setdefault((self._generation, round, replica), inner.name)
+        assert inner.name == same, f"{what} is begun with two inner states"
+        made = self._made.get((replica, inner.name))
+        fits = inner.name == 0 or made == (round - 1, self._generation)
+        assert fits, f"{what} is begun with the inner state of (round, generation) {made}, in {self._generation}"
+        inner.name = combine(inner.name, round, 23)
+
+    def _end_inner(self, round: int, replica: int) -> None:
+        inner = self._inner
+        inner.name = self.job.inner_after(inner.before, round, replica, self.model)
+        self._made[replica, inner.name] = (round, self._generation)
+        self._inners.made(replica)
 
     def _fill_next(self) -> None:
         if self.machine.rewound:
@@ -236,7 +279,8 @@ class SimulatedWorker:
 
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
         if fills and not self.machine.rewound:
-            self.slots[shard] = self.job.gradient(shard, step, replica, self.model)
+            model = (*self.model, self._inner.before) if self.job.same_bytes else self.model
+            self.slots[shard] = self.job.gradient(shard, step, replica, model)
             self._exchange.run(self.machine.handle(machine.Filled(shard)))
         self._fill_next()
 
@@ -244,6 +288,8 @@ class SimulatedWorker:
         replica, self._replica = self._replica, -1
         self._todo.clear()
         step = self.machine.step
+        if whole and self.job.inner:
+            self._end_inner(step, replica)
         self._exchange.run(self.shell.end_replica(whole=whole))
         if whole:
             self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._generation))

@@ -49,15 +49,15 @@ class DelayedSource(FragmentsSource):
 
     def may_go_ahead(self, round: int, replica: int) -> bool:
         """Can the round's first steps be made before its version is here? Not by a replica that begins at it."""
-        inner = self._inner.get(replica)
+        inner = self._inner.kept.get(replica)
         here = inner is not None and inner.whole and inner.round == round - 1
-        return here and self._generation == self._exchange.view.generation
+        return here and self._inner.generation == self._exchange.view.generation
 
     def resume_replica(self, round: int, replica: int) -> None:
         """The version is here: a replica that has gone ahead goes on in its round."""
         if self._in_model != replica:
             self._put_away()
-        inner = self._inner[replica]
+        inner = self._inner.kept[replica]
         self._replica, self._round, self._optimizer, self._in_model = replica, round, inner.optimizer, replica
         if (drift := inner.drift) is not None and drift.away and drift.left is not None:
             drift.away = False
@@ -72,7 +72,7 @@ class DelayedSource(FragmentsSource):
     @torch.no_grad()
     def _mix(self) -> None:
         """The shards of the round before become mix * version + (1 - mix) * own."""
-        drift, local = self._inner[self._replica].drift, self._config.local
+        drift, local = self._inner.kept[self._replica].drift, self._config.local
         assert local is not None
         if drift is None or self._round == drift.fresh:
             return  # it has begun at the version
@@ -100,7 +100,7 @@ class DelayedSource(FragmentsSource):
             self._save(drift.began)
 
     def _inner_of(self, round: int, replica: int) -> _Inner:
-        inner = self._inner.get(replica)
+        inner = self._inner.kept.get(replica)
         if inner is not None and inner.round == round + 1:
             _step_back(inner)  # what it has made of the next round was too early
         goes_on, before = inner is not None and inner.round == round - 1, {} if inner is None else inner.before
