@@ -68,10 +68,10 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
             case Install(version=version):
                 if exchange.begin_install(version) is None:
                     continue
-                exchange.installed()
+                generation = exchange.installed(version)
                 finishes.append(time.monotonic())
-                if version == steps:
-                    job.done(exchange.view.generation)
+                if version == steps and generation is not None:
+                    job.done(generation)
             case Compute(step=step, replica=replica):
                 if exchange.replica.begin(step, replica) is None:
                     continue

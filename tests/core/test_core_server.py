@@ -15,6 +15,7 @@ from rallypoint.core.shard.clip import Measure, Tell, Verdict
 from rallypoint.core.shard.effects import Abandon, Apply, CaughtUp, Fill, Finish, Install, Publish, Take
 from rallypoint.core.shard.events import Acked, Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.shard.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Restore, ServerMachine
+from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import Member, View, ViewNumber
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
@@ -418,3 +419,19 @@ def test_a_verdict_of_a_generation_that_is_over_decides_nothing() -> None:
     assert server.decided(old) == []
     assert _on(server.decided(new), Apply) == [(0, applied(0, 1.0 / (8.0 + 1e-6)))]
     server.validate()
+
+
+def test_the_link_to_a_peer_s_older_incarnation_does_not_count() -> None:
+    """It comes out of the inbox after the view in which another process has that name; it is closed by then."""
+
+    class Wire:
+        number = 0
+
+    shell: ServerShell[Wire] = ServerShell(ServerMachine("s0", _plan(2)))
+    shell.adopt(_view(1, {0: "s0", 1: "s1"}, {0: "s1"}))
+    shell.adopt(_view(2, {0: "s0", 1: "s0"}, {0: "s1"}, incarnations={"s0": 1, "s1": 7}, paired={0: 2}))
+    old, new = Wire(), Wire()
+    assert shell.peer_linked(Member("s1", "h", "s1:1", 2), old) == []
+    assert shell.peers == {}
+    shell.peer_linked(Member("s1", "h", "s1:1", 7), new)
+    assert shell.peers == {"s1": new}

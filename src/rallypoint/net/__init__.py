@@ -1,1 +1,1 @@
-"""Bytes between processes: transports, frames, control messages, links. Nothing from the network is trusted (I9)."""
+"""Bytes between processes: transports, frames, control messages, links. Data from the network is not trusted (I9)."""

@@ -1,4 +1,4 @@
-"""The address that others are told: not always the one that a process binds to."""
+"""The address that other processes connect to. It can differ from the address that a process binds to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rallypoint.errors import LinkError, UsageError
 
 
 def advertised(bound: str, wanted: str = "", towards: str = "") -> str:
-    """Where others reach a process that listens at `bound`.
+    """The address where others reach a process that listens at `bound`.
 
-    `wanted` (``host`` or ``host:port``) if given. Else `bound`, unless that is a wildcard (0.0.0.0 or ::): then the
-    address of the interface through which this machine reaches `towards`. UsageError when that would be a wildcard.
+    It is `wanted` (``host`` or ``host:port``), if given. Else it is `bound`, unless that is a wildcard (0.0.0.0 or ::).
+    Else it is the address of the network interface that leads to `towards`. UsageError if `wanted` is a wildcard, or
+    `towards` is needed and empty. LinkError if there is no route to `towards`.
     """
     port = bound.rpartition(":")[2]
     if wanted:
@@ -37,7 +38,7 @@ def _is_wildcard(address: str) -> bool:
 
 
 def _interface(towards: str) -> str:
-    """Our own address on the way to `towards`. It asks the routing table and sends nothing."""
+    """This machine's own address on the route to `towards`. Reads the routing table and sends nothing."""
     host, _, port = towards.rpartition(":")
     try:
         family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]

@@ -1,4 +1,4 @@
-"""A connection that speaks frames: one thread sends from a queue, one thread (the owner's) receives."""
+"""A connection that carries frames. One thread sends from a queue; the owner's thread receives."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ class _Outgoing(NamedTuple):
 class Channel:
     """Frames over one connection.
 
-    `send` never blocks: it queues, urgent frames (credits, measures, control) ahead of bulk ones. The sending thread
-    ends with the connection; the loss itself is reported to whoever receives. `number` says, of one that was accepted,
-    in which order it was.
+    `send` never blocks: it queues the frame. Urgent frames (credits, measures, control) go before bulk ones. Any thread
+    may send; only one thread may receive. When the connection breaks, the sending thread ends quietly, and the
+    receiving thread gets the LinkError. `number` counts accepted connections: of two channels, the one with the higher
+    number is newer.
     """
 
     def __init__(self, connection: Connection, name: str, tracer: Tracer | None = None, number: int = 0) -> None:
@@ -47,7 +48,12 @@ class Channel:
         self, header: Header, payload: memoryview | None = None, sent: Callable[[], None] | None = None,
         *, urgent: bool = False,
     ) -> None:  # fmt: skip
-        """Queue a frame. `sent` is called, from the sending thread, when its bytes may be reused (also on failure)."""
+        """Queue a frame.
+
+        `payload` must not change before `sent` is called, from the sending thread: after the frame went out, or when it
+        never will. If the channel is closed, the frame is dropped and `sent` is called at once, from the calling
+        thread.
+        """
         with self._changed:
             if not self._closing:
                 (self._urgent if urgent else self._bulk).append(_Outgoing(header, payload, sent))
@@ -57,22 +63,22 @@ class Channel:
             sent()
 
     def send_message(self, message: Message, kind: Kind = Kind.CONTROL) -> None:
-        """Queue a control message."""
+        """Queue a control message, as an urgent frame."""
         data = encode(message)
         self.send(Header(kind, length=len(data)), memoryview(data), urgent=True)
 
     def refuse(self, reason: str, *, final: bool = False) -> None:
-        """Tell the other side why this connection ends, and end it once that is sent; see `Refused`."""
+        """Tell the other side why this connection ends, then close the connection. `final`: see `Refused`."""
         data = encode(Refused(reason, final))
         self.send(Header(Kind.REFUSE, length=len(data)), memoryview(data), self.connection.close, urgent=True)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything queued has been sent; False when `timeout` seconds were not enough."""
+        """Wait until every queued frame is sent, or the channel is closed. Returns False after `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closing or self._drained(), timeout)
 
     def close(self) -> None:
-        """End the connection and the sending thread; what is queued is let go."""
+        """End the connection and the sending thread. Queued frames are dropped."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -88,7 +94,7 @@ class Channel:
             try:
                 with self._tracer.span("send", kind=item.header.kind.name, shard=item.header.shard):
                     self.connection.send(pack(item.header), item.payload)
-            except LinkError:  # the receiver will find out too, after what has arrived: it may say why
+            except LinkError:  # the receiving thread will get it too, after the last frames: they may say why
                 with self._changed:
                     self._closing = True
                     self._changed.notify_all()
@@ -102,7 +108,7 @@ class Channel:
         with self._changed:
             if not (self._closing or self._urgent or self._bulk):
                 self._idle = True
-                self._changed.notify_all()  # whoever flushes
+                self._changed.notify_all()  # for `flush`
                 self._changed.wait_for(lambda: self._closing or self._urgent or self._bulk)
             if self._closing:
                 return None
@@ -112,16 +118,16 @@ class Channel:
     # ---- receiving: one thread only ----
 
     def receive_header(self) -> Header:
-        """The next frame's header. LinkError when the stream ends, ProtocolError when it is not a header."""
+        """Block until the next header is here. LinkError when the stream ends, ProtocolError if it is no header."""
         self.connection.recv_into(self._head)
         return unpack(self._head)
 
     def receive_into(self, view: memoryview) -> None:
-        """The payload of the frame whose header was just received."""
+        """Receive the payload of the last header into `view`. LinkError when the stream ends."""
         self.connection.recv_into(view)
 
     def receive_bytes(self, header: Header) -> bytearray:
-        """The payload as fresh bytes (control messages; the header's limit has been checked)."""
+        """Receive the payload of `header` into new memory (for small payloads). LinkError when the stream ends."""
         data = bytearray(header.length)
         if header.length:
             self.connection.recv_into(memoryview(data))

@@ -1,4 +1,4 @@
-"""A connection that is made again whenever it is lost, until it is no longer wanted."""
+"""Keeps a connection to a peer: connects again whenever it is lost."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rallypoint.observe.trace import Tracer
 log = logging.getLogger("rallypoint")
 
 CONNECT_TIMEOUT_S = 2.0
-_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between tries, also those that break at once; the last one from then on
+_PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between attempts; also after a connection that breaks at once
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """What a dialer calls, all from its own thread: `up`, then `serve`, then `down`, for each connection.
+    """The functions that a dialer calls, all from its own thread: for each connection `up`, then `serve`, then `down`.
 
     Attributes:
         view: returns the newest view that this process knows. The other side waits until it knows that view too.
-        up: a connection stands.
+        up: the connection is up.
         serve: receives from the connection until it raises.
-        down: says why `serve` raised. Nothing of the channel runs any more, its sending thread has ended.
+        down: called with the error that `serve` raised. The channel's sending thread has ended by then.
     """
 
     view: Callable[[], ViewNumber]
@@ -40,14 +40,14 @@ class Calls:
 
 
 class Dialer:
-    """Keeps a channel to `peer` from a thread of its own, from `start` on. It connects as `me`."""
+    """Keeps a channel to `peer`, in its own thread, from `start` to `close`. It connects as `me`."""
 
     def __init__(self, *, transport: Transport, peer: Member, me: Identity, calls: Calls, tracer: Tracer) -> None:
         self.peer = peer
         self._transport, self._me, self._calls, self._tracer = transport, me, calls, tracer
         self._closed = threading.Event()
-        self._connection: Connection | None = None  # also while it is being made: `close` ends that too
-        self.trouble = ""  # why there is no connection now
+        self._connection: Connection | None = None  # set before the handshake, so that `close` can end it
+        self.trouble = ""  # why there is no connection now; empty if there is one
         self._thread = threading.Thread(target=self._run, name=f"link to {peer.id}", daemon=True)
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class Dialer:
         self._thread.start()
 
     def close(self) -> None:
-        """End the connection and the thread; `down` is not called any more."""
+        """End the connection and the thread. `down` is not called any more."""
         self._closed.set()
         if (connection := self._connection) is not None:
             connection.close()
@@ -74,7 +74,7 @@ class Dialer:
                 self.trouble = ""
                 self._keep(channel)
                 if time.monotonic() - began > _PAUSES_S[-1]:
-                    tries = 0  # it held: who was only interrupted is back at once
+                    tries = 0  # the connection lasted: connect again at once
                     continue
             self._closed.wait(_PAUSES_S[min(tries, len(_PAUSES_S) - 1)])
             tries += 1
@@ -82,7 +82,7 @@ class Dialer:
     def _dial(self) -> Channel:
         connection = self._connection = self._transport.connect(self.peer.address, CONNECT_TIMEOUT_S)
         if self._closed.is_set():
-            connection.close()  # `close` came before there was anything to close
+            connection.close()  # `close` came before the connection existed
         try:
             introduce(
                 connection, self._me.token, role=self._me.role, id=self._me.id, host=socket.gethostname(),
@@ -101,10 +101,10 @@ class Dialer:
                 self._calls.serve(channel)
         except RallypointError as lost:
             error = lost
-        except Exception as fault:  # this thread's end would be nobody's news, and many wait for what it receives
+        except Exception as fault:  # else this thread would end silently while others wait for its frames
             log.error("the link to %s has failed", self.peer.id, exc_info=fault)
             error = ProtocolError(f"what {self.peer.id} sent could not be taken: {fault!r}")
-        channel.close()  # and with it its sending thread: whoever owned the payloads may have them back
+        channel.close()  # also ends its sending thread, so the queued payloads are released
         self.trouble = str(error)
         if not self._closed.is_set():
             self._calls.down(error)

@@ -3,21 +3,24 @@
     0  magic      4 bytes "RLPT"
     4  protocol   u8
     5  kind       u8
-    6  flags      u8    bit 0: the contribution is not finite; bit 1: the step changes nothing (Replicate; a mean's
-                        Version), the version is not kept any more (Rows); bit 2: if it is not, the newest will do
-                        (PullRows; of the version LATEST, which never is, that is what is meant)
-    7  codec      u8    how the payload is written (codec/); 0: raw fp32
+    6  flags      u8    bit 0, NOT_FINITE: the contribution is not finite
+                        bit 1, SKIP: the step changes nothing (Replicate; Version of a mean), or the version is no
+                        longer kept (Rows)
+                        bit 2, NEWEST: if the version is not kept, send the newest one instead (PullRows; step LATEST
+                        always asks for the newest)
+    7  codec      u8    the codec of the payload (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
     24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version; CodecState, Taken:
-                         the codec state's)
+                         the codec state's step)
     28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
-                        (PullRows, Rows: the pull's number; CodecState: 1 if it is a copy for a snapshot)
-    32 weight     f64   (Replicate: how many times the learning rate)
-    40 length     u32
-    44 wants      u32   whose parameters are wanted, or these: 0 nobody's, 1 everything at the end, r + 2 replica r's
+                        (PullRows, Rows: the pull's number; CodecState: 1 for a copy for a snapshot; Replicate: the
+                        number of contributions in the update)
+    32 weight     f64   (Replicate: the factor on the learning rate)
+    40 length     u32   in bytes
+    44 wants      u32   which parameters are asked for, or sent: 0 none, 1 the job's last version, r + 2 replica r's
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ _FLAGS = NOT_FINITE | SKIP | NEWEST
 
 
 class Kind(enum.IntEnum):
-    """What a frame is. The first group is control (msgspec), the second carries raw tensors, the third nothing."""
+    """The kind of a frame. Group 1 carries msgspec messages, group 2 raw tensors, group 3 no payload."""
 
     CHALLENGE = 1
     HELLO = 2
@@ -60,7 +63,7 @@ class Kind(enum.IntEnum):
     STATE = 20
     PULL_ROWS = 21
     ROWS = 22
-    CODEC_STATE = 23  # of a replica (codec/state.py); empty: there is none, or nothing new
+    CODEC_STATE = 23  # a replica's codec state (codec/state.py); empty: there is none, or nothing new
 
     CREDIT = 32
     FOLLOW = 33
@@ -105,7 +108,7 @@ _ENCODED = (Kind.PUSH, Kind.VERSION, Kind.CODEC_STATE)  # may be written by a co
 
 
 class Header(NamedTuple):
-    """The decoded header of a frame; fields that a kind does not use are zero."""
+    """The decoded header of a frame. Fields that a kind does not use are zero."""
 
     kind: Kind
     view: ViewNumber = ViewNumber()
@@ -121,17 +124,17 @@ class Header(NamedTuple):
 
     @property
     def wanted(self) -> int | None:
-        """The replica of `wants`; EVERYTHING (-1), or None for nobody's."""
+        """The replica that `wants` names, EVERYTHING (-1), or None."""
         return self.wants - 2 if self.wants else None
 
 
 def wants(replica: int | None) -> int:
-    """The field `wants` for this replica, for EVERYTHING (-1), or for nobody (None)."""
+    """The value of the field `wants` for a replica, for EVERYTHING (-1), or for none (None)."""
     return 0 if replica is None else replica + 2
 
 
 def pack(header: Header) -> bytes:
-    """The header as 48 bytes."""
+    """Encode the header as 48 bytes."""
     return _HEADER.pack(
         _MAGIC, PROTOCOL, header.kind, header.flags, header.codec, header.view.epoch, header.view.count,
         header.shard, header.replica, header.step, header.base, header.weight, header.length, header.wants,
@@ -139,7 +142,7 @@ def pack(header: Header) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview) -> Header:
-    """The header in these 48 bytes. ProtocolError, saying what is wrong, when they are not one."""
+    """Decode 48 bytes. ProtocolError, with what is wrong, if they are not a header."""
     (
         magic, protocol, kind, flags, codec, epoch, count, shard, replica, step, base, weight, length, wanted,
     ) = _HEADER.unpack(data)  # fmt: skip

@@ -1,4 +1,4 @@
-"""The listening side of a role: accepts, checks the token, gives each connection a thread, closes what misbehaves."""
+"""The listening side of a role: accepts connections, checks the token, serves each in its own thread."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger("rallypoint")
 
 
 class Gate:
-    """Listens at `bind` until closed.
+    """Listens at `bind` until closed. UsageError if other machines can reach `bind` and the token is too short.
 
-    `admit` looks at a greeting whose token was right and returns the welcome, or raises RallypointError to refuse.
-    `serve` then runs in the connection's own thread until it returns or raises; a ProtocolError closes that one
-    connection with a sentence to both sides and touches nothing else (I9).
+    `admit` gets a Hello whose token was right. It returns the Welcome, or raises RallypointError to refuse. Then
+    `serve` runs in the connection's own thread until it returns or raises. A ProtocolError closes only that connection,
+    with a sentence to both sides (I9).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Gate:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening, end every connection, join every thread."""
+        """Stop listening, close every connection, join every thread."""
         with self._lock:
             self._closed = True
             threads = dict(self._open)
@@ -65,7 +65,7 @@ class Gate:
                 if self._closed:
                     connection.close()
                     return
-                thread.start()  # in here: whoever closes must find no thread that has not been started
+                thread.start()  # under the lock, so that `close` never joins a thread that has not started
                 self._open[connection] = thread
 
     def _run(self, connection: Connection, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Who may come in: a challenge and a keyed hash of it, so the job token itself is never sent (I9)."""
+"""The handshake: a challenge and an HMAC of it. The job token itself is never sent (I9)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
 from rallypoint.net.transport import Connection, Transport
 
-GREETING_TIMEOUT_S = 10.0  # for the whole handshake: who sends a byte now and then holds no connection
+GREETING_TIMEOUT_S = 10.0  # for the whole handshake: a peer that sends slowly cannot hold a connection
 FIRST_VIEW = ViewNumber()
 _MIN_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects: a worker, a server or an observer, under its name, with the job's token."""
+    """Who connects: the role (worker, server or observer), the member's name, and the job's token."""
 
     role: str
     id: str
@@ -28,12 +28,12 @@ class Identity:
 
 
 def new_token() -> str:
-    """A fresh job token."""
+    """Make a new random job token."""
     return secrets.token_hex(16)
 
 
 def check_exposure(transport: Transport, address: str, token: str) -> None:
-    """UsageError when an address that others can reach would be served without a token worth the name."""
+    """UsageError if other machines can reach `address` and the token has fewer than 16 characters."""
     if not transport.private(address) and len(token) < _MIN_TOKEN:
         raise UsageError(
             f"{address} can be reached from other machines: set a job token of at least {_MIN_TOKEN} characters "
@@ -42,9 +42,9 @@ def check_exposure(transport: Transport, address: str, token: str) -> None:
 
 
 def greet(connection: Connection, token: str) -> Hello:
-    """The listener's side up to the welcome, under one deadline for both.
+    """The listener's side of the handshake, until `welcome` or `refuse`. One deadline covers both.
 
-    AccessDenied on a wrong token; ProtocolError on anything odd.
+    AccessDenied if the token is wrong; ProtocolError for anything that is not a Hello.
     """
     connection.set_deadline(GREETING_TIMEOUT_S)
     nonce = secrets.token_bytes(32)
@@ -57,13 +57,13 @@ def greet(connection: Connection, token: str) -> Hello:
 
 
 def welcome(connection: Connection, message: Welcome) -> None:
-    """The listener's last word: you are in."""
+    """The listener's last step: accept the peer."""
     _send(connection, Kind.WELCOME, message)
     connection.set_deadline(None)
 
 
 def refuse(connection: Connection, reason: str) -> None:
-    """The listener's last word: you are not in."""
+    """The listener's last step: refuse the peer."""
     _send(connection, Kind.REFUSE, Refused(reason))
 
 
@@ -71,7 +71,11 @@ def introduce(
     connection: Connection, token: str, *, role: str, id: str, host: str, address: str = "", incarnation: int = 0,
     view: ViewNumber = FIRST_VIEW,
 ) -> Welcome:  # fmt: skip
-    """The connecting side. AccessDenied, with the listener's reason, when it refuses."""
+    """The connecting side of the handshake. Returns the listener's Welcome.
+
+    AccessDenied, with the listener's reason, if it refuses; ProtocolError for any other answer; LinkError if the
+    connection breaks.
+    """
     connection.set_deadline(GREETING_TIMEOUT_S)
     nonce = expect(_receive(connection, Kind.CHALLENGE), Challenge).nonce
     _send(connection, Kind.HELLO, Hello(role, id, host, _proof(token, nonce, role, id), address, incarnation, view))

@@ -1,4 +1,4 @@
-"""The in-process twin of TCP: bounded byte pipes between threads, under names instead of ports."""
+"""A transport within one process: bounded byte pipes between threads, with names instead of ports. For tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PIPE_BYTES = 4 << 20
 
 
 class _Pipe:
-    """One direction: chunks in, bytes out; a writer waits while more than `_PIPE_BYTES` are unread."""
+    """One direction of a stream. A writer waits while more than `_PIPE_BYTES` bytes are unread."""
 
     def __init__(self) -> None:
         self._chunks: deque[memoryview] = deque()
@@ -56,7 +56,7 @@ class _Pipe:
 
 
 class InprocConnection:
-    """Two pipes as a Connection."""
+    """A Connection over two pipes."""
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str) -> None:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
@@ -78,7 +78,7 @@ class InprocConnection:
 
     @property
     def _patience(self) -> float | None:
-        """How long the next piece may take; a deadline that is over lets nothing pass."""
+        """The seconds that the next piece may take. LinkError when the deadline has passed."""
         if self._deadline is None:
             return self._timeout
         if (left := self._deadline - time.monotonic()) <= 0:
@@ -92,7 +92,7 @@ class InprocConnection:
         self._deadline = None if seconds is None else time.monotonic() + seconds
 
     def limit_in_flight(self, nbytes: int) -> None:
-        """Nothing is ever on its way here."""
+        """Does nothing: no bytes are in flight."""
 
     def close(self) -> None:
         self._outgoing.end()
@@ -100,7 +100,7 @@ class InprocConnection:
 
 
 class InprocListener:
-    """A named queue of connections as a Listener."""
+    """A Listener with a queue of connections."""
 
     def __init__(self, transport: InprocTransport, address: str) -> None:
         self._transport, self._address = transport, address
@@ -120,7 +120,7 @@ class InprocListener:
             return self._waiting.popleft()
 
     def offer(self, connection: InprocConnection) -> None:
-        """A connecting thread leaves the far end of its stream here."""
+        """Queue a connection for `accept`. Called from the connecting thread."""
         with self._changed:
             if self._closed:
                 raise LinkError(f"nobody answers at {self._address}")
@@ -137,7 +137,7 @@ class InprocListener:
 
 
 class InprocTransport:
-    """A private network of its own: two instances do not see each other's addresses."""
+    """A private network: two instances do not share addresses."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, InprocListener] = {}
@@ -145,7 +145,7 @@ class InprocTransport:
         self._numbers = itertools.count(1)
 
     def listen(self, address: str) -> InprocListener:
-        """Listen under a name; a name that ends in ``:0`` gets a number of its own."""
+        """Listen at a name. A name that ends in ``:0`` gets a free number. AddressInUse if the name is taken."""
         with self._lock:
             if address.endswith(":0"):
                 address = f"{address[:-2]}:{next(self._numbers)}"

@@ -1,4 +1,4 @@
-"""A member's link to the coordinator: joins, gives signs of life, hands over what comes, comes back when it is lost."""
+"""A member's link to the coordinator: joins, sends heartbeats, passes messages on, and reconnects after a loss."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from rallypoint.net.transport import Connection, Transport
 log = logging.getLogger("rallypoint")
 
 JOIN_TIMEOUT_S = 30.0
-RETURN_TIMEOUT_S = 60.0  # how long a member goes on without a coordinator before it gives up
+RETURN_TIMEOUT_S = 60.0  # seconds that a member continues without a coordinator before it ends
 _RETRY_S = 0.05
-_BEATS = 4  # in the time after which a silent member is given up
+_BEATS = 4  # heartbeats in the time after which a silent member is given up
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """What a link to the coordinator calls, all from the link's own thread.
+    """The functions that a link to the coordinator calls, all from the link's own thread.
 
     Attributes:
-        on_message: takes each message of the coordinator.
-        on_lost: is called once, with the reason, when the link cannot or must not come back; not after `close`.
-        on_admitted: is called after each joining, with True if this process is new to the coordinator (the first time,
-            or after it had been given up).
+        on_message: called with each message of the coordinator.
+        on_lost: called once, with the reason, when the link cannot or must not be made again; not after `close`.
+        on_admitted: called after each joining. True: this process is new to the coordinator (the first time, or
+            after the coordinator had given it up).
     """
 
     on_message: Callable[[Message], None]
@@ -44,10 +44,11 @@ class Handlers:
 class CoordinatorLink:
     """A member's link to the coordinator. The constructor joins as `me`; `start` begins to receive messages.
 
-    `patience` is how many seconds the constructor waits for a coordinator (default: 30), `listening_at` the address of
-    a server. Raises AccessDenied when it is refused, LinkError when no coordinator is there in time.
+    The constructor waits up to `patience` seconds (default 30) for a coordinator. `listening_at` is a server's own
+    address. It raises AccessDenied when the coordinator refuses, LinkError when there is no coordinator in time.
 
-    When the link breaks it is made again: a coordinator that died has a successor soon. What is sent meanwhile waits.
+    When the link breaks, its thread connects again, to the same or a restarted coordinator. Messages sent meanwhile
+    wait. They are dropped if the coordinator has given this member up and admits it as a new one.
     """
 
     def __init__(
@@ -66,13 +67,13 @@ class CoordinatorLink:
         self._beat_thread = threading.Thread(target=self._beat, name="signs of life", daemon=True)
 
     def start(self) -> None:
-        """Begin to receive."""
+        """Begin to receive messages and to send heartbeats."""
         self._thread.start()
         if self._me.role != "observer":
             self._beat_thread.start()
 
     def send(self, message: Message) -> None:
-        """Say something to the coordinator, now or when it is there again."""
+        """Send a message now, or as soon as the coordinator is back. Any thread may call it."""
         with self._lock:
             if self._admitted:
                 self._channel.send_message(message)
@@ -80,7 +81,7 @@ class CoordinatorLink:
                 self._unsent.append(message)
 
     def close(self) -> None:
-        """Send what is queued, then end the link."""
+        """Send what is queued (for at most 2 seconds), then end the link."""
         self._channel.flush(2.0)
         self._closed.set()
         self._channel.close()
@@ -103,7 +104,7 @@ class CoordinatorLink:
         return Channel(connection, "the coordinator")
 
     def _join_patiently(self, patience: float) -> Channel:
-        """For the first time: a coordinator that dies while it lets us in is waited for like one that is not there."""
+        """The first joining. A coordinator that dies during it is waited for, like one that is not there yet."""
         deadline = time.monotonic() + patience
         while True:
             try:
@@ -114,7 +115,7 @@ class CoordinatorLink:
             time.sleep(_RETRY_S)
 
     def _rejoin(self) -> None:
-        """Until a coordinator takes us (back). LinkError when none has come in time, AccessDenied when it refuses."""
+        """Connect again. LinkError if no coordinator answers in time, AccessDenied if it refuses."""
         deadline = time.monotonic() + RETURN_TIMEOUT_S
         while not self._closed.is_set():
             try:
@@ -137,7 +138,7 @@ class CoordinatorLink:
         before, self.incarnation = self.incarnation, incarnation
         if before and before != incarnation:
             with self._lock:
-                self._unsent.clear()  # said by somebody who has been given up
+                self._unsent.clear()  # sent by an incarnation that was given up
         new = before != incarnation
         if self._handlers.on_admitted is not None:
             self._handlers.on_admitted(new)
@@ -187,12 +188,12 @@ class CoordinatorLink:
                 case Admitted(incarnation=incarnation):
                     self._hand_over(message, lambda incarnation=incarnation: self._take_admission(incarnation))  # type: ignore[misc]
                 case Refused(reason=reason, final=False) if self.incarnation:
-                    raise LinkError(reason)  # given up by mistake: come back as somebody new
+                    raise LinkError(reason)  # given up by mistake: join again as a new member
                 case _:
                     self._hand_over(message, lambda message=message: self._handlers.on_message(message))  # type: ignore[misc]
 
     def _hand_over(self, message: Message, handle: Callable[[], None]) -> None:
-        """ProtocolError when it cannot be acted on: our signs of life would hide that nobody listens here any more."""
+        """Call `handle`. Any error becomes a ProtocolError: heartbeats must not hide that nobody handles messages."""
         try:
             handle()
         except ProtocolError:
@@ -205,7 +206,10 @@ class CoordinatorLink:
 def connect_patiently(
     transport: Transport, address: str, timeout: float, stop: threading.Event | None = None
 ) -> Connection:
-    """Connect, trying again while nobody listens yet: members may be started in any order. LinkError in the end."""
+    """Connect; try again while nobody listens there, because members may be started in any order.
+
+    LinkError after `timeout` seconds, or when `stop` is set.
+    """
     deadline = time.monotonic() + timeout
     while True:
         try:

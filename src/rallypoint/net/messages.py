@@ -1,4 +1,4 @@
-"""Control messages: typed msgspec structs, encoded as msgpack. Small, rare, and not on the path of a step."""
+"""Control messages: typed msgspec structs, encoded as msgpack. They are small and rare, and no step waits for them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class Challenge(_Message, frozen=True):
-    """The listener's nonce; the answer proves the token without sending it."""
+    """The listener's nonce. The answer proves that the peer has the token, without sending it."""
 
     nonce: bytes
 
 
 class Hello(_Message, frozen=True):
-    """Who connects: `role` is worker, server or observer; `address` is where a server listens; `incarnation` is the
-    number that the coordinator has given it before; `view` the newest one it knows."""
+    """Who connects.
+
+    `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
+    coordinator gave this member earlier (0: none). `view` is the newest view that it knows.
+    """
 
     role: str
     id: str
@@ -38,8 +41,12 @@ class Hello(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """You are in. `overrides` come from the launcher's command line, `trace` says which steps to trace, `snapshots` is
-    where they are, `heartbeat` (seconds) how long a member may be silent."""
+    """The listener accepts the connection.
+
+    `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
+    steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
+    may be silent.
+    """
 
     overrides: dict[str, Any] = {}
     folder: str = ""
@@ -50,7 +57,10 @@ class Welcome(_Message, frozen=True):
 
 
 class Refused(_Message, frozen=True):
-    """You are not in, or no longer; the reason is a sentence. `final`: coming back would change nothing."""
+    """The listener refuses the connection, or ends it. `reason` is a sentence.
+
+    `final`: connecting again would not help.
+    """
 
     reason: str
     final: bool = False
@@ -66,13 +76,13 @@ class Propose(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """A sign of life."""
+    """A heartbeat."""
 
 
 class Report(_Message, frozen=True):
-    """A replica's step: its loss, its weight, its samples, its seconds, and the generation in which it was computed.
+    """One replica's step: its loss, weight, number of samples and seconds, and the generation it was computed in.
 
-    `settings` is a digest of the worker's own optimizer's settings at that step; "" where there is none.
+    `settings` is a digest of the settings of the worker's own optimizer at that step; "" if it has none.
     """
 
     step: int
@@ -86,8 +96,11 @@ class Report(_Message, frozen=True):
 
 
 class Applied(_Message, frozen=True):
-    """The ledger: a holder of the first shard has applied `step`, made of so many contributions, at `at` (unix time);
-    `late` says how long after the first contribution each worker's last one came; `generation`: when it was applied."""
+    """For the ledger: a primary or backup of the first shard has applied `step`, with `replicas` contributions.
+
+    `at` is the unix time. `late` gives, for each worker, the seconds between the first contribution and its last one.
+    `generation` is the generation in which the step was applied.
+    """
 
     step: int
     replicas: int
@@ -97,8 +110,11 @@ class Applied(_Message, frozen=True):
 
 
 class Accounted(_Message, frozen=True):
-    """What has become of contributions to the first shard, under this primary: each is counted once, as applied, folded
-    into another's update, or dropped; `staleness` counts them by the updates between reading and writing."""
+    """What happened to the contributions to the first shard, since this server has been its primary.
+
+    Each is counted once: as applied, folded into another's update, or dropped. `staleness` is a histogram of the number
+    of updates between the version a contribution was computed from and its own update.
+    """
 
     applied: int
     folded: int
@@ -109,18 +125,23 @@ class Accounted(_Message, frozen=True):
 
 
 class CaughtUp(_Message, frozen=True):
-    """The shards whose backup holds all that was published, and will from now on; of each the view in which its
-    primary and backup met."""
+    """The shards whose backup has all published versions, and will have each later one before it is published.
+
+    The value is the view that paired this primary with that backup.
+    """
 
     backups: dict[int, ViewNumber]
 
 
 class Leaving(_Message, frozen=True):
-    """This member was told to go: a worker hands its replicas back, a server its shards."""
+    """This member was told to leave: assign its replicas, or move its shards, to others."""
 
 
 class Stored(_Message, frozen=True):
-    """A server's part of a snapshot: files with their sizes; of every shard its file, offset, length and checksum."""
+    """A server's part of a snapshot is stored.
+
+    `files` gives each file's size in bytes; `shards` gives each shard's file, offset, length and checksum.
+    """
 
     snapshot: str
     files: dict[str, int]
@@ -128,7 +149,10 @@ class Stored(_Message, frozen=True):
 
 
 class NotStored(_Message, frozen=True):
-    """A server could not store its part of a snapshot; `passed` is the version a shard was at when it was too late."""
+    """A server could not store its part of a snapshot.
+
+    If it was too late, `passed` is the version that a shard had already reached; else -1.
+    """
 
     snapshot: str
     reason: str
@@ -140,15 +164,18 @@ class SnapshotWanted(_Message, frozen=True):
 
 
 class Resize(_Message, frozen=True):
-    """An observer asks for so many workers that compute (more stand by) and so many servers; 0: as many as now. The
-    coordinator tells all observers: the launcher among them starts processes, or tells some to go."""
+    """An observer asks for this number of computing workers (others stand by) and of servers; 0: keep the number.
+
+    The coordinator forwards it to all observers. One of them is the launcher: it starts processes, or tells some to
+    leave.
+    """
 
     workers: int
     servers: int = 0
 
 
 class Metrics(_Message, frozen=True):
-    """What an evaluation found after `step` steps of training, in that generation."""
+    """The result of an evaluation after `step` steps of training, in that generation."""
 
     step: int
     values: dict[str, float]
@@ -162,7 +189,7 @@ class Say(_Message, frozen=True):
 
 
 class Skipped(_Message, frozen=True):
-    """A step was skipped on all servers because these replicas (or the gradient) were not finite."""
+    """All servers skipped a step, because the losses of these replicas (or the gradient) were not finite."""
 
     step: int
     replicas: tuple[int, ...]
@@ -170,13 +197,13 @@ class Skipped(_Message, frozen=True):
 
 
 class Done(_Message, frozen=True):
-    """This worker holds the last version of `generation`."""
+    """This worker has the last version of `generation`."""
 
     generation: ViewNumber = ViewNumber()
 
 
 class GiveUp(_Message, frozen=True):
-    """This member cannot go on."""
+    """This member cannot continue. `reason` is a sentence."""
 
     reason: str
 
@@ -185,7 +212,7 @@ class GiveUp(_Message, frozen=True):
 
 
 class Admitted(_Message, frozen=True):
-    """A member's incarnation. If it is not the one it had, it is somebody new: what it held does not count."""
+    """The member's incarnation. If it differs from the earlier one, the member is new: what it held does not count."""
 
     incarnation: int
 
@@ -197,21 +224,24 @@ class Prepare(_Message, frozen=True):
 
 
 class NewView(_Message, frozen=True):
-    """The view from now on."""
+    """The new view."""
 
     view: View
 
 
 class Assist(_Message, frozen=True):
-    """To an idle worker: a straggler's replica, as a backup task."""
+    """To an idle worker: compute a slow worker's replica as a backup task."""
 
     step: int
     replica: int
 
 
 class Capture(_Message, frozen=True):
-    """To servers: keep and store your shards at `version`. To stateful workers: each its share of all shards, every
-    n-th from its place among the n `writers` on."""
+    """A snapshot begins.
+
+    To servers: keep and store your shards at `version`. To stateful workers: worker number i of the n `writers` stores
+    the shards i, i + n, i + 2n and so on.
+    """
 
     snapshot: str
     version: int
@@ -219,13 +249,13 @@ class Capture(_Message, frozen=True):
 
 
 class Finished(_Message, frozen=True):
-    """Everybody may go home; `lead` saves the model."""
+    """The job is done: all members may exit. The worker `lead` saves the model."""
 
     lead: str = ""
 
 
 class Aborted(_Message, frozen=True):
-    """The job cannot go on."""
+    """The job cannot continue."""
 
     reason: str
 
@@ -234,9 +264,10 @@ class Aborted(_Message, frozen=True):
 
 
 class Planned(_Message, frozen=True):
-    """The job that runs: what a progress line needs to know. A round is `steps_per_round` of the `steps`.
+    """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
 
-    Each step uses `items` of `item`; `done` steps were behind the job when this was said."""
+    Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent.
+    """
 
     steps: int
     replicas: int
@@ -251,8 +282,10 @@ class Planned(_Message, frozen=True):
 
 
 class StepDone(_Message, frozen=True):
-    """All replicas have reported `step` (under local steps: the round that ends with it); `loss` is their weighted
-    mean. `again` counts reports so far of what had been reported before: work done twice."""
+    """All replicas have reported `step` (under local steps: the round that ends with it).
+
+    `loss` is their weighted mean. `again` counts repeated reports so far: work that was done twice.
+    """
 
     step: int
     loss: float
@@ -261,13 +294,13 @@ class StepDone(_Message, frozen=True):
 
 
 class Waiting(_Message, frozen=True):
-    """What the job waits for (I8)."""
+    """What the job waits for, as a sentence (I8)."""
 
     text: str
 
 
 class Members(_Message, frozen=True):
-    """A new view, for those who watch: who is here; `exposed` counts the shards that only one server holds."""
+    """The members of a new view, for observers. `exposed` counts the shards that only one server holds."""
 
     view: str
     workers: tuple[str, ...]
@@ -277,7 +310,7 @@ class Members(_Message, frozen=True):
 
 
 class Snapshotted(_Message, frozen=True):
-    """A snapshot is complete and durable: where, of which version, how large, how long it took."""
+    """A snapshot is complete and durable. `nbytes` is its size; `seconds` is how long it took."""
 
     snapshot: str
     version: int
@@ -297,12 +330,12 @@ _M = TypeVar("_M")
 
 
 def encode(message: Message) -> bytes:
-    """The message as msgpack."""
+    """Encode a message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes | bytearray | memoryview) -> Message:
-    """The message in these bytes. ProtocolError when there is none."""
+    """Decode a message. ProtocolError if the bytes are no message."""
     try:
         message: Message = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -311,7 +344,7 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
 
 
 def expect(data: bytes | bytearray | memoryview, kind: type[_M]) -> _M:
-    """The message in these bytes, which must be a `kind`. ProtocolError otherwise."""
+    """Decode a message that must be a `kind`. ProtocolError otherwise."""
     message = decode(data)
     if not isinstance(message, kind):
         raise ProtocolError(f"a {type(message).__name__} message where {kind.__name__} was expected")

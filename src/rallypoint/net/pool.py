@@ -1,4 +1,4 @@
-"""Pooled buffers: a payload is received into one, added from one, published from one, without a fresh allocation."""
+"""Pooled buffers: receiving, adding and publishing a payload need no new allocation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 
 
 class Buffer:
-    """`words` fp32 words as a tensor and as bytes; returns to its pool when the last holder releases it."""
+    """`words` fp32 words, as a tensor and as bytes. Reference-counted: the last `release` returns it to its pool.
+
+    Any thread may retain and release it.
+    """
 
     __slots__ = ("_holders", "_pool", "bytes", "tensor")
 
@@ -19,13 +22,13 @@ class Buffer:
         self.bytes = bytes_of(self.tensor)
 
     def retain(self) -> Buffer:
-        """One more holder."""
+        """Add a holder. Returns the buffer itself."""
         with self._pool.lock:
             self._holders += 1
         return self
 
     def release(self) -> None:
-        """One holder less; the last one gives the buffer back."""
+        """Remove a holder. The last one returns the buffer to its pool. AssertionError if there is none left."""
         with self._pool.lock:
             self._holders -= 1
             if self._holders == 0 and self._pool.keeps:
@@ -35,9 +38,9 @@ class Buffer:
 
 
 class BufferPool:
-    """Buffers of `words` words each, made when needed, kept for ever; the senders' window bounds their number.
+    """Buffers of `words` fp32 words each, allocated on demand and kept for reuse. Thread-safe.
 
-    What is needed once and not again comes from one that `keeps` none.
+    The senders' credits bound their number. With `keeps=False` released buffers are freed, for sizes needed only once.
     """
 
     def __init__(self, words: int, *, keeps: bool = True) -> None:
@@ -48,7 +51,7 @@ class BufferPool:
         self._words = words
 
     def take(self) -> Buffer:
-        """A buffer with one holder; its contents are anything."""
+        """A buffer with one holder. Its contents are undefined."""
         with self.lock:
             if not self.free:
                 self.made += 1
@@ -58,14 +61,14 @@ class BufferPool:
 
 
 class BufferPools:
-    """Buffers of any size, each from a pool for its size rounded up to a power of two."""
+    """Buffers of any size, each from a pool for its size rounded up to a power of two. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pools: dict[int, BufferPool] = {}
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of at least so many bytes."""
+        """A buffer of at least `nbytes` bytes, with one holder."""
         words = 1 << max(0, -(-nbytes // 4) - 1).bit_length()
         with self._lock:
             pool = self._pools.setdefault(words, BufferPool(words))
@@ -73,5 +76,5 @@ class BufferPools:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, in place."""
+    """The bytes of a contiguous CPU tensor. Not a copy."""
     return memoryview(tensor.view(torch.uint8).numpy().data)

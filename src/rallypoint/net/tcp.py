@@ -1,7 +1,8 @@
-"""Byte streams over TCP, blocking sockets and threads: `sendmsg` of header and payload, receives in place.
+"""Byte streams over TCP, with blocking sockets and threads.
 
-On links of 1 Gbit/s between containers on two cores this comes within a few per cent of what TCP itself allows
-(docs/performance.md); an event loop or native code gained nothing there.
+`sendmsg` sends header and payload together; `recv_into` fills the final buffer. On links of 1 Gbit/s between containers
+on two cores this comes within a few per cent of what TCP itself allows (docs/performance.md); an event loop or native
+code gained nothing there.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import time
 
 from rallypoint.errors import AddressInUse, LinkError, UsageError
 
-DEAD_AFTER_S = 3.0  # a link that acknowledges nothing for so long is an error, not a wait
-_UNSENT_BYTES = 512 << 10  # what may wait inside the kernel: little, so that credits can overtake bulk data
+DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
+_UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
 _BACKLOG = 256
 _PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}
 _PAUSE_S = 0.05
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``host:port`` as a pair. UsageError when it is not one."""
+    """Split ``host:port`` into a pair. UsageError if it is not an address."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UsageError(f"'{address}' is not an address: write host:port, as 127.0.0.1:4700 (port 0: any free one)")
@@ -30,7 +31,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class TcpConnection:
-    """A connected socket as a Connection."""
+    """A Connection over a connected socket."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._socket = sock
@@ -74,7 +75,7 @@ class TcpConnection:
         self.set_timeout(seconds)
 
     def _left(self) -> float:
-        """Seconds until the deadline. TimeoutError, an OSError, when it is over."""
+        """Seconds until the deadline. TimeoutError (an OSError) when it has passed."""
         assert self._deadline is not None
         if (left := self._deadline - time.monotonic()) <= 0:
             raise TimeoutError("it took too long")
@@ -91,7 +92,7 @@ class TcpConnection:
 
 
 class TcpListener:
-    """A listening socket as a Listener."""
+    """A Listener over a listening socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -111,7 +112,7 @@ class TcpListener:
             try:
                 return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
             except OSError:
-                sock.close()  # it was gone again before it could be tuned: no reason to listen no longer
+                sock.close()  # the peer disconnected at once: go on listening
 
     def _accept(self) -> tuple[socket.socket, tuple[str, int]]:
         while True:
@@ -120,7 +121,7 @@ class TcpListener:
             except OSError as error:
                 if error.errno not in _PASSING:
                     raise
-                time.sleep(_PAUSE_S)  # out of file descriptors, say: some will be free again
+                time.sleep(_PAUSE_S)  # for example out of file descriptors: some will be free again
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -173,7 +174,7 @@ class TcpTransport:
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:
-    """What is left of these buffers after their first `sent` bytes."""
+    """What remains of these buffers after their first `sent` bytes."""
     left = []
     for buffer in buffers:
         skip = min(sent, len(buffer))
@@ -194,7 +195,7 @@ def _tune(sock: socket.socket) -> None:
         ("TCP_KEEPCNT", int(DEAD_AFTER_S)),
         ("TCP_NOTSENT_LOWAT", _UNSENT_BYTES),
     ):
-        if hasattr(socket, option):  # not every system has every one
+        if hasattr(socket, option):  # not every system has every option
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 

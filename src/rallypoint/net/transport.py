@@ -1,4 +1,7 @@
-"""What a transport is: reliable ordered byte streams between addresses. TCP and an in-process twin implement it."""
+"""The interface of a transport: reliable, ordered byte streams between addresses.
+
+`tcp.py` implements it with TCP, `inproc.py` within one process, for tests.
+"""
 
 from __future__ import annotations
 
@@ -6,64 +9,67 @@ from typing import Protocol
 
 
 class Connection(Protocol):
-    """One byte stream, both ways. One thread may send while another receives."""
+    """One byte stream in both directions. One thread may send while another one receives."""
 
     @property
     def peer(self) -> str:
-        """Whom we talk to, for messages."""
+        """The name of the other side, for messages."""
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
-        """Send both, whole and in this order. LinkError when the stream has ended."""
+        """Send `head`, then `payload`, completely; blocks until they are sent. LinkError when the stream has ended."""
 
     def recv_into(self, view: memoryview) -> None:
-        """Fill `view` exactly. LinkError when the stream ends first."""
+        """Block until `view` is filled completely. LinkError when the stream ends first."""
 
     def set_timeout(self, seconds: float | None) -> None:
-        """From now on a send or a receive that makes no progress for `seconds` is a LinkError (None: wait)."""
+        """From now on, a send or receive without progress for `seconds` raises LinkError. None: no limit."""
 
     def set_deadline(self, seconds: float | None) -> None:
-        """All that is sent and received within the next `seconds` together: a LinkError after that (None: wait).
+        """Limit the total time: sends and receives raise LinkError from `seconds` after now. None: no limit.
 
-        Unlike `set_timeout` a peer that sends a byte now and then cannot put it off.
+        Unlike with `set_timeout`, a peer cannot extend it by sending a byte now and then.
         """
 
     def limit_in_flight(self, nbytes: int) -> None:
-        """From now on let about `nbytes` wait to be received here; beyond that the other side has to wait."""
+        """From now on, buffer only about `nbytes` received bytes here; the other side waits when the buffer is full."""
 
     def close(self) -> None:
-        """End the stream both ways; whoever is blocked in it gets a LinkError. May be called again."""
+        """End the stream in both directions. Any thread may call it, more than once.
+
+        A thread that is blocked in `send` or `recv_into` gets a LinkError.
+        """
 
 
 class Listener(Protocol):
-    """Where connections come in."""
+    """Accepts connections at one address."""
 
     @property
     def address(self) -> str:
-        """What to pass to `connect`."""
+        """The address to pass to `connect`."""
 
     def accept(self) -> Connection:
-        """The next connection. LinkError once the listener is closed."""
+        """Block until the next connection arrives, and return it. LinkError once the listener is closed."""
 
     def close(self) -> None:
-        """Stop listening; a blocked `accept` gets a LinkError. May be called again."""
+        """Stop listening. May be called more than once. A blocked `accept` gets a LinkError."""
 
 
 class Transport(Protocol):
-    """A way to carry byte streams."""
+    """Makes byte streams between addresses."""
 
     def listen(self, address: str) -> Listener:
-        """Listen at `address`. AddressInUse when somebody does already."""
+        """Listen at `address`. AddressInUse if another listener has it."""
 
     def connect(self, address: str, timeout: float) -> Connection:
-        """Connect to `address`. LinkError when nobody answers within `timeout` seconds."""
+        """Connect to `address`. LinkError if nobody answers within `timeout` seconds."""
 
     def private(self, address: str) -> bool:
-        """Can nobody but this machine (or this process) reach `address`?"""
+        """Is `address` reachable only from this machine (or this process)?"""
 
 
-LEAST_IN_FLIGHT = 16 << 10  # bytes; with less a link would wait for every packet
+LEAST_IN_FLIGHT = 16 << 10  # bytes; with less, a link would wait after every packet
 
 
 def share_of(nbytes: int, links: int) -> int:
-    """Each link's share of the bytes that may be on their way to one machine; 0 when there is no limit."""
+    """The share of each of `links` links in `nbytes` bytes in flight to one machine. 0: there is no limit."""
     return max(LEAST_IN_FLIGHT, nbytes // max(1, links)) if nbytes else 0

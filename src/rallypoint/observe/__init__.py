@@ -1,1 +1,1 @@
-"""What a process shows of itself: spans, and waits that say their name."""
+"""What a process shows of itself: traces, wait reports, recordings of its machines."""

@@ -1,10 +1,10 @@
-"""Machines that are watched: recorded (`RALLYPOINT_RECORD=FOLDER`), checked after every call (`RALLYPOINT_CHECK=1`).
+"""Machines that are recorded (`RALLYPOINT_RECORD=FOLDER`) or checked after every call (`RALLYPOINT_CHECK=1`).
 
     machine = observed(WorkerMachine(...), "worker0")
 
-With neither variable that is the machine itself, and costs nothing. Otherwise the object gets a class of its own,
-derived from the one that it has, in which every public method tells the observer. Methods that only answer a question
-(`QUESTIONS`) stay as they are: what they are asked is not worth a record.
+With neither variable `observed` returns the machine itself, and costs nothing. Otherwise it changes the object's class
+to a derived one, in which every public method reports to the observer. Methods that only answer a question
+(`QUESTIONS`) are not recorded.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ QUESTIONS = frozenset({
     "contributes", "is_primary", "is_queued", "lateness", "machine", "may_fill", "may_prepare", "next_action", "ready",
     "state", "takes_from", "validate", "waiting_for",
 })  # fmt: skip
-BROKEN_STATUS = 70  # the exit status of a process whose machine has broken an invariant
+BROKEN_STATUS = 70  # the exit status of a process whose machine broke an invariant
 Machine = TypeVar("Machine")
 Broken = Callable[[str], None]
 
 
 def observed(machine: Machine, name: str) -> Machine:
-    """`machine`, watched as the environment says."""
+    """Observe `machine` as the environment variables say. Returns the same object."""
     folder, check = os.environ.get(RECORD, ""), os.environ.get(CHECK, "") not in ("", "0")
     if not folder and not check:
         return machine
@@ -42,9 +42,10 @@ def observed(machine: Machine, name: str) -> Machine:
 
 
 def watched(machine: Machine, name: str, recorder: Recorder | None = None, broken: Broken | None = None) -> Machine:
-    """`machine`, which tells `recorder` of every call; after each one it is checked, and `broken` hears what is wrong.
+    """Report every call of `machine` to `recorder`. With `broken`, run `validate` after each call too.
 
-    A call that a method of the machine makes of another one of its own is part of the outer call.
+    `broken` is called with a sentence when `validate` fails. When a method of the machine calls another one of its own,
+    only the outer call is reported.
     """
     observer = _Observer(name, recorder, broken)
     kind = type(machine)
@@ -57,13 +58,13 @@ def watched(machine: Machine, name: str, recorder: Recorder | None = None, broke
 
 
 def end_process(sentence: str) -> NoReturn:
-    """Nothing that follows could be trusted: no thread of this process goes on."""
+    """Print the sentence and end the process at once, with all its threads: its state cannot be trusted."""
     print(sentence, file=sys.stderr, flush=True)
     os._exit(BROKEN_STATUS)
 
 
 def changing_methods(kind: type) -> list[str]:
-    """The public methods of a machine that may change it: all but the QUESTIONS."""
+    """The public methods of a machine that may change it: all except QUESTIONS."""
     return sorted(
         name for name, value in vars_of(kind).items()
         if isinstance(value, types.FunctionType) and not name.startswith("_") and name not in QUESTIONS
@@ -79,7 +80,7 @@ def vars_of(kind: type) -> dict[str, Any]:
 
 
 class _Observer:
-    """Who is told of one machine's calls."""
+    """Reports one machine's calls."""
 
     def __init__(self, name: str, recorder: Recorder | None, broken: Broken | None) -> None:
         self._name, self._recorder, self._broken = name, recorder, broken
@@ -88,7 +89,7 @@ class _Observer:
     def call(
         self, machine: Any, name: str, method: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
     ) -> Any:
-        """Make a call, and tell of it unless it is part of another one."""
+        """Call the method, and report it unless it is part of another call."""
         if self._inside:
             return method(machine, *arguments, **keywords)
         self._inside = True
@@ -111,7 +112,7 @@ class _Observer:
             self._recorder.called(machine, whole)
 
     def _recorded(self, make: Callable[[], Any]) -> Any:
-        """What is to be recorded; None when nothing is."""
+        """The value to record; None if nothing is recorded."""
         if self._recorder is None:
             return None
         try:
@@ -133,7 +134,7 @@ class _Observer:
 
 
 def _sentence(error: AssertionError) -> str:
-    """What an assertion says, without what pytest adds to it."""
+    """The assertion's message, without what pytest adds to it."""
     return str(error).partition("\n")[0]
 
 

@@ -1,9 +1,8 @@
 """Machines, events and effects as plain msgpack data, and back.
 
-A value that msgpack knows stays what it is. Every other value becomes a list whose first item says what it is: ``["t",
-1, 2]`` is the tuple (1, 2), and ``["core.worker.slots:Filled", 3]`` is ``Filled(shard=3)``. Only the classes
-and functions of `rallypoint.core` have such a tag. Nothing is pickled, and nothing that a file names is imported or
-called.
+A value that msgpack knows stays unchanged. Every other value becomes a list whose first item is a tag: ``["t", 1, 2]``
+is the tuple (1, 2), and ``["core.worker.slots:Filled", 3]`` is ``Filled(shard=3)``. Only the classes and functions of
+`rallypoint.core` have such a tag. Nothing is pickled, and no name in a file is imported or called.
 """
 
 from __future__ import annotations
@@ -43,17 +42,20 @@ def _known(kind: type) -> Mapping[str, Any]:
 
 
 def pack(value: Any) -> Any:
-    """An event, an effect or another value that nobody changes any more."""
+    """Pack an event, an effect or another value that no longer changes. PackingError if it cannot be packed."""
     return _Packer(None).pack(value)
 
 
 def pack_state(machine: Any) -> Any:
-    """A machine with all that it holds. What it holds twice is one and the same again after `unpack`."""
+    """Pack a machine with everything it holds. PackingError if it cannot be packed.
+
+    An object that it holds twice is one object again after `unpack`.
+    """
     return _Packer({}).pack(machine)
 
 
 def unpack(data: Any) -> Any:
-    """What `pack` or `pack_state` was given. PackingError if it holds something that is not known here."""
+    """The value that `pack` or `pack_state` packed. PackingError if the data holds something unknown or damaged."""
     try:
         return _Unpacker().unpack(data)
     except PackingError:
@@ -62,12 +64,12 @@ def unpack(data: Any) -> Any:
         raise PackingError(f"the recording is damaged: {error}") from None
 
 
-# ---- there -----------------------------------------------------------------------------------------------------
+# ---- packing -----------------------------------------------------------------------------------------------------
 
 
 class _Packer:
     def __init__(self, seen: dict[int, int] | None) -> None:
-        self._seen = seen  # the numbers of what can be changed, by id(); None: no value is looked for
+        self._seen = seen  # numbers of mutable objects, by id(); None: do not look for repeated objects
 
     def pack(self, value: Any) -> Any:
         kind = _class_of(value)
@@ -117,7 +119,7 @@ class _Packer:
 
 
 def _class_of(value: Any) -> type:
-    """Its class; of a machine that is observed the one that it had before."""
+    """The value's class. For an observed machine, its original class."""
     kind = type(value)
     before: type = vars(kind).get("observed_class", kind)
     return before
@@ -148,12 +150,12 @@ def _slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__weakref__", "__dict__"))
 
 
-# ---- and back --------------------------------------------------------------------------------------------------
+# ---- unpacking --------------------------------------------------------------------------------------------------
 
 
 class _Unpacker:
     def __init__(self) -> None:
-        self._seen: list[Any] = []  # what can be changed, in the order of its numbers
+        self._seen: list[Any] = []  # mutable objects, in the order of their numbers
 
     def unpack(self, data: Any) -> Any:
         if not isinstance(data, list):

@@ -1,11 +1,11 @@
-"""Recordings: files with all that one machine was told, and what it answered.
+"""Recordings: files with all calls of one machine, and their results.
 
-A file is a row of msgpack records, each behind its length in 4 bytes. The first one is the `Beginning`: which machine
-it is, and its whole state. Each other one is a `Call`. Every record is handed to the kernel at once, so a process that
-is killed loses at most the call that it was in.
+A file is a sequence of msgpack records, each after its length in 4 bytes. The first record is the `Beginning`: the
+machine's name and whole state. Each other record is a `Call`. Every record is written to the kernel at once, so a
+process that is killed loses at most the call in progress.
 
-A recording takes a bounded place: when a file is half as large as allowed, the next one begins, again with the whole
-state, and the one before the last is deleted. Each file can be replayed alone.
+A recording has a size limit. When a file reaches half of it, the next file begins, again with the whole state, and the
+file before the last is deleted. Each file can be replayed alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rallypoint.errors import RallypointError
 from rallypoint.observe.packed import PackingError, pack, pack_state
 
 FORMAT = 1
-LIMIT_BYTES = 64 << 20  # of one machine
+LIMIT_BYTES = 64 << 20  # for one machine
 SUFFIX = ".recording"
 _LENGTH = struct.Struct("<I")
 _MOST = 1 << 30  # bytes of one record
@@ -36,11 +36,11 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, Overflo
 
 
 class RecordingError(RallypointError):
-    """A file is no recording, or cannot be read."""
+    """A file is not a recording, or cannot be read."""
 
 
 class Beginning(msgspec.Struct, frozen=True, array_like=True):
-    """The first record: `state` is the machine, packed, as it was before the calls that follow."""
+    """The first record. `state` is the packed machine, before the calls that follow."""
 
     format: int
     version: str
@@ -50,7 +50,7 @@ class Beginning(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
-    """One call of the machine. `result` is what it returned, packed; with `raised`, what it raised, as text."""
+    """One call of the machine. `result` is what it returned, packed; with `raised`, the exception as text."""
 
     time: float
     method: str
@@ -61,7 +61,10 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Recorder:
-    """Writes what happens to one machine. What goes wrong with the file ends the recording and never the process."""
+    """Writes one machine's calls to a file. An error of the file ends the recording, not the process.
+
+    `limit` is in bytes, for all files of this machine together.
+    """
 
     def __init__(self, folder: Path, name: str, limit: int = LIMIT_BYTES) -> None:
         self.name = name
@@ -80,7 +83,7 @@ class Recorder:
         self._attempt(lambda: self._begin(machine))
 
     def called(self, machine: Any, call: Call) -> None:
-        """`machine` was called, and is as it will be at the next call."""
+        """Write a call. `machine` must be in the state after it."""
         self._attempt(lambda: self._write(call))
         if self._size > self._limit // 2:
             self._attempt(lambda: self._begin(machine))
@@ -92,7 +95,7 @@ class Recorder:
             self._file.close()
 
     def fail(self, why: object) -> None:
-        """Say that the recording ends here."""
+        """End the recording, and print why to stderr."""
         print(f"RALLYPOINT_RECORD: the recording of {self.name} ends here: {why}", file=sys.stderr, flush=True)
         self.close()
 
@@ -129,7 +132,7 @@ class Recorder:
 
 @cache
 def version() -> str:
-    """Of this package, as it is installed."""
+    """The installed version of this package."""
     try:
         return metadata.version("rallypoint")
     except metadata.PackageNotFoundError:
@@ -137,7 +140,7 @@ def version() -> str:
 
 
 def _free_name(folder: Path, wanted: str) -> str:
-    """`wanted`, or with a number behind it if that machine is not the first of its name in this process."""
+    """`wanted`, or `wanted` with a number if another machine of this process has that name."""
     name, number = wanted, 1
     while any(folder.glob(f"{name}.*{SUFFIX}")):
         number += 1
@@ -146,21 +149,21 @@ def _free_name(folder: Path, wanted: str) -> str:
 
 
 def call_of(method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
-    """A call that is about to be made; `answered` completes it."""
+    """A call that is about to be made. `answered` adds its result."""
     return Call(time.time(), method, [pack(a) for a in arguments], {k: pack(v) for k, v in keywords.items()}, None)
 
 
 def answered(call: Call, result: Any) -> Call:
-    """The call with what was returned, or raised."""
+    """The call with its result or exception."""
     if isinstance(result, BaseException):
         return msgspec.structs.replace(call, result=f"{type(result).__name__}: {result}", raised=True)
     return msgspec.structs.replace(call, result=pack(result))
 
 
 def read(path: Path) -> tuple[Beginning, Iterator[Call]]:
-    """A recording's first record, and its calls. A last record that was not written whole is left out.
+    """Read a recording: its first record, and an iterator over its calls. An incomplete last record is left out.
 
-    RecordingError when it is no recording, or one of another format.
+    RecordingError if it is not a recording, or is of another format.
     """
     records = _records(path)
     try:

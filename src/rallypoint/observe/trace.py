@@ -1,6 +1,6 @@
-"""Spans of a few steps as a Chrome trace (Perfetto opens it): who did what, when, on which thread.
+"""Records spans of a few steps as a Chrome trace (open it in Perfetto): which thread did what, and when.
 
-All processes of a machine stamp with the same monotonic clock, so their files can be laid over each other.
+All processes of a machine use the same monotonic clock, so their traces can be merged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NOTHING = nullcontext()
 
 
 class Tracer:
-    """Collects the spans of one process while `on`; costs an attribute look-up otherwise."""
+    """Collects the spans of one process while `on` is True. While it is False, a span costs one attribute look-up."""
 
     def __init__(self, process: str) -> None:
         self.process = process
@@ -44,19 +44,19 @@ class Tracer:
         self._spans: list[dict[str, Any]] = []
 
     def span(self, name: str, **args: Any) -> AbstractContextManager[None]:
-        """Record the time inside ``with``; `args` are shown beside it."""
+        """Record the time inside ``with``. The viewer shows `args` with the span. Any thread may call it."""
         return _Span(self, name, args) if self.on else _NOTHING
 
     def add(self, name: str, start_ns: int, stop_ns: int, args: dict[str, Any]) -> None:
-        """Record a span that has been measured."""
+        """Record a span that was already measured, in nanoseconds of time.monotonic_ns()."""
         if len(self._spans) < _LIMIT:
             event = {"name": name, "ph": "X", "ts": start_ns / 1e3, "dur": (stop_ns - start_ns) / 1e3, "args": args}
             self._spans.append({**event, "pid": self.process, "tid": threading.current_thread().name})
 
     def save(self, folder: Path) -> None:
-        """Write ``trace-PROCESS.json`` if anything was recorded; the file appears whole or not at all.
+        """Write ``trace-PROCESS.json`` if any span was recorded. The file appears complete or not at all.
 
-        A folder that cannot be written (full, read-only) costs the trace and not the run: that is said on stderr.
+        If the folder cannot be written (full, read-only), prints that to stderr and returns.
         """
         if not self._spans:
             return
@@ -75,7 +75,7 @@ class Tracer:
 
 
 def merge(parts: Iterable[Path], into: Path) -> int:
-    """Lay the processes' files over each other; the number of spans. Names become the numbers that viewers want."""
+    """Merge the processes' files into one. Returns the number of spans. Names become numbers, as viewers need."""
     events: list[dict[str, Any]] = []
     for part in sorted(parts):
         events.extend(json.loads(part.read_text())["traceEvents"])

@@ -1,4 +1,4 @@
-"""Nothing waits without a name (I8): a wait past a threshold says what it waits for, once, and again as it grows."""
+"""Nothing waits without a name (I8): a long wait reports what it waits for, again and again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ def wait_until(
     say: Callable[[str], None],
     first_word: float = FIRST_WORD_S,
 ) -> None:
-    """Wait on `changed` (held by the caller) until `ready()`; after `first_word` seconds, and then at doubling
-    intervals, `say` what `describe` tells (nothing if that is "")."""
+    """Wait on `changed`, which the caller holds, until `ready()` is True.
+
+    After `first_word` seconds, and then at doubling intervals, calls `say` with a sentence that contains `describe()`,
+    unless that is "".
+    """
     start, patience = time.monotonic(), first_word
     while not changed.wait_for(ready, timeout=max(0.0, start + patience - time.monotonic())):
         if what := describe():

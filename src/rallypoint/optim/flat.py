@@ -1,4 +1,4 @@
-"""torch.optim's optimizers on one flat shard, with the learning rate read from the job's schedule."""
+"""torch.optim optimizers on one flat shard. The learning rate comes from the job's schedule."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rallypoint.core.schedule import rate_at
 def build_optimizer(
     spec: Optimizer, groups: list[tuple[list[torch.nn.Parameter], GroupSettings]]
 ) -> torch.optim.Optimizer:
-    """The torch optimizer of `spec` over these groups; rates are set before every step.
+    """The torch optimizer of `spec` over these groups. Its learning rate is 0: set it before every step.
 
     `foreach` gives the bytes of torch's default (the for-loop) at twice its speed, however the vector is cut into
-    shards. The fused kernels do not: the tail of a tensor rounds differently there.
+    shards. The fused kernels do not: they round the tail of a tensor differently.
     """
     param_groups = [{"params": params, "weight_decay": settings.weight_decay} for params, settings in groups]
     match spec:
@@ -35,7 +35,7 @@ def build_optimizer(
 
 
 def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
-    """The names of a shard's state, as (tensors, numbers): before its first step, and after."""
+    """The possible names of a shard's state, each as (tensors, numbers): before its first step, and after."""
     before: tuple[set[str], set[str]] = (set(), set())
     match spec:
         case AdamW() | Adam():
@@ -47,7 +47,7 @@ def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
 
 
 class ShardOptimizer:
-    """Owns one shard's fp32 master weights (`master`, 1-D) and their optimizer state."""
+    """Owns one shard's fp32 master weights (`master`, shape (words,)) and their optimizer state."""
 
     def __init__(self, config: JobConfig, group: int, words: int) -> None:
         self._config = config
@@ -57,8 +57,10 @@ class ShardOptimizer:
         self.master = self._parameter.detach()
 
     def apply(self, gradient: torch.Tensor, step: int, times: float = 1.0) -> None:
-        """Update number `step` (from 0), with the mean of its contributions (1-D fp32, as long as the shard), at
-        `times` the schedule's rate."""
+        """Make update number `step` (from 0) with the mean gradient (fp32, shape (words,)).
+
+        The learning rate is the schedule's, times `times` and the group's scale.
+        """
         rate = times * rate_at(self._config.applied_schedule, step, self._config.rounds)
         self._optimizer.param_groups[0]["lr"] = rate * self._settings.lr_scale
         self._parameter.grad = gradient
@@ -66,14 +68,14 @@ class ShardOptimizer:
         self._parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The optimizer's state: tensors as long as the shard (not copies), and numbers (see `state_names`)."""
+        """The optimizer's state: tensors of shape (words,), not copied, and numbers. See `state_names`."""
         kept = self._optimizer.state.get(self._parameter, {})
         arrays = {n: t for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == self.master.shape}
         scalars = {n: float(v) for n, v in kept.items() if n not in arrays and v is not None}
         return arrays, scalars
 
     def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
-        """Take over the state that another server, or a snapshot, holds (copied)."""
+        """Replace the optimizer's state, by a copy of one from another server or a snapshot."""
         kept: dict[str, torch.Tensor] = {name: tensor.clone() for name, tensor in arrays.items()}
         kept |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
         self._optimizer.state.clear()

@@ -1,8 +1,8 @@
-"""torch.optim's optimizers on one part of a table: an update touches the rows of its gradient and no others.
+"""torch.optim optimizers on one part of a table. An update changes only the rows of its gradient.
 
-Adam is lazy as in torch.optim.SparseAdam: a row's moments decay when it has a gradient, while the bias corrections
-count all updates. Adagrad's sums of squares grow where there is a gradient, as torch's do. Weight decay, decoupled
-(AdamW) or as a part of the gradient, is for the rows touched.
+Adam is lazy, as in torch.optim.SparseAdam: a row's moments decay only when the row has a gradient, while the bias
+corrections count all updates. Adagrad's sums of squares grow only for rows with a gradient, as in torch. Weight decay,
+decoupled (AdamW) or as a part of the gradient, is applied only to the rows of the gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rallypoint.core.schedule import rate_at
 
 
 def refusal(spec: Optimizer) -> str:
-    """Why tables cannot be updated by this optimizer, as a sentence; "" if they can."""
+    """Why this optimizer cannot update tables, as a sentence; "" if it can."""
     if isinstance(spec, SGD) and spec.momentum:
         return (
             "momentum would move every row at every step: use rp.SGD without momentum, rp.AdamW, rp.Adam or rp.Adagrad"
@@ -26,7 +26,7 @@ def refusal(spec: Optimizer) -> str:
 
 
 def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
-    """The names of a part's state, as (tensors, numbers): before its first step, and after."""
+    """The possible names of a part's state, each as (tensors, numbers): before its first step, and after."""
     before: tuple[set[str], set[str]] = (set(), set())
     match spec:
         case AdamW() | Adam():
@@ -38,7 +38,7 @@ def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
 
 
 class RowsOptimizer:
-    """Owns one part's fp32 master rows (`master`, rows by columns) and their optimizer state."""
+    """Owns one part's fp32 master rows (`master`, shape (rows, columns)) and their optimizer state."""
 
     def __init__(self, config: JobConfig, group: int, rows: int, columns: int) -> None:
         self._config, self._spec = config, config.applied
@@ -48,8 +48,11 @@ class RowsOptimizer:
         self.master = self._parameter.detach()
 
     def apply(self, ids: torch.Tensor, values: torch.Tensor, step: int, times: float = 1.0) -> None:
-        """Update number `step` (from 0) with the mean gradient `values` (fp32) of the rows `ids` (int64, ascending), at
-        `times` the schedule's rate. `values` is not changed."""
+        """Make update number `step` (from 0) with a sparse mean gradient.
+
+        `ids` are the rows (int64, ascending), `values` their gradients (fp32, shape (len(ids), columns)), which are not
+        changed. The learning rate is the schedule's, times `times` and the group's scale.
+        """
         rate = times * rate_at(self._config.applied_schedule, step, self._config.rounds) * self._settings.lr_scale
         self._optimizer.param_groups[0]["lr"] = rate
         decay = self._settings.weight_decay
@@ -65,16 +68,16 @@ class RowsOptimizer:
         self._parameter.grad = None
 
     def state(self) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The optimizer's state: tensors shaped as the part (not copies), and numbers (see `state_names`)."""
+        """The optimizer's state: tensors of shape (rows, columns), not copied, and numbers. See `state_names`."""
         kept = self._optimizer.state.get(self._parameter, {})
         shape = self.master.shape
         arrays = {n: t for n, t in kept.items() if isinstance(t, torch.Tensor) and t.shape == shape}
         return arrays, {name: float(v) for name, v in kept.items() if name not in arrays and v is not None}
 
     def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
-        """Take over the state that another server, or a snapshot, holds (copied)."""
+        """Replace the optimizer's state, by a copy of one from another server or a snapshot."""
         kept: dict[str, torch.Tensor | int] = {n: t.view_as(self.master).clone() for n, t in arrays.items()}
-        counted = torch.tensor if isinstance(self._spec, Adagrad) else int  # each has its own way
+        counted = torch.tensor if isinstance(self._spec, Adagrad) else int  # as each torch optimizer stores it
         kept |= {name: counted(value) for name, value in scalars.items()}
         self._optimizer.state.clear()
         if kept:

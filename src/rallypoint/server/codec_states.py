@@ -1,4 +1,4 @@
-"""Codec states of replicas on their way from one worker to another: see `core/shard/relay.py`."""
+"""Codec states of replicas that move from one worker to another. See `core/shard/relay.py`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Send = Callable[[str, Header, memoryview | None], None]
 
 
 class CodecStates:
-    """The shell around `Relay`; the owner's thread owns it.
+    """Runs `Relay` on frames. Not thread-safe: only the owner thread calls it.
 
-    `send(worker, header, payload)` queues a frame to a worker that is connected; whoever sends fills in the view's
-    number. At most one codec state of each replica is held for each shard that is primary here, and one copy for a
-    snapshot: workers send it before they contribute to the version that is stored.
+    `send(worker, header, payload)` queues a frame to a connected worker and fills in the view's number. For each shard
+    that is primary here, it holds at most one codec state of each replica, and one copy for a snapshot. Workers send
+    the copy before they contribute to the version that is stored.
     """
 
     def __init__(self, me: str, formats: ShardCodecStates, replicas: int, send: Send) -> None:
@@ -31,44 +31,44 @@ class CodecStates:
         self._formats, self._replicas, self._send = formats, replicas, send
         self._generation: ViewNumber | None = None
         self._copies: dict[Key, CodecState] = {}
-        self._records: dict[int, ShardRecord] = {}  # for a snapshot, but for the codec states
+        self._records: dict[int, ShardRecord] = {}  # for a snapshot, complete except for codec states
 
     def adopt(self, view: View) -> None:
-        """A new view."""
+        """Adopt a new view."""
         if self._generation != view.generation:
             self._copies.clear()
         self._generation = view.generation
         self._tell(self._relay.adopt(view))
 
     def contributed(self, header: Header, worker: str, upcoming: int) -> None:
-        """A contribution has come (whatever becomes of it); `upcoming`: the next step that the shard takes."""
+        """A contribution arrived (added or not). `upcoming` is the next step that the shard takes."""
         self._relay.contributed(header.shard, header.replica, header.step, worker, upcoming)
 
     def given(self, header: Header, data: memoryview, worker: str, upcoming: int) -> None:
-        """A worker hands a codec state over, or says that it has nothing new."""
+        """A worker gives a codec state, or (empty `data`) reports that it has nothing new."""
         self._send(worker, Header(Kind.TAKEN, shard=header.shard, replica=header.replica, step=header.step), None)
         codec_state = (header.step, CodecState(header.step, header.codec, data)) if data else None
         self._tell(self._relay.given(header.shard, header.replica, worker, upcoming, codec_state))
 
     def recalled(self, header: Header, worker: str, upcoming: int) -> None:
-        """A worker asks for one."""
+        """A worker asks for a codec state."""
         self._tell(self._relay.recalled(header.shard, header.replica, worker, upcoming))
 
     # ---- snapshots ----
 
     def copied(self, header: Header, data: memoryview) -> None:
-        """A copy has come for a snapshot of the version after its step."""
+        """A copy arrived for a snapshot of the version after its step."""
         self._copies[header.shard, header.replica] = CodecState(header.step, header.codec, data)
 
     def awaited(self, record: ShardRecord, place: Shard) -> bool:
-        """The shard's state is copied for a snapshot; is it kept here until `complete`?"""
+        """The shard was copied for a snapshot. Returns True if the record is kept here until `complete`."""
         if not self._formats.has(place):
             return False
         self._records[record.shard] = record
         return True
 
     def complete(self, index: int, *, at_last: bool) -> ShardRecord | None:
-        """The record that is kept of this shard once all copies are here; `at_last`: with those that are."""
+        """The kept record of this shard, once all copies are here. `at_last`: with the copies that are here."""
         record = self._records.get(index)
         if record is None:
             return None
@@ -82,11 +82,11 @@ class CodecStates:
         return replace(record, codec_states={r: np.frombuffer(c.data, np.uint8) for r, c in there.items()})
 
     def abandon(self) -> None:
-        """The snapshot is not wanted any more."""
+        """The snapshot was stopped."""
         self._records.clear()
 
     def restored(self, record: ShardRecord, place: Shard) -> None:
-        """A shard came from a snapshot, and its codec states with it: whoever is assigned the replicas will ask."""
+        """A shard was read from a snapshot, with its codec states. Workers with these replicas will ask for them."""
         for replica, array in record.codec_states.items():
             step = record.version - 1
             codec_state = CodecState(step, self._formats.of(place).code, array.data)

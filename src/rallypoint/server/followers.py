@@ -1,4 +1,4 @@
-"""Sends versions: to workers that follow every one of them, and to those that ask for one at a time."""
+"""Sends versions: every version to workers that follow, one version to a worker that asks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from rallypoint.server.shards.held import HeldShard
 
 
 class Followers:
-    """The owner's thread owns it. `owned` is the reducer's own, by shard; the shell knows who follows."""
+    """Sends frames to workers. Not thread-safe: only the owner thread calls it.
+
+    `owned` is the reducer's dict of shards. The shell knows which workers follow.
+    """
 
     def __init__(self, shell: ServerShell[Channel], owned: Mapping[int, HeldShard]) -> None:
         self._shell, self._owned = shell, owned
-        self._in_flight = 0  # bytes, on each worker's link; 0: no limit of ours
+        self._in_flight = 0  # bytes, on each worker's link; 0: no limit
 
     def linked(self, channel: Channel, worker: str) -> None:
-        """A worker has connected (again)."""
+        """A worker connected (again)."""
         if self._shell.linked(channel, worker):
             self._limit(channel)
 
     def share(self, nbytes: int, workers: int) -> None:
-        """So many bytes may be on their way here at once from these many workers together (0: no limit of ours)."""
+        """Let `nbytes` bytes be in flight to this server from `workers` workers together. 0: no limit."""
         self._in_flight = share_of(nbytes, workers)
         for channel in self._shell.workers.values():
             self._limit(channel)
@@ -35,22 +38,22 @@ class Followers:
             channel.connection.limit_in_flight(self._in_flight)
 
     def publish(self, shard: int, version: int) -> None:
-        """A version for all that follow."""
+        """Send a version to all followers."""
         for channel in self._shell.followers:
             self.send(channel, shard, version)
 
     def send(self, channel: Channel, shard: int, version: int) -> None:
-        """A version for one of them; the last one goes raw: it is what the job was for."""
+        """Send a version to one follower. The job's last version is sent raw, because it is the result."""
         self._send(channel, shard, Header(Kind.VERSION, step=version), raw=self._shell.is_last(shard, version))
 
     def reply(self, shard: int, reply: Reply) -> None:
-        """The version that a worker has asked for, if the worker is still there."""
+        """Send the version that a worker asked for, if the worker is still connected."""
         if (channel := self._shell.workers.get(reply.follower)) is not None:
             header = Header(Kind.VERSION, step=reply.version, base=reply.clock, wants=wants(reply.replica))
             self._send(channel, shard, header, raw=reply.last)
 
     def tell(self, worker: str, header: Header, payload: memoryview | None = None, *, urgent: bool = False) -> None:
-        """Any other frame for a worker, if it is still there."""
+        """Send any other frame to a worker, if it is still connected."""
         if (channel := self._shell.workers.get(worker)) is not None:
             channel.send(header._replace(view=self._shell.fence.number), payload, urgent=urgent)
 

@@ -1,4 +1,4 @@
-"""The links that this server opens to the other servers of its view."""
+"""The links from this server to the other servers of its view."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rallypoint.server.reducer import inbox
 
 
 class Peers:
-    """The coordinator's link calls `adopt`; each link has a dialer's thread, which receives acknowledgements."""
+    """Each link has a dialer thread, which receives acknowledgements. The coordinator's link calls `adopt`."""
 
     def __init__(
         self, links: PeerLinks, views: Views, put: Callable[[inbox.Event | None], None],
@@ -30,7 +30,7 @@ class Peers:
         self._dialers: dict[Key, Dialer] = {}
 
     def adopt(self, view: View) -> None:
-        """End links and open others."""
+        """Close the links that the view no longer needs, and open the new ones."""
         gone, new = self._links.adopt(view)
         for key in gone:
             self._dialers.pop(key).close()
@@ -39,7 +39,7 @@ class Peers:
             dialer.start()
 
     def close(self) -> None:
-        """End all of them."""
+        """Close all links."""
         for dialer in self._dialers.values():
             dialer.close()
 
@@ -48,7 +48,7 @@ class Peers:
 
         def up(channel: Channel) -> None:
             standing[:] = [channel]
-            self._put(inbox.PeerLinked(member.id, channel))
+            self._put(inbox.PeerLinked(member, channel))
 
         def down(_: RallypointError) -> None:
             self._put(inbox.PeerLost(member.id, standing[0]))

@@ -1,4 +1,4 @@
-"""Rows of tables that workers want, perhaps of a version that is still to come."""
+"""Requests of workers for rows of tables. They may ask for a version that does not exist yet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Pull:
 
 
 class Pulls:
-    """Those that wait, by shard; the owner's thread owns them."""
+    """The requests that wait, by shard. Not thread-safe: only the owner thread calls it."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -29,24 +29,24 @@ class Pulls:
 
     @property
     def shards(self) -> list[int]:
-        """Shards of which somebody wants rows."""
+        """The shards for which a request waits."""
         return list(self._waiting)
 
     def add(self, channel: Channel, header: Header, ids: Ids) -> None:
-        """A worker wants rows of a table's part."""
+        """A worker asks for the rows `ids` of a table's part."""
         self._waiting.setdefault(header.shard, []).append(_Pull(channel, header, ids))
 
     def gone(self, channel: Channel) -> None:
-        """Nobody listens there any more."""
+        """The channel is closed: drop its requests."""
         for shard, pulls in list(self._waiting.items()):
             self._keep(shard, (pull for pull in pulls if pull.channel is not channel))
 
     def refuse(self, shard: int) -> None:
-        """Whoever asks a server that is not the primary will ask another."""
+        """Drop the shard's requests: this server is not its primary, and the workers will ask another server."""
         del self._waiting[shard]
 
     def answer(self, shard: int, machine: ShardMachine, owned: OwnedRows, number: ViewNumber) -> None:
-        """Rows for whoever can have them now."""
+        """Answer every request that can be answered now."""
         self._keep(shard, [pull for pull in self._waiting[shard] if not self._send(pull, machine, owned, number)])
 
     def _keep(self, shard: int, pulls: Iterable[_Pull]) -> None:
@@ -55,7 +55,7 @@ class Pulls:
             del self._waiting[shard]
 
     def _send(self, pull: _Pull, machine: ShardMachine, owned: OwnedRows, number: ViewNumber) -> bool:
-        """False: there is no such version yet."""
+        """Returns False if the version does not exist yet."""
         asked = pull.header
         kept = owned.keeps(asked.step) and asked.step <= machine.published
         newest_will_do = bool(asked.flags & NEWEST)

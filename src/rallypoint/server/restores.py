@@ -1,4 +1,4 @@
-"""Reads shards from a snapshot beside the owner's thread: what was read comes into the inbox as events."""
+"""Reads shards from a snapshot in a thread of its own, and puts them into the owner's inbox as events."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rallypoint.server.reducer.inbox import Event, Restored, RestoreFailed, Stat
 from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 
-READ_AHEAD = 2  # records that were read and are not loaded yet: each is a shard with its optimizer's state
+READ_AHEAD = 2  # records that are read but not loaded; each is a shard with its optimizer state
 
 
 class _Cancelled(RallypointError):
-    """Another generation began: nobody waits for these shards any more."""
+    """A new generation began: these shards are no longer wanted."""
 
 
 class _Reading:
-    """One restore: its thread, which ends soon after `cancel`."""
+    """One restore and its thread, which ends soon after `cancel`."""
 
     def __init__(self, run: Callable[[_Reading], None]) -> None:
         self._cancelled = threading.Event()
@@ -39,12 +39,12 @@ class _Reading:
         return self._thread.is_alive()
 
     def pause(self, seconds: float) -> None:
-        """Wait before another try. _Cancelled as soon as nobody waits for it any more."""
+        """Sleep before the next attempt. Raises _Cancelled as soon as the restore is cancelled."""
         if self._cancelled.wait(seconds):
             raise _Cancelled
 
     def wait_for_room(self) -> None:
-        """Until few enough records are waiting in the inbox. _Cancelled: see `pause`."""
+        """Block until few enough records wait in the inbox. Raises _Cancelled: see `pause`."""
         self._room.acquire()
         self.pause(0.0)
 
@@ -54,26 +54,26 @@ class _Reading:
 
 
 class Restores:
-    """At most one restore counts: that of the generation in force. Only the owner's thread calls its methods.
+    """At most one restore counts: that of the current generation. Only the owner's thread calls its methods.
 
     ```
        begin(generation 1.5) --> a thread reads --> Restored(record, 1.5) into the inbox, one for each shard
                                                  +-> RestoreFailed(error, 1.5)
     ```
 
-    The owner's thread never waits for the store: it can adopt a view, also one that rolls back again, while reading
-    is tried again after an error. `put` puts an event into the inbox; `say` gets a sentence for each error and is
-    called from the reading thread.
+    The owner's thread never waits for the store. While the reading thread retries after an error, the owner can adopt a
+    view, even one that rolls back again. `put` puts an event into the inbox. `say` gets a sentence for each error; the
+    reading thread calls it.
     """
 
     def __init__(self, me: str, url: str, put: Callable[[Event], None], say: Callable[[str], None]) -> None:
         self._me, self._url, self._put, self._say = me, url, put, say
-        self._readings: list[_Reading] = []  # the last one counts; those before it are ending
+        self._readings: list[_Reading] = []  # the last one is current; earlier ones are cancelled
         self._missing: set[int] = set()
         self._recalls: dict[int, list[StateRecalled]] = {}
 
     def begin(self, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
-        """Begin to read these shards from the snapshot `origin`."""
+        """Begin to read these shards from the snapshot `origin`. Cancels an earlier restore."""
         self.cancel()
         self._missing = set(shards)
 
@@ -82,13 +82,13 @@ class Restores:
                 self._read(reading, shards, origin, generation)
             except _Cancelled:
                 return
-            except Exception as error:  # the owner's thread decides what it means: perhaps nothing, in a new generation
+            except Exception as error:  # the owner's thread handles it, or ignores it in a new generation
                 self._put(RestoreFailed(error, generation))
 
         self._readings.append(_Reading(run))
 
     def cancel(self) -> None:
-        """The generation is over: what is still being read is not wanted."""
+        """The generation is over: stop the restore."""
         for reading in self._readings:
             reading.cancel()
         self._readings = [reading for reading in self._readings if reading.runs]
@@ -103,18 +103,21 @@ class Restores:
             reading.join()
 
     def left_the_inbox(self) -> None:
-        """The owner's thread has taken a record of the restore that counts out of the inbox."""
+        """The owner's thread took a record of the current restore out of the inbox."""
         self._readings[-1].make_room()
 
     def postpones(self, event: StateRecalled) -> bool:
-        """Is the shard, and with it the codec state that a worker asks for, still being read? Then ask again later."""
+        """A worker asks for a codec state. Is its shard still being read?
+
+        If so, keeps the event until `loaded` and returns True.
+        """
         if event.header.shard not in self._missing:
             return False
         self._recalls.setdefault(event.header.shard, []).append(event)
         return True
 
     def loaded(self, shard: int) -> list[StateRecalled]:
-        """The shard is here: what was postponed until now."""
+        """The shard is loaded. Returns the events that `postpones` kept for it."""
         self._missing.discard(shard)
         return self._recalls.pop(shard, [])
 

@@ -1,4 +1,4 @@
-"""A server's life: it joins the coordinator, serves workers and other servers, and ends with the job."""
+"""The life of a server: it joins the coordinator, serves workers and other servers, and ends with the job."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ LEAVING_EVERY_S = 1.0
 class ServerService:
     """One reduction server of one job, from joining to the end.
 
-    `start` returns once the coordinator has welcomed it; `wait` blocks until the job is over and returns the sentence
-    with which it failed, or None.
+    `start` returns once the coordinator has welcomed it. `wait` blocks until the job is over.
 
-    Threads: the coordinator's link (views and other messages), one for each connection (`intake.py`), one for each link
-    to another server (`peers.py`), and the owner of the shards (`owner.py`), to whom all others put events.
+    Threads: one for the coordinator's link (views and other messages), one for each connection (`intake.py`), one for
+    each link to another server (`peers.py`), and the owner of the shards (`owner.py`). All other threads put events
+    into the owner's inbox.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class ServerService:
         self._joined = threading.Event()
 
     def start(self) -> None:
-        """Listen, join the coordinator. AddressInUse, AccessDenied or LinkError when that fails.
+        """Listen, then join the coordinator.
 
-        UsageError for an address to advertise that nobody could connect to.
+        Raises AddressInUse, AccessDenied or LinkError when that fails, UsageError if nobody could connect to the
+        advertised address.
         """
         self._gate = Gate(self._transport, self._bind, self._token, self._admit, self._serve, self._tracer)
         try:
@@ -96,22 +97,25 @@ class ServerService:
         self._joined.set()
 
     def wait(self) -> str | None:
-        """Until the job is over: None, or why it failed."""
+        """Block until the job is over. Returns None, or the sentence with which it failed."""
         self._views.over.wait()
         return self._views.failure
 
     def leave(self) -> None:
-        """Hand this server's shards over to others, then end (a spot machine's notice). Safe in a signal handler."""
+        """Move this server's shards to other servers, then end. For example when a spot machine gets its notice.
+
+        Returns at once. Safe in a signal handler.
+        """
         threading.Thread(target=self._leave, name="leave", daemon=True).start()
 
     def _leave(self) -> None:
-        self._joined.wait()  # the notice may come while this server looks for its coordinator
+        self._joined.wait()  # the notice may come before this server has joined
         while not self._views.over.is_set():
-            self._link.send(Leaving())  # a coordinator that takes over has not heard it
+            self._link.send(Leaving())  # repeated, because a restarted coordinator does not know it
             self._views.over.wait(LEAVING_EVERY_S)
 
     def close(self) -> None:
-        """End every connection and thread. May be called at any time after `start`."""
+        """End every connection and thread, and save the trace. May be called at any time after `start`."""
         self._views.end(None)
         self._gate.close()
         self._link.close()
@@ -121,7 +125,7 @@ class ServerService:
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))
 
-    # ---- the coordinator's words ----
+    # ---- messages of the coordinator ----
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -143,7 +147,7 @@ class ServerService:
 
     def _prepare(self, record: JobRecord) -> None:
         if self._reducer is not None:
-            return  # said again to somebody who had been given up
+            return  # repeated when this server joins again
         about, job = self._link.welcome, ServerJob(record, parse(record.config))
         writer = None
         if about.snapshots:
@@ -160,17 +164,20 @@ class ServerService:
         if self._peers is None or not self._views.is_new(view):
             return
         self._owner.put(inbox.Viewed(view))
-        self._views.adopt(view)  # from now on what waited for this view goes into the inbox, behind it
+        self._views.adopt(view)  # frames that waited for this view now go into the inbox, behind it
         self._peers.adopt(view)
 
-    # ---- the reducer's words ----
+    # ---- called by the reducer (`decisions.Context`) ----
 
     def say(self, message: Message) -> None:
-        """Tell the coordinator."""
+        """Send a message to the coordinator. Any thread may call it."""
         self._link.send(message)
 
     def not_finite(self, verdict: clip.Verdict, view: View) -> None:
-        """All servers see the same. One of them tells that a step is skipped; each of them may end the job."""
+        """Handle a step that is skipped, or whose norm is not finite.
+
+        All servers get the same verdict. One of them reports a skipped step; each of them may end the job.
+        """
         if verdict.scale is None:
             if view.primary[0] == self.id:
                 self._link.send(Skipped(verdict.step, verdict.not_finite, verdict.generation))
@@ -183,7 +190,7 @@ class ServerService:
             )
 
     def failed(self, error: BaseException) -> None:
-        """The shards can no longer be trusted: the job must end."""
+        """The shards can no longer be trusted: end the job."""
         reason = f"server {self.id} failed: {type(error).__name__}: {error}"
         self._link.send(GiveUp(reason))
         self._views.end(reason)
@@ -197,7 +204,7 @@ class ServerService:
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         """Receive one connection's frames until it ends. Runs in that connection's own thread."""
-        self._views.wait_for(hello.view)  # whoever connects may be quicker than our own coordinator link
+        self._views.wait_for(hello.view)  # a peer may get the view before this server does
         if self._intake is None:
             raise LinkError("the job ended before it began")
         self._check_member(hello)
@@ -211,7 +218,7 @@ class ServerService:
             self._owner.put(inbox.Gone(channel, hello.id))
 
     def _check_member(self, hello: Hello) -> None:
-        """ProtocolError for whoever has the token but no part in this job's view."""
+        """ProtocolError if the peer has the token but is not in the current view."""
         view = self._views.view
         if view is None:
             return
@@ -221,7 +228,7 @@ class ServerService:
 
 
 def run_servers(services: Sequence[ServerService]) -> str | None:
-    """Start these servers, wait until their job is over, close them: None, or why it failed."""
+    """Start these servers, wait until their job is over, close them. Returns None, or why the job failed."""
     with ExitStack() as started:
         for service in services:
             service.start()

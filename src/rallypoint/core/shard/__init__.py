@@ -1,1 +1,1 @@
-"""The server's pure machines: one shard, all shards of a server, clipping, codec states on their way."""
+"""The server's pure state machines: one shard, all shards of a server, the clip decision, codec states in transit."""

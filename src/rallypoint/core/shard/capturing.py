@@ -1,4 +1,4 @@
-"""At which version a shard's state is kept for a snapshot."""
+"""Chooses the version at which a shard's state is kept for a snapshot."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from rallypoint.core.shard.effects import Capture
 
 @dataclass(slots=True)
 class CapturePoint:
-    """The version at which the shard's state is wanted; -1: none is."""
+    """The version that a snapshot waits for; -1 if there is none."""
 
     at: int = -1
 
     def ask(self, at: int, now: int, *, primary: bool, any_version: bool) -> list[Capture]:
-        """A snapshot wants version `at`, the shard is at `now`. `any_version`: no version is common to all shards."""
+        """A snapshot wants version `at`; the shard is at version `now`.
+
+        With `any_version` (streaming policies, where no version is common to all shards) the current version is
+        captured.
+        """
         if primary and any_version and now >= 0:
             return [Capture(now)]
         if not primary or now > at:
@@ -23,7 +27,7 @@ class CapturePoint:
         return self.reached(now)
 
     def reached(self, version: int) -> list[Capture]:
-        """The shard is at `version` now."""
+        """The shard is now at `version`. Returns a Capture if the snapshot waits for it."""
         if self.at < 0 or version != self.at:
             return []
         self.at = -1

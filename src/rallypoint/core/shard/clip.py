@@ -1,7 +1,8 @@
-"""One decision per step, taken by every server alike: the clip factor, and whether to skip a step that is not finite.
+"""One decision per step that all servers compute alike: the clip factor, or to skip a step that is not finite.
 
-Each server measures its own shards, tells the others, and once all shards of the layout are known computes the same
-number from the same floats in the same order. Facts are named by (step, shard) and repeats are harmless (I2).
+Each server measures the norms of its own shards and sends them to the other servers. When a server knows the norms of
+all shards of the layout, it computes the decision. All servers use the same floats in the same order, so they get the
+same number. A norm is named by (step, shard), and repeats are harmless (I2).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all servers do with `step` of `generation`: scale the gradient, or skip it (None)."""
+    """The decision on `step` of `generation`: all servers scale the gradient by `scale`, or skip the step (None)."""
 
     step: int
     norm: float
@@ -54,20 +55,22 @@ def clip_scale(norm: float, clip: float | None) -> float:
 
 
 def total_norm(norms: Iterable[float]) -> float:
-    """The 2-norm of a vector from the 2-norms of its pieces, in double precision, correctly rounded."""
+    """The 2-norm of a vector from the 2-norms of its pieces. Computed in float64 and correctly rounded."""
     return math.sqrt(math.fsum(norm * norm for norm in norms))
 
 
-_REMEMBERED = 2  # steps whose decision is kept: a server promoted in the middle of one takes it again
+_REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the middle of a step
 
 
 @dataclass(slots=True)
 class ClipMachine:
-    """Measures in; Tell and Verdict out. A machine lives for one `generation`: after a roll-back there is a new one.
+    """Takes measures; returns `Tell` and `Verdict`. It lives for one `generation`; a roll-back replaces it.
 
-    `shards` are all parameter shards of the layout; `own`, those whose primary is here, changes with the view.
+    `shards` are all parameter shards of the layout. `own` are those whose primary is this server; it changes with the
+    view.
 
-    What is known is told again (`retell`) whenever servers have changed: a server that died may have told only some.
+    A server that died may have sent its measures to only some of the others. So every server sends all that it knows
+    again (`retell`) whenever the servers change.
     """
 
     shards: Sequence[int]
@@ -77,32 +80,32 @@ class ClipMachine:
     generation: ViewNumber = _FIRST
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
-    _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> whose measures the others have had of us
+    _told: dict[int, frozenset[int]] = field(default_factory=dict)  # step -> the shards sent
     _expected: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self._expected = frozenset(self.shards)
 
     def measured(self, step: int, measure: Measure) -> list[Tell | Verdict]:
-        """One of our own shards has finished its sum; the others are told once all of ours have."""
+        """One of this server's shards has finished its sum. Sends the measures once all of its shards have."""
         if step in self._verdicts:
-            return [*self._tell(step, self._known[step]), self._verdicts[step]]  # promoted here after the decision
+            return [*self._tell(step, self._known[step]), self._verdicts[step]]  # we became primary after it
         known = self._learn(step, [measure])
         return [*self._tell(step, known), *(self._decide(step, known) if self.own <= known.keys() else [])]
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Tell | Verdict]:
-        """Another server told its measures."""
+        """Another server sent its measures."""
         if step in self._verdicts or step <= max(self._verdicts, default=_REMEMBERED - 1) - _REMEMBERED:
             return []
         known = self._learn(step, measures)
         return [*self._tell(step, known), *self._decide(step, known)]
 
     def verdict(self, step: int) -> Verdict | None:
-        """What was decided for `step`, if it was, and not long ago."""
+        """The decision on `step`. None if it is not taken yet, or is older than the last two decisions."""
         return self._verdicts.get(step)
 
     def retell(self) -> list[Tell]:
-        """All that is known here, of our own shards and others', for servers that may have missed it."""
+        """All measures known here, of this server's shards and others', for servers that may have missed them."""
         return [
             Tell(step, tuple(known[shard] for shard in sorted(known)))
             for step, known in sorted(self._known.items())
@@ -110,7 +113,7 @@ class ClipMachine:
         ]
 
     def _tell(self, step: int, known: dict[int, Measure]) -> list[Tell]:
-        """Our own measures, once they are all there: some may have come from who had the shard before us."""
+        """This server's measures, once they are complete. Some may come from an earlier primary of the shard."""
         if not self.own or not self.own <= known.keys() or self._told.get(step) == self.own:
             return []
         self._told[step] = self.own
@@ -138,7 +141,7 @@ class ClipMachine:
         return [verdict]
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, unless the machine is in a state that it can come to."""
+        """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         assert self.own <= self._expected, f"shards {sorted(self.own - self._expected)} are measured, and do not count"
         newest = max(self._verdicts, default=-1)
         for step, known in self._known.items():

@@ -1,4 +1,4 @@
-"""How far each replica is, under a streaming policy."""
+"""The progress of each replica, under a streaming policy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Clocks:
-    """A replica's clock is the step of its next contribution. Under an aligned policy there are none (`len` is 0)."""
+    """The clocks of a shard's replicas. A replica's clock is the step of its next contribution.
+
+    Example: replica 1 has contributed steps 0 to 3, so its clock is 4. Under an aligned policy there are no clocks
+    (`len` is 0).
+    """
 
     steps: list[int] = field(default_factory=list)
-    _versions: list[int] = field(default_factory=list)  # the version that each replica's last contribution is in
+    _versions: list[int] = field(default_factory=list)  # the version that contains each replica's last contribution
 
     @classmethod
     def at(cls, steps: tuple[int, ...], replicas: int, version: int) -> Clocks:
-        """Clocks of so many replicas: `steps`, or all at 0."""
+        """Clocks of `replicas` replicas: at `steps`, or all at 0 if `steps` is empty. The shard is at `version`."""
         return cls(list(steps) or [0] * replicas, [max(0, version)] * replicas)
 
     def __len__(self) -> int:
@@ -28,32 +32,32 @@ class Clocks:
         return self.steps[replica]
 
     def tick(self, replica: int, version: int) -> None:
-        """The replica's contribution is part of `version`."""
+        """Advance the replica's clock by 1: its contribution is now part of `version`."""
         self.steps[replica] += 1
         self._versions[replica] = version
 
     def version(self, replica: int) -> int:
-        """The version that the replica's last contribution is in."""
+        """The version that contains the replica's last contribution."""
         return self._versions[replica]
 
     @property
     def mean(self) -> int:
-        """Where in the schedule the job is, as this shard sees it."""
+        """The mean clock, rounded down: the shard's position in the learning-rate schedule."""
         return sum(self.steps) // len(self.steps)
 
     def slowest(self) -> int:
-        """The lowest clock: steps of which every replica's contribution has been applied."""
+        """The lowest clock s: every replica's contributions to the steps before s are applied."""
         return min(self.steps)
 
     def visible(self, published: int) -> int:
-        """The lowest clock in version `published`.
+        """The lowest clock, counting only contributions that are part of version `published`.
 
-        No replica has more than one contribution that is not published: it gets nothing more to compute from.
+        Each replica has at most one contribution that is not published: it gets no new parameters before it is.
         """
         return min(step - (version > published) for step, version in zip(self.steps, self._versions, strict=True))
 
     def validate(self, replicas: int, version: int) -> None:
-        """AssertionError unless every replica has a clock that the shard's version can have."""
+        """Raise AssertionError unless there are `replicas` clocks and all of them fit the shard's version."""
         assert len(self.steps) == len(self._versions) == replicas, f"{self}: one clock for each of {replicas} replicas"
         assert min(self.steps) >= 0, f"{self}: a clock below 0"
         assert max(self._versions) <= max(0, version), f"{self}: a contribution is in a version after {version}"

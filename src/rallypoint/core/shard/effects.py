@@ -1,4 +1,4 @@
-"""Effects of a shard's machine: what is to be done to payloads and parameters, and who is to be told or sent what."""
+"""The effects of a shard's machine: what to do with payloads and parameters, and what to send to whom."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rallypoint.core.shard.events import Ticket
 
 @dataclass(frozen=True, slots=True)
 class Install:
-    """The ticket's payload becomes the version that all begin with."""
+    """Make the ticket's payload the shard's first version."""
 
     ticket: Ticket
     version: int = 0
@@ -17,9 +17,9 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """The ticket's payload, times `weight`, becomes the sum (a backup's: the finished gradient).
+    """Start the sum with the ticket's payload times `weight` (on a backup: the payload is the finished gradient).
 
-    With `base` it is first compensated for the updates since that version.
+    With `base`, first apply delay compensation for the updates after that version.
     """
 
     ticket: Ticket
@@ -29,7 +29,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """The ticket's payload, times `weight`, is added to the sum; `base`: see Take."""
+    """Add the ticket's payload times `weight` to the sum. `base`: see Take."""
 
     ticket: Ticket
     weight: float
@@ -38,14 +38,14 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """The ticket waits for its turn."""
+    """Keep the ticket's payload for later."""
 
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The ticket's payload is not needed; `fault` says why if the sender is at fault, else it is a harmless repeat."""
+    """The ticket's payload is not needed. `fault` is the sender's error as a sentence; empty for a harmless repeat."""
 
     ticket: Ticket
     fault: str = ""
@@ -53,12 +53,12 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Abandon:
-    """Forget the sum in progress, if there is one."""
+    """Discard the sum in progress, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The sum of `step` is complete: divide by `total_weight`. Measure it if a decision is awaited."""
+    """The sum of `step` is complete: divide it by `total_weight`. With `measure`, compute its norm for the decision."""
 
     step: int
     total_weight: float
@@ -68,10 +68,10 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Apply the finished mean gradient, scaled, which makes `version`; with None leave the parameters as they are.
+    """Apply the finished mean gradient, times `scale`; the result is `version`. None: leave the parameters unchanged.
 
-    `step` is the place in the learning-rate schedule, `rate` multiplies what stands there. Wire copies from version
-    `oldest` on are kept. With `replicate` the scaled gradient goes to the backup too, as `replica`'s.
+    `step` is the position in the learning-rate schedule; `rate` multiplies the schedule's rate. Keep the wire copies
+    from version `oldest` on. With `replicate`, also send the scaled gradient to the backup, as `replica`'s.
     """
 
     version: int
@@ -85,7 +85,10 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Send `version` to a follower, as the parameters for `replica`'s step `clock`; `last`: nothing will follow."""
+    """Send `version` to a follower: the parameters for `replica`'s step `clock`.
+
+    `last`: it is the job's last version, and nothing follows.
+    """
 
     follower: str
     replica: int
@@ -96,7 +99,10 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Tell a follower that it has to wait for `replica`'s step `clock`: perhaps it has one that is further behind."""
+    """Tell a follower that `replica`'s step `clock` has to wait.
+
+    The follower may have another replica that is further behind and can be computed now.
+    """
 
     follower: str
     replica: int
@@ -105,12 +111,12 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """The sum may be applied, but would take more of what has queued up: Fold when nothing has."""
+    """The sum may be applied now, but can still take queued contributions. Send Fold when none are queued."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Version `version` may be seen by everybody who follows."""
+    """Send version `version` to every follower."""
 
     version: int
 
@@ -124,19 +130,22 @@ class Fill:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the primary that `version` is held here."""
+    """Tell the primary that this backup has `version`."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """The backup holds all that has been published, and will before anything else is: it may be promoted."""
+    """Report that the backup has all published versions and will have each later one first: it may be promoted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Keep the state as it is now, at `version`, for the snapshot; or, with `missed`, it is too late: `version` now."""
+    """Keep the state for the snapshot, as it is now at `version`.
+
+    With `missed` it is too late: the shard has passed the wanted version and is at `version`.
+    """
 
     version: int
     missed: bool = False

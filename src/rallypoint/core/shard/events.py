@@ -1,16 +1,16 @@
-"""Events of a shard's machine: contributions and wishes, words of its backup or its primary, views, snapshots."""
+"""The events of a shard's machine: from workers, from its backup or primary, from views, for snapshots."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 Ticket = int  # names a payload; the shell maps it to a buffer
-EVERYTHING = -1  # wanted: no replica's next step, but the end of the job
+EVERYTHING = -1  # in place of a replica: the follower wants the last version of the job
 
 
 @dataclass(frozen=True, slots=True)
 class Initialise:
-    """The first worker brings the version that all begin with."""
+    """The first worker uploads the shard's first version, from which all workers start."""
 
     ticket: Ticket
     version: int = 0
@@ -18,8 +18,11 @@ class Initialise:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """A contribution arrived: named by (shard, step, replica), weighted, perhaps known to be not finite; computed from
-    version `base`."""
+    """A contribution arrived, named by (shard, step, replica).
+
+    `weight` is its weight in the mean. `finite` is False if its replica's loss was not finite. `base` is the version
+    that it was computed from.
+    """
 
     step: int
     replica: int
@@ -31,9 +34,9 @@ class Contribute:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A follower wants the parameters for `replica`'s next step, or (EVERYTHING) those at the end of the job.
+    """A follower wants the parameters for `replica`'s next step, or (EVERYTHING) the last version of the job.
 
-    What it wanted before it wants no more.
+    It replaces the follower's earlier Want.
     """
 
     follower: str
@@ -42,19 +45,19 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Unfollowed:
-    """A follower is gone."""
+    """A follower disconnected."""
 
     follower: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """Nothing more has queued up: apply what is in the sum."""
+    """No more contributions are queued: apply the sum in progress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """All servers know this step's norms and flags: apply with the gradient scaled by `scale`, or skip (None)."""
+    """The decision of all servers on this step: apply with the gradient scaled by `scale`, or skip (None)."""
 
     step: int
     scale: float | None
@@ -62,7 +65,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The whole state at `version` is in place: from a snapshot (a primary), or from the primary (a backup)."""
+    """The shard's whole state at `version` is loaded: on a primary from a snapshot, on a backup from the primary."""
 
     version: int
     clocks: tuple[int, ...] = ()
@@ -70,9 +73,9 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """The primary's update of version `step` came: the finished gradient, scaled; or nothing is to change (`skip`).
+    """The primary's update of version `step` arrived: the finished, scaled gradient; with `skip`, nothing changes.
 
-    Under a streaming policy it was `replica`'s contribution, at `rate` times the learning rate.
+    Under a streaming policy it was `replica`'s contribution, applied at `rate` times the learning rate.
     """
 
     step: int
@@ -84,14 +87,17 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """The backup holds `version`."""
+    """The backup acknowledged `version`."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A new view: who we are to this shard. `fresh` says that the backup, if there is one, holds nothing yet."""
+    """A new view says whether this server is the shard's primary and whether there is a backup.
+
+    `fresh` is True if that backup is new and has no state yet.
+    """
 
     primary: bool
     backup: bool
@@ -100,12 +106,12 @@ class Assigned:
 
 @dataclass(frozen=True, slots=True)
 class FillBackup:
-    """The backup's turn to get the whole state has come."""
+    """Send the backup the whole state now (only a few backups are filled at once)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureAt:
-    """A snapshot is wanted of version `version`."""
+    """A snapshot needs the shard's state at `version`."""
 
     version: int
 

@@ -1,4 +1,4 @@
-"""What a server's views say of its connections: what has to wait, what is stale, which other servers to connect to."""
+"""What a server reads from its views: which frames wait, which are stale, which other servers to connect to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ _NONE = ViewNumber()
 
 @dataclass(slots=True)
 class Fence:
-    """The newest view that is known: a frame of a newer one has to wait, a frame of an older generation is stale (I10).
+    """The number of the newest known view, which decides about frames (I10).
+
+    A frame of a newer view waits for that view. A frame of an older generation is stale and is dropped.
 
     Example: at view 1.7 with generation 1.5, a frame of 1.8 waits, one of 1.6 counts, one of 1.4 is dropped.
     """
@@ -21,10 +23,10 @@ class Fence:
     known: bool = False
 
     def adopt(self, view: View) -> bool:
-        """Take a view; False if it is no newer than the one that is known."""
+        """Adopt a view. Returns False if it is not newer than the known one."""
         if self.known and view.number <= self.number:
             return False
-        self.generation = view.generation  # first: who sees the number, perhaps in another thread, sees this too
+        self.generation = view.generation  # before `number`: another thread that reads the new number reads this too
         self.number = view.number
         self.known = True
         return True
@@ -34,23 +36,23 @@ class Fence:
         return self.known and number <= self.number
 
     def is_stale(self, number: ViewNumber) -> bool:
-        """Was it said in a generation that is over?"""
+        """Does this view number belong to an older generation?"""
         return number < self.generation
 
 
-Key = tuple[str, int]  # id and incarnation: a server that comes back is somebody new
+Key = tuple[str, int]  # id and incarnation: a server that joins again is a new peer
 
 
 @dataclass(slots=True)
 class PeerLinks:
-    """Which other servers this one keeps a link to. `decides`: servers exchange measures of every step."""
+    """The other servers that this server keeps a link to. `decides`: servers exchange measures at every step."""
 
     me: str
     decides: bool
     _open: dict[Key, Member] = field(default_factory=dict)
 
     def adopt(self, view: View) -> tuple[list[Key], list[Member]]:
-        """The links to end, and the members to open one to. Links are needed for measures and for backups."""
+        """Returns the links to close and the members to connect to. Links are needed for measures and for backups."""
         others = {(m.id, m.incarnation): m for m in view.servers if m.id != self.me}
         gone = [key for key in self._open if key not in others]
         for key in gone:

@@ -1,9 +1,12 @@
-"""The server's machine, one per shard: events in, effects out. It decides; `server/reducer/reducer.py` does.
+"""The state machine of one shard on a server. Events go in, effects come out.
 
-A shard has one primary, which sums and publishes, and perhaps one backup, which applies the same updates and
-acknowledges them. The states of a backup, and what is published when, are in `core/shard/replication.py`.
+The machine only decides. `server/reducer/effects.py` runs the effects on tensors and connections. The machine has no
+lock: only the server's owner thread calls it.
 
-A contribution's way through a primary:
+A shard has one primary, which sums contributions and publishes versions. It may have one backup, which applies the same
+updates and acknowledges them. `core/shard/replication.py` shows the states of a backup and what is published when.
+
+The path of a contribution through a primary:
 
 ```
    Contribute --policy.admit--> Hold --> Take / Add --> Finish --+--> Apply --> Publish (aligned) or Reply (streaming)
@@ -11,12 +14,12 @@ A contribution's way through a primary:
                       +--> Drop                      decides: awaiting +-- Decide
 ```
 
-Under a streaming policy each replica has a clock, the step of its next contribution, and versions count updates. A
-follower then asks for the parameters for one replica's next step, and gets them (`core/shard/wants.py`) once that
-replica's last contribution is in them, they are durable, and the policy lets the replica go on.
+Under a streaming policy each replica has a clock: the step of its next contribution. Versions count updates. A follower
+asks for the parameters for one replica's next step (`core/shard/wants.py`). The primary answers when three things are
+true: the parameters contain that replica's last contribution, they are durable, and the policy lets the replica go on.
 
-A payload is named here by a `Ticket`, an opaque number that the shell maps to a buffer. Every ticket that comes in goes
-out again in exactly one of Take, Add or Drop, so no buffer can be forgotten.
+A `Ticket` names a payload here: a number that the shell maps to a buffer. Every ticket that comes in with an event goes
+out exactly once in Take, Add, Drop or Install, so no buffer leaks.
 """
 
 from __future__ import annotations
@@ -52,10 +55,11 @@ VERSIONS_KEPT = 2  # I5: a worker can fetch the version of the step in progress
 
 @dataclass(slots=True)
 class ShardMachine:
-    """One shard's ledger. `expected` replicas contribute: R to parameters, 1 to buffers (replica 0's are kept).
+    """The state of one shard.
 
-    With `decides` the shard waits, once its sum is finished, for the decision that all servers take together
-    (global-norm clipping, or skipping a step that is not finite). `rounds` is how often each replica contributes.
+    `expected` replicas contribute to it: R for parameters, 1 for buffers (only replica 0's are kept). With `decides`,
+    the finished sum waits for the decision that all servers take together: global-norm clipping, or whether to skip a
+    step that is not finite. `rounds` is how many contributions each replica makes to this shard in the whole job.
     """
 
     policy: Policy
@@ -63,24 +67,24 @@ class ShardMachine:
     decides: bool = False
     primary: bool = True
     rounds: int = 0
-    skips: bool = False  # under a streaming policy: a contribution that is not finite changes nothing
+    skips: bool = False  # under a streaming policy: skip contributions that are not finite
     compensates: bool = False
-    version: int = -1  # updates applied here
-    published: int = -1  # what followers may see; behind `version` while the backup has not acknowledged
+    version: int = -1  # updates applied here; -1: no state yet
+    published: int = -1  # the newest version that followers may see (<= `version`)
     awaiting: bool = False  # the sum is finished and waits for the decision
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
     tally: Tally = field(default_factory=Tally)
     replication: Replication = field(default_factory=Replication)
     wants: Wants = field(default_factory=Wants)
     _capture: CapturePoint = field(default_factory=CapturePoint)
-    _decision: events.Decide | None = None  # one that came before the sum was finished (buffers are not measured)
-    _sum: list[events.Contribute] = field(default_factory=list)  # what is in the sum in progress, in its order
+    _decision: events.Decide | None = None  # arrived before the sum was finished (possible for buffers)
+    _sum: list[events.Contribute] = field(default_factory=list)  # those in the sum in progress, in order of adding
     _held: dict[int, events.Contribute] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.clocks = Clocks.at((), self.policy.clocks(self.expected), self.version)
 
-    # ---- what the policy may know ----
+    # ---- what a policy reads (`core.policy.Ledger`) ----
 
     @property
     def added(self) -> int:
@@ -101,12 +105,12 @@ class ShardMachine:
         return self.clocks[replica] if self.clocks else self.version
 
     def handle(self, event: events.Event) -> list[Effect]:
-        """Take one event; the effects are to be run in order."""
+        """Handle one event. Returns the effects, which the caller runs in order."""
         match event:
             case events.Contribute():
                 return self._contribute(event)
             case events.Want():
-                # A backup drops it: it was sent under an older view, and its worker will ask again.
+                # A backup drops it: the worker sent it under an older view and will ask the new primary.
                 return self.wants.add(event, self) if self.primary else []
             case events.Replicated():
                 return self._replicated(event)
@@ -142,10 +146,10 @@ class ShardMachine:
 
     def _contribute(self, event: events.Contribute) -> list[Effect]:
         if not self.primary or self.version < 0:
-            return [Drop(event.ticket)]  # it was sent under an older view; its worker will send it again
+            return [Drop(event.ticket)]  # sent under an older view: the worker will send it again
         match self.policy.admit(self, event.step, event.replica):
             case Verdict.REJECT if event.replica < self.expected:
-                # Of a step that has not begun here: its worker has seen the version of a newer primary than us.
+                # For a step that has not begun here: the worker has a version from a newer primary than this server.
                 return [Drop(event.ticket)]
             case Verdict.REJECT:
                 fault = f"replica {event.replica} does not contribute to this shard (it has {self.expected})"
@@ -158,7 +162,7 @@ class ShardMachine:
                 self.tally.arrived(event.replica, event.step)
                 return [Hold(event.ticket)]
             case Verdict.ADD:
-                alone = self.skips and not event.finite  # what is skipped must not take others with it
+                alone = self.skips and not event.finite  # skip only this contribution, not others in the same sum
                 before = self._finish() if alone and self._sum else []
                 return [*before, self._add(event), *self._take_held(), *self._finish_when_complete()]
 
@@ -169,7 +173,7 @@ class ShardMachine:
         return (Take if self.added == 1 else Add)(event.ticket, event.weight, base)
 
     def _take_held(self) -> list[Effect]:
-        """Add those of the held that the policy now admits, in replica order."""
+        """Add the held contributions that the policy admits now, in replica order."""
         effects: list[Effect] = []
         for replica in sorted(self._held):
             held = self._held.pop(replica)
@@ -178,7 +182,7 @@ class ShardMachine:
                 continue
             effects.append(self._add(held))
             if self.clocks:
-                break  # an update of its own
+                break  # each held contribution becomes an update of its own
         return effects
 
     def _finish_when_complete(self) -> list[Effect]:
@@ -224,7 +228,7 @@ class ShardMachine:
         return effects
 
     def _count(self, *, skipped: bool) -> float:
-        """The sum in the tally; how many times the learning rate it is worth."""
+        """Count the finished sum in the tally. Returns its factor on the learning rate."""
         if not self.clocks:
             self.tally.round(self.added, self.expected, skipped=skipped)
             return 1.0
@@ -233,7 +237,7 @@ class ShardMachine:
 
     @property
     def _oldest(self) -> int:
-        """The oldest version of which, after the next update, the wire copy is needed."""
+        """The oldest version whose wire copy is still needed after the next update."""
         kept = VERSIONS_KEPT + (2 * self.expected if self.compensates else 0)
         oldest = max(0, self.version + 2 - kept)
         return min(oldest, max(self.published, 0)) if self.primary else oldest
@@ -241,7 +245,7 @@ class ShardMachine:
     # ---- the primary: versions ----
 
     def _publish(self) -> list[Effect]:
-        """Publish what may be, if there is anything new."""
+        """Publish the newest durable version, unless it is published already."""
         durable = self.replication.durable(self.version)
         if durable <= self.published:
             return []
@@ -253,7 +257,7 @@ class ShardMachine:
             return []
         effects: list[Effect] = []
         while self.clocks and self._sum:
-            # The backup is told of one contribution with each update: what is being folded belongs to the state.
+            # The backup hears of one contribution per update, so finish the sum in progress before sending the state.
             effects += self._finish()
         self.replication.filled()
         return [*effects, Fill(self.version)]
@@ -269,7 +273,7 @@ class ShardMachine:
 
     def _replicated(self, event: events.Replicated) -> list[Effect]:
         if self.primary or self.version < event.step:
-            return [Drop(event.ticket)]  # from a primary that has been replaced, or from before our state came
+            return [Drop(event.ticket)]  # from a replaced primary, or sent before this backup had the state
         if self.version > event.step:
             return [Drop(event.ticket), Acknowledge(self.version)]
         place = self.clocks.mean if self.clocks else self.version
@@ -298,7 +302,7 @@ class ShardMachine:
         self.primary = event.primary
         effects: list[Effect] = self._forget_step() if promoted or demoted else []
         if demoted:
-            self.version = self.published = -1  # whoever is primary now will send its state
+            self.version = self.published = -1  # the new primary will send its state
             self.clocks = Clocks.at((), self.expected, -1) if self.clocks else self.clocks
         if event.fresh or not event.backup or promoted:
             self.replication.assigned(backup=event.primary and event.backup)
@@ -320,7 +324,7 @@ class ShardMachine:
     # ---- invariants ----
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, unless the machine is in a state that it can come to."""
+        """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         assert self.published <= self.version, f"publishes version {self.published} at version {self.version}"
         assert not self.awaiting or (self.decides and self._sum), "a decision is awaited for a sum that there is not"
         assert self.primary or not (self._sum or self._held or self.wants), "a backup sums, holds or answers"

@@ -1,7 +1,7 @@
-"""A server's side of moving codec states: it keeps a replica's codec state between two workers.
+"""The server's side of moving codec states: a primary passes a replica's codec state between two workers.
 
-Workers have no links to each other, so a codec state goes from one to the other over the shard's primary
-(`core/worker/handover.py` is the workers' side):
+Workers have no links to each other, so a codec state goes over the shard's primary (`core/worker/handover.py` is the
+workers' side):
 
 ```
    worker a --gives--> primary --answers a recall--> worker b
@@ -10,10 +10,10 @@ Workers have no links to each other, so a codec state goes from one to the other
 The primary holds at most one codec state for each (shard, replica): the newest. It drops it when a worker contributes a
 later step, because that worker then has the next one.
 
-Each (shard, replica) has at most one *owner*: the worker that was answered last, or that contributed while there was no
-owner. A worker stops being the owner when it gives the codec state, says that it has nothing new, or leaves the view. A
-worker that recalls waits while another one is the owner. When the owner dies, the codec state that it was answered with
-is still here, unless it contributed after that: then there is none.
+Each (shard, replica) has at most one *owner*: the worker that the primary answered last, or that contributed while
+there was no owner. A worker stops being the owner when it gives the codec state, reports that it has nothing new, or
+leaves the view. While there is an owner, other workers that recall have to wait. If the owner dies before it
+contributes, the primary still has the codec state that it sent to it. If it dies after that, there is none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Answer(NamedTuple, Generic[M]):
 
 @dataclass(slots=True)
 class Relay(Generic[M]):
-    """The codec states at server `me`, for the shards of which it is the primary."""
+    """The codec states at server `me`, for the shards that are primary there. Not thread-safe: owner thread only."""
 
     me: str
     _generation: ViewNumber | None = None
@@ -49,7 +49,11 @@ class Relay(Generic[M]):
     _asking: dict[Key, list[str]] = field(default_factory=dict)
 
     def adopt(self, view: View) -> list[Answer[M]]:
-        """Take a new view: drop what is stale or another primary's; answer who waited for a worker that is gone."""
+        """Adopt a view.
+
+        Drops what is stale and what belongs to shards of other primaries. Returns answers to workers that waited for an
+        owner that is gone.
+        """
         if self._generation != view.generation:
             for known in (self._held, self._owners, self._asking):
                 known.clear()
@@ -64,7 +68,10 @@ class Relay(Generic[M]):
         return [answer for key in sorted(self._asking) for answer in self._answer(key)]
 
     def contributed(self, shard: int, replica: int, step: int, worker: str, upcoming: int) -> None:
-        """The replica's contribution to `step` has come from `worker`; the shard takes its step `upcoming` next."""
+        """`worker` contributed to `step` for the replica.
+
+        `upcoming` is the next step that the shard takes of this replica.
+        """
         key = (shard, replica)
         if not upcoming - 1 <= step <= upcoming:
             return
@@ -76,9 +83,9 @@ class Relay(Generic[M]):
     def given(
         self, shard: int, replica: int, worker: str, upcoming: int, codec_state: tuple[int, M] | None
     ) -> list[Answer[M]]:  # fmt: skip
-        """A worker gives a codec state with its step, or (None) says that it has nothing new.
+        """A worker gives a codec state as (step, state), or None to report that it has nothing new.
 
-        Keeps it only if its step is `upcoming` or the one before: an older one lacks what was contributed later.
+        Keeps it only if its step is `upcoming` or the one before: an older state lacks later contributions.
         """
         key = (shard, replica)
         fits = codec_state is not None and upcoming - 1 <= codec_state[0] <= upcoming
@@ -91,7 +98,7 @@ class Relay(Generic[M]):
         return self._answer(key)
 
     def restored(self, shard: int, replica: int, step: int, codec_state: M) -> None:
-        """A codec state has come with the shard, from a snapshot."""
+        """A codec state came with the shard from a snapshot."""
         self._held[shard, replica] = (step, codec_state)
 
     def recalled(self, shard: int, replica: int, worker: str, upcoming: int) -> list[Answer[M]]:
@@ -105,7 +112,7 @@ class Relay(Generic[M]):
         return self._answer(key)
 
     def _answer(self, key: Key) -> list[Answer[M]]:
-        """Make the first worker that waits for it the owner, unless another worker is."""
+        """Make the first waiting worker the owner and answer it, unless another worker is the owner."""
         asking = self._asking.get(key, [])
         owner = self._owners.get(key)
         answers: list[Answer[M]] = []

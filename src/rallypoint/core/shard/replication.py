@@ -1,4 +1,4 @@
-"""What a primary knows of its shard's backup."""
+"""What a primary knows about its shard's backup."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ class Replication:
         ^                      ^   ^                |                          |
         |                      |   +-- link lost ---+                          |
         |                      +------ link lost (stays caught up) ------------+
-        +-- a view takes the backup away, or this server is no primary any more (from every state)
+        +-- a view takes the backup away, or this server is no longer primary (from every state)
     ```
 
-    From the first acknowledgement on (`needs_ack`) nothing is published that the backup does not hold (I4). That stays
-    so when the link breaks: nothing new is published meanwhile, so a backup that was caught up still is, and may be
-    promoted, while `needs_sync` says that its new link begins with the whole state.
+    From the first acknowledgement on (`needs_ack`), the primary publishes only versions that the backup has (I4). While
+    the link is broken it publishes nothing new. So a backup that was caught up stays caught up and may be promoted;
+    `needs_sync` then says that the whole state must be sent first on the new link.
     """
 
-    needs_sync: bool = False  # there is a backup that has not been sent the state over the link that stands now
-    replicating: bool = False  # the backup is sent every update
+    needs_sync: bool = False  # there is a backup, and the state has not been sent over its current link
+    replicating: bool = False  # the primary sends every update to the backup
     caught_up: bool = False  # the backup may be promoted
-    needs_ack: bool = False  # nothing is published that the backup does not hold
-    acked: int = -1  # the newest version that the backup holds, said over the link that stands now
+    needs_ack: bool = False  # publish only versions that the backup has
+    acked: int = -1  # the newest version acknowledged over the current link
 
     def assigned(self, *, backup: bool) -> None:
         """A view pairs the shard with a new backup, or (False) with none."""
@@ -37,17 +37,17 @@ class Replication:
         self.acked = -1
 
     def filled(self) -> None:
-        """The state goes out now, and from here on every update."""
+        """The caller sends the whole state now, and every update from now on."""
         self.needs_sync, self.replicating = False, True
 
     def link_lost(self) -> None:
-        """The link broke, with what was under way: the backup must be sent the whole state again."""
+        """The link broke, and everything in transit is lost: the whole state must be sent again."""
         if self.replicating:
             self.needs_sync, self.replicating = True, False
             self.acked = -1
 
     def acknowledged(self, version: int) -> None:
-        """The backup holds `version`."""
+        """The backup acknowledged `version`."""
         self.acked = max(self.acked, version)
         self.needs_ack = True
 
@@ -56,14 +56,14 @@ class Replication:
         return min(version, self.acked) if self.needs_ack else version
 
     def catches_up(self, published: int) -> bool:
-        """Does the backup hold all that was published, for the first time?"""
+        """Returns True once: when the backup has all published versions for the first time."""
         if self.caught_up or self.acked < published:
             return False
         self.caught_up = True
         return True
 
     def validate(self, version: int, published: int, *, primary: bool) -> None:
-        """AssertionError unless this is one of the states above."""
+        """Raise AssertionError unless this is one of the states above."""
         assert primary or self == Replication(), f"a shard that is not primary here has a backup: {self}"
         assert not (self.needs_sync and self.replicating), f"{self}: a backup that is replicating needs no sync"
         assert self.needs_ack or not self.caught_up, f"{self}: caught up without an acknowledgement"

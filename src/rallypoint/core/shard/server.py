@@ -1,7 +1,7 @@
-"""A server's machine: its shards under the view in force, and the decisions that servers take together.
+"""The state machine of a whole server: its shards under the current view, and decisions shared by all servers.
 
-Events for one shard go through `handle`, measures through `told`, views through `adopt`; what comes out is to be done
-in order, each with the shard it is meant for. `server/reducer/` does it to tensors, `testing/simulation/` to names.
+Events for one shard go to `handle`, measures to `told`, views to `adopt`. Each returns effects, which the caller runs
+in order. `server/reducer/` runs them on tensors, `testing/simulation/` on names.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.view import View, ViewNumber
 
-FILLS_AT_ONCE = 2  # whole states under way to backups: the background's share of the links and of the memory
+FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their share of bandwidth and memory
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What of the job's record the machine needs.
+    """What the machine needs to know of the job.
 
-    `expected` replicas contribute to a shard, `rounds` times each, or as often as it is due in `cadence`; `measured`
-    shards count in the global norm (the parameters), `decides` are those that wait for a decision.
+    `expected[i]` replicas contribute to shard i, `rounds` times each; in a staggered job as often as `cadence` says.
+    `measured` are the shards that count in the global norm (the parameters). `decides` are the shards that wait for a
+    decision before they apply.
     """
 
     policy: Policy
@@ -35,7 +36,7 @@ class Plan:
     clip: float | None = None
     skip_not_finite: bool = False
     rounds: int = 0
-    buffer_policy: Policy | None = None  # if it is not that of the parameters
+    buffer_policy: Policy | None = None  # None: the same as for the parameters
     compensates: bool = False
     cadence: Cadence = TOGETHER
 
@@ -57,21 +58,21 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """Make room for a shard."""
+    """Allocate room for a shard."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True)
 class Disown:
-    """Let go of a shard and all that is held of it."""
+    """Release a shard and everything that is held for it."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Read these shards from the snapshot `origin`; each is then Loaded."""
+    """Read these shards from the snapshot `origin`, then send each a Loaded event."""
 
     shards: tuple[int, ...]
     origin: str
@@ -90,7 +91,7 @@ Effect = Own | Disown | Restore | On | Tell | Verdict
 
 @dataclass(slots=True)
 class ServerMachine:
-    """All shards that server `me` holds, as primary or backup."""
+    """All shards that server `me` holds, as primary or backup. Not thread-safe: only the owner thread calls it."""
 
     me: str
     plan: Plan
@@ -103,17 +104,17 @@ class ServerMachine:
     _linked: set[str] = field(default_factory=set)
 
     def machine(self, index: int) -> ShardMachine | None:
-        """The shard's machine, if it is held here."""
+        """The shard's machine; None if this server does not hold the shard."""
         return self._machines.get(index)
 
     @property
     def held(self) -> list[int]:
-        """The shards held here, ascending."""
+        """The shards held here, in ascending order."""
         return sorted(self._machines)
 
     @property
     def caught_up(self) -> dict[int, ViewNumber]:
-        """The shards whose backup may be promoted, and the view in which we and that backup met."""
+        """The shards whose backup may be promoted, and for each the view that paired it with this server."""
         machines = sorted(self._machines.items())
         return {index: self._backups[index][1] for index, machine in machines if machine.replication.caught_up}
 
@@ -123,7 +124,7 @@ class ServerMachine:
         return machine is not None and machine.primary
 
     def takes_from(self, index: int, sender: str) -> bool:
-        """Is `sender` the primary whose updates of this shard count here? (I10)"""
+        """Is `sender` the shard's primary and this server its backup, in the current view? (I10)"""
         return (
             self.view is not None and self.view.primary.get(index) == sender
             and self.view.backup.get(index) == self.me and index in self._machines
@@ -132,18 +133,21 @@ class ServerMachine:
     # ---- events ----
 
     def handle(self, index: int, event: shard_events.Event) -> list[Effect]:
-        """An event for one shard that is held here."""
+        """Handle an event for one shard. KeyError if this server does not hold the shard."""
         machine = self._machines[index]
         effects: list[Effect] = [On(index, effect) for effect in machine.handle(event)]
         if isinstance(event, (shard_events.Initialise, shard_events.Loaded)):
-            effects += self._fill_some([index])  # it has a state to give only now
-        elif isinstance(event, shard_events.Acked) and index in self._filling:  # not at every update's
+            effects += self._fill_some([index])  # only now there is a state to send
+        elif isinstance(event, shard_events.Acked) and index in self._filling:  # the first one after a fill
             self._filling.discard(index)
             effects += self._fill_some(self.held)
         return effects
 
     def capture(self, version: int) -> list[Effect]:
-        """A snapshot is wanted of the job's version `version`; one that is missed is said in the job's versions too."""
+        """A snapshot needs the state at the job's version `version`, of each shard that is primary here.
+
+        In a Capture effect with `missed` the version is the job's; in the others it is the shard's.
+        """
         effects: list[Effect] = []
         for index in (i for i in self.held if self.is_primary(i)):
             for effect in self.handle(index, shard_events.CaptureAt(self.plan.cadence.updates_before(index, version))):
@@ -156,24 +160,25 @@ class ServerMachine:
         return effects
 
     def unfollowed(self, follower: str) -> list[Effect]:
-        """A follower is gone."""
+        """A follower disconnected."""
         return self._all_primaries(shard_events.Unfollowed(follower))
 
     def _all_primaries(self, event: shard_events.Event) -> list[Effect]:
         return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
 
     def measured(self, step: int, measure: Measure) -> list[Effect]:
-        """A shard of ours has finished its sum."""
+        """One of this server's shards has finished its sum, and this is its norm."""
         return [] if self._clip is None else list(self._clip.measured(step, measure))
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Effect]:
-        """Another server told what it knows."""
+        """Another server sent its measures."""
         return [] if self._clip is None else list(self._clip.told(step, measures))
 
     def decided(self, verdict: Verdict) -> list[Effect]:
-        """Every server takes this verdict. To be called when the effects that brought it are done.
+        """Apply a verdict to every shard that waits for it.
 
-        A view may have come in between: a verdict of an older generation decides nothing (I10).
+        Call it when the effects that came with the verdict are done. A new view may have come in between: a verdict of
+        an older generation is stale and is ignored (I10).
         """
         if self.view is None or verdict.generation != self.view.generation:
             return []
@@ -184,22 +189,22 @@ class ServerMachine:
         return effects
 
     def peer_linked(self, server: str) -> list[Effect]:
-        """The link to another server of the view stands (again): it may have missed what was told."""
+        """The link to another server is up (again): send it all measures, because it may have missed some."""
         self._linked.add(server)
         known = [] if self._clip is None else list(self._clip.retell())
         return [*known, *self._fill_some(self.held)]
 
     def peer_lost(self, server: str) -> list[Effect]:
-        """The link to another server was lost, with whatever was under way to it."""
+        """The link to another server broke. Everything in transit on it is lost."""
         self._linked.discard(server)
         for index, (backup, _) in self._backups.items():
             if backup == server:
                 self._machines[index].replication.link_lost()
                 self._filling.discard(index)
-        return self._fill_some(self.held)  # what was under way there makes room for others
+        return self._fill_some(self.held)  # its fills have ended, so others may begin
 
     def adopt(self, view: View) -> list[Effect]:
-        """Take a new view, or the first."""
+        """Adopt a view, if it is newer than the current one."""
         if self.view is not None and view.number <= self.view.number:
             return []
         before, self.view = self.view, view
@@ -219,7 +224,7 @@ class ServerMachine:
     # ---- views ----
 
     def _new_generation(self, view: View, *, restore: bool) -> list[Effect]:
-        """Let go of everything that is held: after a roll-back, or because this server had been given up."""
+        """Release everything: after a roll-back, or because the coordinator had given this server up."""
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
         self._filling.clear()
         self._clip = self._new_clip(view.generation)
@@ -227,7 +232,7 @@ class ServerMachine:
             effects += self._assign(index, view)
         effects += self._share(view)
         own = tuple(view.shards_of(self.me))
-        if restore and view.origin and own:  # a server that joins later has none, and the snapshot may be gone
+        if restore and view.origin and own:  # a server that joins later has no shards, and the snapshot may be deleted
             effects.append(Restore(own, view.origin))
         return effects
 
@@ -249,7 +254,7 @@ class ServerMachine:
         done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
         verdict = self._clip.verdict(machine.version) if self._clip is not None else None
         if verdict is not None and machine.decides:
-            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # taken before the shard was ours
+            done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # decided before we held the shard
         return effects + [On(index, effect) for effect in done]
 
     def _disown(self, index: int) -> Disown:
@@ -259,7 +264,7 @@ class ServerMachine:
         return Disown(index)
 
     def _share(self, view: View) -> list[Effect]:
-        """The norms of shards that are primary here now are ours to measure; all servers hear again what we know."""
+        """Update which norms this server measures, and send all known measures again."""
         if self._clip is None:
             return []
         self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.measured
@@ -272,7 +277,7 @@ class ServerMachine:
         return ClipMachine(sorted(self.plan.measured), frozenset(), self.plan.clip, skip, generation)
 
     def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
-        """Let some more of these shards' backups have their first state, in the background of what else goes on."""
+        """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""
         effects: list[Effect] = []
         for index in indices:
             if len(self._filling) >= FILLS_AT_ONCE:
@@ -288,7 +293,7 @@ class ServerMachine:
     # ---- invariants ----
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, unless this machine and those of its shards are in a possible state."""
+        """Raise AssertionError, with a sentence, if the server or a shard is in a state that it can never reach."""
         view, me = self.view, self.me
         if view is None:
             assert not self._machines, f"{me} holds shards {self.held} before any view"

@@ -1,8 +1,9 @@
-"""What stands between a server's machine and its links, without any of them: who follows, who asks, who is whose peer.
+"""The bookkeeping between a server's machine and its links, without any input or output.
 
-`server/reducer/` runs it over TCP channels, `testing/simulation/server.py` over simulated wires. It decides what of
-all that arrives may reach the machine. What comes out are the machine's effects, in order; whom they are for is asked
-here: `followers`, `workers`, `peers`, `backup_link`.
+It knows who follows, who asks, and which link leads to which server, and it decides which incoming frames reach the
+machine. `server/reducer/` runs it over TCP channels, `testing/simulation/server.py` over simulated links. Its methods
+return the machine's effects, in order. To find an effect's receiver, ask `followers`, `workers`, `peers` or
+`backup_link`.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from rallypoint.core.shard import events
 from rallypoint.core.shard.clip import Measure, Verdict
 from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.server import Effect, On, ServerMachine
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 
 
 class Link(Protocol):
-    """A connection. Of two from the same worker the one with the higher `number` counts: it was accepted later."""
+    """A connection. Of two links from the same worker, the one with the higher `number` is newer and counts."""
 
     @property
     def number(self) -> int: ...
@@ -31,7 +32,7 @@ L = TypeVar("L", bound=Link)
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[L]):
-    """Acknowledge `version` on the link on which it came."""
+    """Acknowledge `version` on the link on which the update came."""
 
     link: L
     shard: int
@@ -40,12 +41,12 @@ class Answer(Generic[L]):
 
 @dataclass(slots=True)
 class ServerShell(Generic[L]):
-    """One server in one job.
+    """One server in one job. Not thread-safe: only the owner thread calls it.
 
     Attributes:
         followers: links that get every version.
         workers: each worker's newest link.
-        peers: the links that stand to other servers of the view, by server.
+        peers: the links to other servers of the view that are up, by server.
     """
 
     machine: ServerMachine
@@ -58,7 +59,7 @@ class ServerShell(Generic[L]):
     # ---- the coordinator ----
 
     def adopt(self, view: View) -> Sequence[Effect]:
-        """A new view; nothing if it is not newer."""
+        """Adopt a new view. Returns nothing if it is not newer."""
         before = self.machine.view
         if not self.fence.adopt(view):
             return []
@@ -67,18 +68,19 @@ class ServerShell(Generic[L]):
         return self.machine.adopt(view)
 
     def say_again(self, *, new: bool) -> Mapping[int, ViewNumber]:
-        """A coordinator let this server in: the shards whose backup is caught up, which it may have forgotten.
+        """The coordinator admitted this server: returns the shards whose backup is caught up, to report them again.
 
-        To a coordinator that sees a `new` member nothing is repeated: what was held before does not count.
+        A coordinator that was restarted may not know them. Returns nothing if this server is `new` to it: then what the
+        server held before does not count.
         """
         return {} if new else self.machine.caught_up
 
     # ---- workers ----
 
     def linked(self, link: L, worker: str) -> bool:
-        """A worker connected (again); False if this is an older link than the one that is known.
+        """A worker connected (again). Returns False, and ignores the link, if a newer one from this worker is known.
 
-        Both may have waited for the same view, and be told of it in any order.
+        Two connections of one worker can wait for the same view and be reported in either order.
         """
         if (other := self.workers.get(worker)) is not None and other.number >= link.number:
             return False
@@ -94,23 +96,23 @@ class ServerShell(Generic[L]):
         return self.machine.unfollowed(worker)
 
     def is_current(self, link: L, worker: str) -> bool:
-        """Is it the worker's newest link? What an older one still brings of wants does not count."""
+        """Is it the worker's newest link? Wants from an older link are ignored."""
         return self.workers.get(worker) is link
 
     def follow(self, link: L) -> list[tuple[int, int]]:
-        """Every version from now on goes there; first these: (shard, version)."""
+        """Send every later version on this link. Returns the versions to send now, as (shard, version) pairs."""
         if link not in self.followers:
             self.followers.append(link)
         primaries = ((index, self.machine.machine(index)) for index in self.machine.held)
         return [(i, m.published) for i, m in primaries if m is not None and m.primary and m.published >= 0]
 
     def unfollow(self, link: L) -> None:
-        """The link wants no more versions."""
+        """Send no more versions on this link."""
         if link in self.followers:
             self.followers.remove(link)
 
     def may_see(self, shard: int, version: int) -> bool:
-        """Is that version of a shard held here published?"""
+        """Does this server hold the shard, and is that version published?"""
         machine = self.machine.machine(shard)
         return machine is not None and version <= machine.published
 
@@ -119,27 +121,33 @@ class ServerShell(Generic[L]):
         return version >= self.machine.plan.rounds_of(shard)
 
     def takes(self, shard: int, number: ViewNumber) -> bool:
-        """Does what was sent for the shard under view `number` count here?
+        """Does a frame for the shard, sent under view `number`, count here?
 
-        If not, its sender has an older view, and will send it again where it belongs.
+        If not, the sender has an older view. It will send the frame again to the right server.
         """
         return self.machine.is_primary(shard) and not self.fence.is_stale(number)
 
     def want(self, link: L, worker: str, shard: int, replica: int) -> Sequence[Effect]:
-        """A worker wants the parameters for a replica's next step."""
+        """A worker asks for the parameters for a replica's next step."""
         if not (self.is_current(link, worker) and self.machine.is_primary(shard)):
             return []
         return self.machine.handle(shard, events.Want(worker, replica))
 
     # ---- other servers ----
 
-    def peer_linked(self, peer: str, link: L) -> Sequence[Effect]:
-        """The link to another server stands."""
-        self.peers[peer] = link
-        return self.machine.peer_linked(peer)
+    def peer_linked(self, peer: Member, link: L) -> Sequence[Effect]:
+        """The link to another server is up.
+
+        Ignored if the current view does not have that incarnation of the server. That link is closed already, and no
+        event would report its loss.
+        """
+        if self.machine.view is None or peer not in self.machine.view.servers:
+            return []
+        self.peers[peer.id] = link
+        return self.machine.peer_linked(peer.id)
 
     def peer_lost(self, peer: str, link: L) -> Sequence[Effect]:
-        """The link to another server is gone."""
+        """The link to another server is lost. Ignored if it is not the current link."""
         if self.peers.get(peer) is not link:
             return []
         del self.peers[peer]
@@ -151,18 +159,24 @@ class ServerShell(Generic[L]):
         return self.peers[self.machine.view.backup[shard]]
 
     def fill(self, shard: int) -> L:
-        """The shard's whole state goes out now, on this link: acknowledgements of earlier ones do not count."""
+        """The caller sends the shard's whole state now, on the returned link to the backup.
+
+        From now on, acknowledgements that were sent under an older view are ignored.
+        """
         self._filled_under[shard] = self.fence.number
         return self.backup_link(shard)
 
     def takes_from(self, shard: int, sender: str, number: ViewNumber) -> bool:
-        """Does what `sender` says of the shard under view `number` count, to this backup of it?"""
+        """Does a frame of `sender` for the shard, sent under view `number`, count at this backup?"""
         return not self.fence.is_stale(number) and self.machine.takes_from(shard, sender)
 
     def replicated(
         self, link: L, shard: int, event: events.Replicated | events.Loaded
     ) -> Sequence[Effect | Answer[L]]:
-        """A primary's update or state, which `takes_from` has let pass; it is acknowledged on its link."""
+        """A primary's update or state arrived. Call `takes_from` first.
+
+        The effects contain an Answer for each acknowledgement, on the link on which the frame came.
+        """
         effects: list[Effect | Answer[L]] = []
         for effect in self.machine.handle(shard, event):
             match effect:
@@ -173,7 +187,11 @@ class ServerShell(Generic[L]):
         return effects
 
     def acked(self, peer: str, link: L, shard: int, version: int, number: ViewNumber) -> Sequence[Effect]:
-        """A backup holds a version. What it said under an older view may be of a state that it let go of since."""
+        """A backup acknowledged a version.
+
+        Ignored if it was sent under an older view than the last `fill`: it may be about a state that the backup has
+        released.
+        """
         view = self.machine.view
         current = self.peers.get(peer) is link and view is not None and view.backup.get(shard) == peer
         newest_state = self._filled_under.get(shard, self.fence.number)
@@ -182,21 +200,21 @@ class ServerShell(Generic[L]):
         return self.machine.handle(shard, events.Acked(version))
 
     def told(self, step: int, measures: Iterable[Measure], number: ViewNumber) -> Sequence[Effect]:
-        """Another server's measures."""
+        """Another server sent its measures, under view `number`. Ignored if they are stale."""
         return [] if self.fence.is_stale(number) else self.machine.told(step, measures)
 
     def decided(self, verdict: Verdict) -> Sequence[Effect]:
-        """A verdict that was put behind the effects which brought it."""
+        """Apply a verdict, after the effects that came with it."""
         return self.machine.decided(verdict)
 
     # ---- a snapshot ----
 
     def restored(self, shard: int, generation: ViewNumber, event: events.Loaded) -> Sequence[Effect]:
-        """The shard came from a snapshot, for that generation. `wants_state` has let it pass."""
+        """The shard was read from a snapshot, for that generation. Check `wants_state` first."""
         assert self.wants_state(shard, generation)
         return self.machine.handle(shard, event)
 
     def wants_state(self, shard: int, generation: ViewNumber) -> bool:
-        """Does the shard still begin with what is read from the snapshot of that generation?"""
+        """Is that generation current, and is the shard primary here and still without a state?"""
         machine = self.machine.machine(shard)
         return self.fence.generation == generation and machine is not None and machine.primary and machine.version < 0

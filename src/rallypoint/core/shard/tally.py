@@ -1,4 +1,4 @@
-"""What has become of a shard's contributions."""
+"""Counts what happened to a shard's contributions."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Tally:
-    """Each contribution is counted once: as applied, folded (into another's update) or dropped.
+    """Counts each contribution once: as applied, folded (into another's update) or dropped.
 
-    `repeats` counts a contribution that came a second time (I2). `staleness` counts contributions by the updates that
-    their shard had had since the version they were computed from.
+    `repeats` counts contributions that arrived a second time (I2). `staleness` is a histogram: how many updates the
+    shard had between the version that a contribution was computed from and the update that it became part of.
 
     Example, a quorum of 2 of 3: replicas 0 and 1 make step 0's update, so `applied` is 2 and `dropped` is 1. When
-    replica 2's contribution arrives afterwards, it is the dropped one and counts nowhere else; sent again, it is a
+    replica 2's contribution arrives afterwards, it is the dropped one and is not counted again; sent again, it is a
     repeat.
     """
 
@@ -24,31 +24,34 @@ class Tally:
     repeats: int = 0
     staleness: dict[int, int] = field(default_factory=dict)
     _newest: dict[int, int] = field(default_factory=dict)  # replica -> the newest step that it was counted for
-    _first: int = 0  # contributions to earlier steps were counted elsewhere, or before
+    _first: int = 0  # contributions to steps before this one were counted elsewhere
 
     def restart(self, version: int) -> None:
-        """From `version` on this server is the shard's primary: what was contributed before was counted elsewhere."""
+        """This server is the shard's primary from `version` on. Contributions before that were counted elsewhere."""
         self._newest.clear()
         self._first = max(0, version)
 
     def arrived(self, replica: int, step: int) -> None:
-        """A contribution is taken, now or later."""
+        """A contribution was added or held."""
         self._newest[replica] = max(step, self._newest.get(replica, -1))
 
     def refused(self, replica: int, step: int, *, may_be_late: bool) -> None:
-        """A contribution is dropped on arrival: a repeat, or the first copy of one that an update did without."""
+        """A contribution was dropped on arrival.
+
+        It is a repeat, or (with `may_be_late`) the first copy of one that the update did not wait for.
+        """
         if not may_be_late or step <= self._newest.get(replica, self._first - 1):
             self.repeats += 1
         else:
             self._newest[replica] = step
 
     def round(self, added: int, expected: int, *, skipped: bool) -> None:
-        """An aligned update was made of `added` contributions of `expected`; `skipped`: it changed nothing."""
+        """An aligned update took `added` of `expected` contributions. `skipped`: it changed nothing."""
         self.applied += 0 if skipped else added
         self.dropped += expected if skipped else expected - added
 
     def update(self, staleness: Iterable[int], *, skipped: bool) -> None:
-        """A streaming update was made of contributions that were so many updates late."""
+        """A streaming update took contributions with these staleness values, in updates."""
         added = 0
         for late in staleness:
             added += 1
@@ -60,7 +63,7 @@ class Tally:
             self.folded += added - 1
 
     def validate(self) -> None:
-        """AssertionError unless the counts are possible."""
+        """Raise AssertionError unless the counts are possible."""
         counts = (self.applied, self.folded, self.dropped, self.repeats)
         assert all(count >= 0 for count in (*counts, *self.staleness.values())), f"{self} counts below zero"
         assert all(late >= 0 for late in self.staleness), f"{self} has a contribution from a later version"

@@ -1,4 +1,4 @@
-"""Who waits for which parameters of a shard, under a streaming policy."""
+"""The followers that wait for parameters of a shard, under a streaming policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rallypoint.core.shard.events import EVERYTHING, Want
 
 
 class Answering(Ledger, Protocol):
-    """What answers depend on: the shard's machine."""
+    """What an answer depends on. The shard's machine implements it."""
 
     @property
     def policy(self) -> Policy: ...
@@ -30,7 +30,7 @@ class Answering(Ledger, Protocol):
 
 @dataclass(slots=True)
 class Wanted:
-    """The parameters for a replica's next step: they may go out once the replica's clock shows `clock`."""
+    """A follower waits for the parameters for `replica`'s next step, until the replica's clock is at least `clock`."""
 
     replica: int
     clock: int
@@ -38,7 +38,10 @@ class Wanted:
 
 @dataclass(slots=True)
 class Wants:
-    """One want for each follower: the newest. A want is answered once (`Reply`), or the follower is told to wait."""
+    """At most one want for each follower: the newest.
+
+    Each want is answered once, with `Reply`. A `Wait` before that tells the follower that it has to wait.
+    """
 
     _waiting: dict[str, Wanted] = field(default_factory=dict)
 
@@ -49,20 +52,20 @@ class Wants:
         return iter(self._waiting)
 
     def add(self, event: Want, shard: Answering) -> list[Effect]:
-        """A follower wants something, and no more what it wanted before."""
+        """A follower asks for parameters. This replaces its earlier want."""
         self._waiting[event.follower] = Wanted(event.replica, _next_clock(event.replica, shard))
         return [*self.serve(shard), *self.told_to_wait(event.follower, shard)]
 
     def forget(self, follower: str) -> None:
-        """The follower is gone."""
+        """The follower disconnected."""
         self._waiting.pop(follower, None)
 
     def clear(self) -> None:
-        """Nobody waits here any more: another server is the shard's primary."""
+        """Drop all wants: another server is the shard's primary now."""
         self._waiting.clear()
 
     def serve(self, shard: Answering) -> list[Effect]:
-        """Answer whoever can be answered."""
+        """Answer every follower that can be answered now."""
         if shard.published < 0:
             return []
         effects: list[Effect] = []
@@ -77,9 +80,9 @@ class Wants:
         return [follower for follower, wanted in self._waiting.items() if _may_have(wanted, shard)]
 
     def told_to_wait(self, follower: str, shard: Answering) -> list[Effect]:
-        """Tell a follower that the policy makes it wait.
+        """Tell a follower that the policy makes it wait, if it does.
 
-        What it waits for may be a step of another replica of its own: it has to compute that one first.
+        The follower may have another replica that is further behind: it must compute that one first.
         """
         wanted = self._waiting.get(follower)
         if wanted is None or wanted.replica == EVERYTHING or shard.published < 0:
@@ -88,13 +91,13 @@ class Wants:
         return [] if may else [Wait(follower, wanted.replica, wanted.clock)]
 
     def restarted(self, shard: Answering) -> None:
-        """The clocks are known only now: some wants came before."""
+        """The clocks were just loaded: update the wants that came earlier."""
         for wanted in self._waiting.values():
             wanted.clock = _next_clock(wanted.replica, shard)
 
 
 def _next_clock(replica: int, shard: Answering) -> int:
-    """What the replica's clock will show once all that has arrived of it is applied."""
+    """The replica's clock after all of its contributions that are here are applied."""
     if replica == EVERYTHING:
         return shard.rounds
     return shard.clocks[replica] + shard.knows(replica) if replica < shard.expected else 0
@@ -105,6 +108,6 @@ def _may_have(wanted: Wanted, shard: Answering) -> bool:
     if replica == EVERYTHING:
         return shard.slowest >= shard.rounds and shard.published == shard.version
     if replica >= shard.expected:
-        return True  # it contributes nothing here: any version will do
+        return True  # the replica does not contribute to this shard: any version is right
     here = shard.clocks[replica] >= wanted.clock and shard.published >= shard.clocks.version(replica)
     return here and shard.policy.serve(shard, shard.clocks[replica])

@@ -1,1 +1,1 @@
-"""What comes in over a server's connections: frames are checked here before anybody owns them."""
+"""Receives frames on a server's connections and checks them before the owner thread gets them."""

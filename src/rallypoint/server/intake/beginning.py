@@ -1,4 +1,4 @@
-"""What a worker uploads so that a job can begin: first values, or (AllReduce) a worker's whole state."""
+"""What a worker uploads so that a job can begin: parameters, or (AllReduce) a worker's whole state."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from rallypoint.core.modes import Holder
 
 
 class FirstValues:
-    """Servers hold the state: the parameters' first values come, and the job begins at version 0."""
+    """Servers hold the state: a worker uploads the initial parameters, and the job begins at version 0."""
 
     def is_state(self, place: Shard) -> bool:
-        """Does this shard come as a STATE frame, with its optimizer's state?"""
+        """Is this shard uploaded as a STATE frame, with its optimizer state?"""
         return False
 
     def version(self, said: int) -> int:
-        """The version that the job begins with when the worker that uploads it says `said`."""
+        """The version that the job begins with, when the uploading worker says that it has version `said`."""
         return 0
 
 
 class WholeState(FirstValues):
-    """Workers hold the state: one of them uploads what it has, which may be of a later version."""
+    """Workers hold the state: one of them uploads its state, which may be of a later version than 0."""
 
     def is_state(self, place: Shard) -> bool:
         return place.role == "parameters"

@@ -1,4 +1,4 @@
-"""What a frame of each kind may carry in this job: ProtocolError otherwise (I9)."""
+"""Checks what a frame of each kind may carry in this job. A wrong frame raises ProtocolError (I9)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _measures = msgspec.msgpack.Decoder(tuple[Measure, ...])
 
 
 class FrameChecks:
-    """The checks of one job; any thread may call them."""
+    """The checks of one job. Thread-safe."""
 
     def __init__(self, job: ServerJob) -> None:
         self._job = job
@@ -34,7 +34,7 @@ class FrameChecks:
         return self._shards[header.shard]
 
     def payload(self, header: Header) -> Shard:
-        """The frame carries exactly one shard of the job, with a sensible weight; which one."""
+        """Check that the frame carries exactly one shard of the job, with a positive weight. Returns the shard."""
         place = self.place(header)
         if header.kind in (Kind.INITIAL, Kind.STATE):
             self._beginning(header, place)
@@ -42,7 +42,7 @@ class FrameChecks:
                 return place
         least = most = 0 if header.flags & SKIP else place.nbytes
         if place.part is not None:
-            empty = header.flags & SKIP or header.kind is Kind.INITIAL  # servers make a table's first values themselves
+            empty = header.flags & SKIP or header.kind is Kind.INITIAL  # servers compute a table's first values
             least, most = (0, 0) if empty else (gradient_bytes(n, place.columns) for n in (0, place.part.rows))
         misplaced = header.flags & ~NOT_FINITE and header.kind is not Kind.REPLICATE
         if misplaced or (not least <= header.length <= most and not header.codec):
@@ -54,7 +54,7 @@ class FrameChecks:
         return place
 
     def _beginning(self, header: Header, place: Shard) -> None:
-        """What all begin with comes as what it is: of stateful workers' parameters the state."""
+        """The first version comes as a STATE frame where workers hold the parameters, else as an INITIAL frame."""
         has_state = self._job.beginning.is_state(place)
         if (header.kind is Kind.STATE) != has_state or header.step > self._job.config.rounds or header.flags:
             raise ProtocolError(
@@ -62,13 +62,13 @@ class FrameChecks:
             )
 
     def want(self, header: Header) -> None:
-        """It wants something that the job has, in a mode in which one asks."""
+        """Check that it asks for parameters that the job has, in a mode in which workers ask."""
         self.place(header)
         if not self._job.followers_ask or not 1 <= header.wants < self._job.config.replicas + 2:
             raise ProtocolError(f"a wish for {header.wants}: this job has {self._job.config.replicas} replicas")
 
     def codec_state(self, header: Header) -> None:
-        """It is of a replica of the job, and no longer than its codec's states are."""
+        """Check that it is of a replica of the job, and not longer than its codec's states can be."""
         limits = self._formats.of(self.place(header))
         if header.replica >= self._job.config.replicas:
             raise ProtocolError(
@@ -78,14 +78,14 @@ class FrameChecks:
             limits.check(header.codec, header.length)
 
     def pull(self, header: Header) -> int:
-        """It asks for rows of a table's part; how many rows the part has."""
+        """Check that it asks for rows of a table's part. Returns how many rows the part has."""
         part = self.place(header).part
         if part is None or header.length > 4 * part.rows:
             raise ProtocolError(f"a pull of {header.length} bytes from shard {header.shard}, which has not such rows")
         return part.rows
 
     def measures(self, header: Header, data: bytearray) -> tuple[Measure, ...]:
-        """The measures in these bytes, of a step and of shards of the job."""
+        """Decode measures; check that their step and shards are of the job."""
         try:
             measures = _measures.decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -95,7 +95,7 @@ class FrameChecks:
         return measures
 
     def record(self, header: Header, data: bytearray) -> ShardRecord:
-        """The whole state of a shard in these bytes."""
+        """Decode a shard's whole state; check that it fits the job's layout and optimizer."""
         try:
             state = decode_record(bytes(data))
         except DamagedSnapshot as error:

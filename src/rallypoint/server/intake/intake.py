@@ -1,7 +1,7 @@
-"""Reads what comes from workers and other servers, checks it, and puts it into the reducer's inbox.
+"""Receives frames from workers and other servers, checks them, and puts them into the reducer's inbox.
 
-Each connection has a thread of its own. A frame of a view that has not come here yet waits for it; a stale one is
-dropped (I10); a malformed one ends its connection and touches no state (I9).
+Each connection has its own thread. A frame of a view that this server does not know yet waits for that view. A stale
+frame is dropped (I10). A malformed frame ends its connection and changes no state (I9).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Put = Callable[[inbox.Event | None], None]
 
 
 class Intake:
-    """The connections of one job. `traced` are the first and the last step (exclusive) that are traced."""
+    """The connections of one job. `traced` is the range of steps to trace, the end excluded."""
 
     def __init__(self, job: ServerJob, views: Views, put: Put, tracer: Tracer, traced: tuple[int, int]) -> None:
         self._job, self._views, self._put, self._tracer, self._traced = job, views, put, tracer, traced
         self._checks = FrameChecks(job)
-        self._decoders = threading.local()  # codecs of their own for each connection's thread
+        self._decoders = threading.local()  # each connection's thread has its own codecs
 
     def receive_from_server(self, channel: Channel, sender: str) -> None:
-        """Take the next frame that another server sends."""
+        """Receive one frame from another server. ProtocolError if it is wrong, LinkError when the connection ends."""
         header = channel.receive_header()
         match header.kind:
             case Kind.REPLICATE:
@@ -53,7 +53,7 @@ class Intake:
                 raise ProtocolError(f"a {header.kind.name} frame from another server")
 
     def receive_from_worker(self, channel: Channel, worker: str) -> None:
-        """Take the next frame that a worker sends."""
+        """Receive one frame from a worker. ProtocolError if it is wrong, LinkError when the connection ends."""
         header = channel.receive_header()
         match header.kind:
             case Kind.PUSH:
@@ -101,18 +101,21 @@ class Intake:
             self._put(inbox.StateRecalled(channel, worker, header))
 
     def _counts(self, header: Header) -> bool:
-        """Wait until the frame's view has come here; is the frame still of use then?"""
+        """Wait until this server knows the frame's view. Returns False if the frame is stale."""
         self._views.wait_for(header.view)
         return not self._views.is_stale(header.view)
 
     def _give_back(self, channel: Channel) -> None:
-        """A worker's payload that counts for nothing: its credit goes back (servers have none: they never wait)."""
+        """Return the credit of a worker's payload that is not used. Servers need no credit."""
         channel.send(Header(Kind.CREDIT, self._views.number, replica=1), urgent=True)
 
     # ---- payloads ----
 
     def _payload(self, channel: Channel, header: Header) -> tuple[Header, Buffer] | None:
-        """One shard's payload as fp32 words, and its header as if it had come like that; None: it counts no more."""
+        """Receive one shard's payload and decode it to fp32. None if it is stale.
+
+        The returned header is that of a raw payload.
+        """
         place = self._checks.payload(header)
         buffer = self._room(header, place)
         try:

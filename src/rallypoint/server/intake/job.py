@@ -18,11 +18,11 @@ from rallypoint.server.plan import plan_of
 
 @dataclass
 class ServerJob:
-    """The record and the settings of a job, and the buffers of its payloads."""
+    """The record and the settings of a job, and the buffers for its payloads."""
 
     record: JobRecord
     config: JobConfig
-    pools: BufferPools = field(default_factory=BufferPools)  # of tables: their payloads are of any length
+    pools: BufferPools = field(default_factory=BufferPools)  # for tables, whose payloads have any length
 
     @cached_property
     def pool(self) -> BufferPool:
@@ -36,22 +36,22 @@ class ServerJob:
 
     @cached_property
     def plan(self) -> Plan:
-        """What the machine needs to know."""
+        """The plan for the server's machine."""
         return plan_of(self.config, self.shards)
 
     @cached_property
     def codec_states(self) -> ShardCodecStates | None:
-        """How codec states are written, in a job whose codecs have any."""
+        """The formats of codec states. None if no codec of the job has a state."""
         return ShardCodecStates(self.config) if any(map(has_state, self.config.codecs)) else None
 
     @cached_property
     def versions_are_common(self) -> bool:
-        """Is a shard's version the same for all workers?"""
+        """Do all workers get the same versions of a shard?"""
         return not self.followers_ask
 
     @cached_property
     def followers_ask(self) -> bool:
-        """Do workers ask for parameters, one replica at a time, instead of following every version?"""
+        """Do workers ask for parameters, for one replica at a time, instead of following every version?"""
         return self.config.clocks("parameters") > 0
 
     @cached_property
@@ -61,5 +61,5 @@ class ServerJob:
 
     @cached_property
     def accounts(self) -> bool:
-        """May contributions be folded or dropped, so that their sums are worth telling?"""
+        """May contributions be folded or dropped? Then the servers report their counts."""
         return self.config.mode.accounts

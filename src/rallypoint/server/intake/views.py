@@ -1,4 +1,4 @@
-"""The view in force, for all threads that read from connections; and whether the job is over."""
+"""The current view, for all threads that receive from connections; and whether the job is over."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from rallypoint.core.shard.links import Fence
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
 
-VIEW_TIMEOUT_S = 60.0  # a coordinator may be away for a while
+VIEW_TIMEOUT_S = 60.0  # long enough for a coordinator to restart
 
 
 class Views:
-    """Set by the coordinator's link, read by everybody. `over` is set when the job has ended, with or without a
-    `failure`; what waits for a view then goes on at once."""
+    """The current view. The coordinator's link sets it; any thread may read it.
+
+    `over` is set when the job has ended, with or without a `failure`. Threads that wait for a view then continue at
+    once.
+    """
 
     def __init__(self) -> None:
         self.view: View | None = None
@@ -24,22 +27,25 @@ class Views:
 
     @property
     def number(self) -> ViewNumber:
-        """The view's number."""
+        """The number of the current view."""
         return self._fence.number
 
     def is_new(self, view: View) -> bool:
-        """Is it newer than the one that is known?"""
+        """Is the view newer than the current one?"""
         return not self._fence.known or view.number > self._fence.number
 
     def adopt(self, view: View) -> None:
-        """Take a view: whoever waits for it goes on."""
+        """Adopt a view and wake the threads that wait for it."""
         with self._changed:
             if self._fence.adopt(view):
                 self.view = view
             self._changed.notify_all()
 
     def wait_for(self, number: ViewNumber) -> None:
-        """Until the view of that number has come here too (I10): what is said under it is meant for it."""
+        """Block until this server knows the view of that number, because the frame was sent for it (I10).
+
+        ProtocolError if the view does not come within VIEW_TIMEOUT_S; before the first view there is no limit.
+        """
         if self._fence.has_come(number):
             return
         with self._changed:
@@ -51,11 +57,11 @@ class Views:
             raise ProtocolError(f"view {number} has not come here within {VIEW_TIMEOUT_S:.0f} s: is it of this job?")
 
     def is_stale(self, number: ViewNumber) -> bool:
-        """Was it said in a generation that is over? Nobody accepts that any more (I10)."""
+        """Was the frame sent in an older generation? Then it must be ignored (I10)."""
         return self._fence.is_stale(number)
 
     def end(self, failure: str | None) -> None:
-        """The job is over; the first word counts."""
+        """The job is over. Only the first call counts."""
         with self._changed:
             if not self.over.is_set():
                 self.failure = failure

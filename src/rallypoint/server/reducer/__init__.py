@@ -1,1 +1,1 @@
-"""The thread that owns a server's shards: events in, effects on tensors out."""
+"""The thread that owns a server's shards: it takes events and runs effects on tensors."""

@@ -1,4 +1,4 @@
-"""The decisions that all servers of a job take together: measures go out, verdicts come of them."""
+"""The decisions that all servers of a job take together: sends measures, applies verdicts."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from rallypoint.server.shards.held import HeldShard
 
 
 class Context(Protocol):
-    """Whom the reducer talks to beside followers and peers: the service."""
+    """What the reducer calls besides followers and peers. The service implements it."""
 
     def say(self, message: Message) -> None:
-        """Tell the coordinator."""
+        """Send a message to the coordinator."""
 
     def not_finite(self, verdict: clip.Verdict, view: View) -> None:
-        """A step was skipped, or must stop the job. `view` is the one under which the verdict was reached."""
+        """A step was skipped, or must stop the job. `view` is the one in which the verdict was reached."""
 
 
 class Decisions:
-    """The owner's thread owns it. `stops`: the job ends at a norm that is not finite; `put`: into the inbox."""
+    """Not thread-safe: only the owner thread calls it.
+
+    `stops`: the job ends at a norm that is not finite. `put` appends an event to the inbox.
+    """
 
     def __init__(
         self, shell: ServerShell[Channel], context: Context, put: Callable[[Event], None], *, stops: bool
@@ -40,7 +43,7 @@ class Decisions:
         self._measures = msgspec.msgpack.Encoder()
 
     def measured(self, owned: HeldShard, finish: Finish) -> Sequence[Effect]:
-        """A shard's sum is finished: its norm, if it counts, is a fact of that step."""
+        """A shard's sum is finished. If it counts in the global norm, measure it and tell the machine."""
         if not (finish.measure and owned.measured):
             return []
         measure = clip.Measure(owned.shard.index, owned.norm(), finish.not_finite)
@@ -54,12 +57,12 @@ class Decisions:
             peer.send(header, data, urgent=True)
 
     def decide(self, verdict: clip.Verdict) -> None:
-        """All measures of a step are known."""
+        """A step's verdict is known: report a skipped or not finite step, and queue the verdict for the shards."""
         if verdict.scale is None or not math.isfinite(verdict.norm):
             view = self._shell.machine.view
             assert view is not None
             self._context.not_finite(verdict, view)
             if verdict.scale is not None and self._stops:
-                return  # the job ends here, and a snapshot shall not catch what comes of this step
+                return  # the job ends here: do not apply the step, so that no snapshot contains it
         # Into the inbox, not now: the shard whose Finish brought the verdict is still running its effects.
         self._put(Decided(verdict))

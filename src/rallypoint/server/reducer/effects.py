@@ -1,4 +1,4 @@
-"""Runs the machine's effects on tensors, channels and the coordinator's link, in order."""
+"""Runs the machine's effects, in order, on tensors, channels and the coordinator's link."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AnyEffect = server.Effect | Answer[Channel]
 
 @dataclass
 class Desk:
-    """Everything that one server's effects are run on, in one job. The owner's thread owns it."""
+    """The objects that one server's effects are run on, in one job. Not thread-safe: only the owner thread uses it."""
 
     job: ServerJob
     shell: ServerShell[Channel]
@@ -45,20 +45,20 @@ class Desk:
     restores: Restores
     codec_states: CodecStates | None
     capture: Capture | None
-    gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more of what is in the inbox
+    gathering: dict[int, None] = field(default_factory=dict)  # shards whose sum may take more from the inbox
 
 
 class Effects:
-    """One method for each group of effects; `run` is the way in."""
+    """Runs effects. Call `run`; the other methods each handle a group of effects."""
 
     def __init__(self, desk: Desk) -> None:
         self._desk = desk
         self._cadence = desk.job.plan.cadence
-        # What every contribution passes is looked up once.
+        # Looked up once, because every contribution uses them.
         self._owned, self._tickets, self._ledger, self._tracer = desk.owned, desk.tickets, desk.ledger, desk.tracer
 
     def run(self, effects: Sequence[AnyEffect]) -> None:
-        """Run them in order."""
+        """Run the effects in order."""
         for effect in effects:
             match effect:
                 case server.On(shard=index, effect=on):
@@ -77,7 +77,7 @@ class Effects:
                     self._desk.restores.begin(indices, origin, self._desk.shell.fence.generation)
 
     def handle(self, index: int, event: shard_events.Event) -> None:
-        """An event for one shard, and what comes of it."""
+        """Handle an event for one shard, and run its effects."""
         self.run(self._desk.shell.machine.handle(index, event))
 
     def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
@@ -125,7 +125,7 @@ class Effects:
             case shard_effects.Capture(version=version, missed=missed):
                 assert desk.capture is not None
                 if missed:
-                    desk.context.say(NotStored(desk.capture.snapshot, "a step was quicker than the word", version))
+                    desk.context.say(NotStored(desk.capture.snapshot, "the step was over before the request came", version))
                 else:
                     desk.capture.wanted(index, version)
             case _:
@@ -144,17 +144,17 @@ class Effects:
             desk.replication.send_update(index, effect, finished)
 
     def _timed(self, index: int, effect: shard_effects.Apply) -> shard_effects.Apply:
-        """With its place in the schedule as the job counts rounds."""
+        """The update, with its step in the learning-rate schedule counted in the job's rounds."""
         if self._cadence.together:
             return effect
         return replace(effect, step=self._cadence.round_of(index, effect.step))
 
     def in_ledger(self, index: int, version: int) -> bool:
-        """Does this shard's next update, at that version, stand for its round?"""
+        """Is this shard the one whose update from that version is reported for its round?"""
         return self._cadence.witness(self._cadence.round_of(index, version)) == index
 
     def _enter(self, index: int, step: int) -> None:
-        """The ledger of the first shard that is due, which primary and backup both keep: one of them may die."""
+        """Report a round, for the first shard that is due in it. Primary and backup both do: one of them may die."""
         machines = self._desk.shell.machine
         self._ledger.enter(index, step, primary=machines.is_primary(index))
         machine = machines.machine(0)

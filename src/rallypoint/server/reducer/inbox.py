@@ -1,6 +1,6 @@
-"""What may happen to a server's shards: the events that other threads put into the reducer's inbox.
+"""The events that other threads put into the reducer's inbox.
 
-Each carries what became true and, where that can grow stale, the number of the view under which it did.
+An event that can become stale carries the number of the view in which it became true.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 
 from rallypoint.core.shard.clip import Measure, Verdict
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer
@@ -29,7 +29,7 @@ class Linked:
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """A connection from a worker or a server is closed."""
+    """A connection from a worker or a server closed."""
 
     channel: Channel
     peer: str
@@ -37,7 +37,7 @@ class Gone:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A worker wants the newest version of every shard, and every one from now on."""
+    """A worker wants the newest version of every shard, and every later one."""
 
     channel: Channel
 
@@ -61,7 +61,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A worker wants one version once more."""
+    """A worker wants one version again."""
 
     channel: Channel
     shard: int
@@ -70,7 +70,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A worker wants rows of a table's part, at a version that may be still to come."""
+    """A worker wants rows of a table's part, at a version that may not exist yet."""
 
     channel: Channel
     header: Header
@@ -79,7 +79,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """The version of a shard that all begin with."""
+    """A worker uploaded the first version of a shard."""
 
     channel: Channel
     header: Header
@@ -88,7 +88,7 @@ class Initial:
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """A contribution to a shard's step, and what its worker wants next."""
+    """A worker's contribution to a shard's step, with what the worker wants next."""
 
     channel: Channel
     worker: str
@@ -98,7 +98,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class StateGiven:
-    """The codec state of a replica that the worker computes no longer, or a copy of it for a snapshot."""
+    """A worker sent the codec state of a replica that it no longer computes, or a copy of one for a snapshot."""
 
     worker: str
     header: Header
@@ -107,7 +107,7 @@ class StateGiven:
 
 @dataclass(frozen=True, slots=True)
 class StateRecalled:
-    """A worker that is to compute a replica asks for its codec state."""
+    """A worker that will compute a replica asks for its codec state."""
 
     channel: Channel
     worker: str
@@ -119,15 +119,15 @@ class StateRecalled:
 
 @dataclass(frozen=True, slots=True)
 class PeerLinked:
-    """The link to another server stands."""
+    """The link to another server is up."""
 
-    peer: str
+    peer: Member
     channel: Channel
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """The link to another server is gone."""
+    """The link to another server is lost."""
 
     peer: str
     channel: Channel
@@ -135,7 +135,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """A primary's update of a shard that this server is the backup of."""
+    """The primary's update of a shard of which this server is the backup."""
 
     channel: Channel
     sender: str
@@ -145,7 +145,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A primary's whole state of a shard that this server is the backup of."""
+    """The primary's whole state of a shard of which this server is the backup."""
 
     channel: Channel
     sender: str
@@ -155,7 +155,7 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """A backup holds a version."""
+    """A backup acknowledged a version."""
 
     peer: str
     channel: Channel
@@ -166,7 +166,7 @@ class Acked:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Another server's measures of a step."""
+    """Another server sent its measures of a step."""
 
     step: int
     measures: tuple[Measure, ...]
@@ -178,21 +178,21 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """A view."""
+    """The coordinator published a view."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The coordinator let this server in; `new`: as somebody that it did not know."""
+    """The coordinator admitted this server. `new`: as a member that it did not know."""
 
     new: bool
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureWanted:
-    """A snapshot is wanted of all shards that are primary here."""
+    """A snapshot begins, of all shards that are primary here."""
 
     snapshot: str
     version: int
@@ -200,7 +200,7 @@ class CaptureWanted:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What all servers do with a step; it waits behind the effects that brought it."""
+    """A decision on a step. It waits in the inbox behind the effects that came with it."""
 
     verdict: Verdict
 
@@ -223,7 +223,7 @@ class RestoreFailed:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Nothing happened, but there may be something to do in idle time. `done` is set once the owner comes here."""
+    """Nothing happened, but there may be idle work. `done` is set when the owner reaches this event."""
 
     done: threading.Event | None = None
 

@@ -1,4 +1,4 @@
-"""The one thread that owns a server's shards: single owner, so no tensor has a lock."""
+"""The one thread that owns a server's shards. With a single owner no tensor needs a lock."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from rallypoint.server.reducer.inbox import Event
 
 
 class Handler(Protocol):
-    """What the thread runs: the reducer."""
+    """What the thread calls. The reducer implements it."""
 
     def handle(self, event: Event) -> None:
-        """Take one event."""
+        """Handle one event."""
 
     def idle_work(self) -> Callable[[], None] | None:
-        """What there is to do while the inbox is empty; None: nothing."""
+        """A function to call while the inbox is empty; None if there is nothing to do."""
 
     def close(self) -> None:
         """The job is over."""
 
 
 class Owner:
-    """Hands what is in the inbox to the reducer, in order. `failed` hears of the error that ended the thread."""
+    """Passes the inbox's events to the reducer, in order, on its own thread.
+
+    Any thread may `put` an event. An exception in the reducer ends the thread; `failed` is called with it.
+    """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self.reducer: Handler | None = None  # set once, before anything is put into the inbox that concerns a job
+        self.reducer: Handler | None = None  # set once, before any event of a job is put into the inbox
         self._failed = failed
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self.put = self._inbox.put
@@ -35,7 +38,7 @@ class Owner:
         self.thread.start()
 
     def stop(self) -> None:
-        """End the thread after what is in the inbox."""
+        """End the thread, after the events that are already in the inbox."""
         self.put(None)
         self.thread.join()
         if self.reducer is not None:
@@ -46,7 +49,7 @@ class Owner:
             while (event := self._next()) is not None:
                 if self.reducer is not None:
                     self.reducer.handle(event)
-        except Exception as error:  # whatever it was, the shards can no longer be trusted: the job must end
+        except Exception as error:  # after any error the shards can no longer be trusted: the job must end
             self._failed(error)
 
     def _next(self) -> Event | None:

@@ -1,7 +1,8 @@
-"""Takes the events of a server's inbox, asks the shell and the machine, and runs what they answer on tensors.
+"""Takes the events of a server's inbox, asks the shell and the machine, and runs their effects on tensors.
 
-One event's way: `owner.py` takes it from the inbox and calls `Reducer.handle`; the shell (`core/shard/shell.py`) says
-whether it counts; the machine answers with effects; `effects.py` runs them. All on the owner's thread.
+The path of one event: `owner.py` takes it from the inbox and calls `Reducer.handle`. The shell (`core/shard/shell.py`)
+decides whether it counts. The machine answers with effects. `effects.py` runs them. All of this runs on the owner's
+thread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ from rallypoint.store.writer import SnapshotWriter
 
 
 class Reducer:
-    """The shards of one server in one job. `put` puts an event into the inbox behind what is there."""
+    """The shards of one server in one job. Not thread-safe: only the owner thread calls it.
+
+    `put` appends an event to the inbox.
+    """
 
     def __init__(
         self, me: str, job: ServerJob, context: Context, put: Callable[[inbox.Event], None], tracer: Tracer,
@@ -77,12 +81,12 @@ class Reducer:
         return self.shell.machine
 
     def handle(self, event: inbox.Event) -> None:
-        """Take one event."""
+        """Handle one event."""
         self._handlers[type(event)](event)
         self._answer_pulls()
 
     def idle_work(self) -> Callable[[], None] | None:
-        """What there is to do while nothing arrives; None: nothing."""
+        """A function to call while the inbox is empty; None if there is nothing to do."""
         if self._desk.gathering:
             return self._fold_one
         if self.capture is not None and self.capture.due:
@@ -90,7 +94,7 @@ class Reducer:
         return None
 
     def close(self) -> None:
-        """No more snapshots, to be stored or to be read."""
+        """Stop storing and reading snapshots."""
         self._restores.close()
         if self.capture is not None:
             self.capture.close()
@@ -155,11 +159,11 @@ class Reducer:
             self.capture.begin(event.snapshot, len(own))
             self._effects.run(self.machine.capture(event.version))
 
-    # ---- a snapshot that a generation begins with ----
+    # ---- restoring the snapshot that a generation begins with ----
 
     def _restored(self, event: inbox.Restored) -> None:
         if event.generation != self.shell.fence.generation:
-            return  # of a restore that another roll-back has cancelled
+            return  # its restore was cancelled by another roll-back
         self._restores.left_the_inbox()
         record = event.record
         if not self.shell.wants_state(record.shard, event.generation):
@@ -214,7 +218,7 @@ class Reducer:
             self._followers.send(event.channel, index, version)
 
     def _fetched(self, event: inbox.Fetched) -> None:
-        """Send one version again, if it is still kept; otherwise a newer one has been sent anyway."""
+        """Send one version again, if it is still kept. Otherwise a newer one has been sent already."""
         if self.shell.may_see(event.shard, event.version) and self._owned[event.shard].keeps(event.version):
             self._followers.send(event.channel, event.shard, event.version)
 
@@ -260,7 +264,7 @@ class Reducer:
         self._answer_pulls()
 
     def _answer_pulls(self) -> None:
-        """Only after an event: in the midst of its effects a machine is ahead of its tensors."""
+        """Call it only after an event: while effects run, a machine is ahead of its tensors."""
         for index in self._pulls.shards:
             machine, owned = self.machine.machine(index), self._owned.get(index)
             if machine is None or not machine.primary:

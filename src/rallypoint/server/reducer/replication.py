@@ -1,4 +1,4 @@
-"""Keeps backups: a primary's states and updates on their way out, a backup's acknowledgements on their way back."""
+"""Keeps backups: sends states and updates as a primary, applies and acknowledges them as a backup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rallypoint.store.record import ShardRecord, encode_record
 
 
 class Replication:
-    """The owner's thread owns it."""
+    """Not thread-safe: only the owner thread calls it."""
 
     def __init__(self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger) -> None:
         self._shell, self._tickets, self._ledger = shell, tickets, ledger
@@ -27,7 +27,7 @@ class Replication:
     # ---- the primary's side ----
 
     def send_state(self, record: ShardRecord) -> None:
-        """The whole state of a shard for its backup."""
+        """Send a shard's whole state to its backup."""
         data = encode_record(record, "none")
         header = Header(
             Kind.STATE, self._shell.fence.number, shard=record.shard, step=record.version, length=len(data)
@@ -35,7 +35,7 @@ class Replication:
         self._shell.fill(record.shard).send(header, memoryview(data))
 
     def send_update(self, shard: int, update: Apply, gradient: tuple[Buffer, int]) -> None:
-        """The finished gradient of an update that was just made here, or the word that it changed nothing."""
+        """Send the backup the finished gradient of an update that was just applied here, or that it changed nothing."""
         buffer, nbytes = gradient
         skip = update.scale is None
         header = Header(
@@ -48,7 +48,7 @@ class Replication:
     # ---- the backup's side ----
 
     def updated(self, event: Replicated) -> Sequence[Effect | Answer[Channel]]:
-        """A primary's update."""
+        """An update from the primary arrived."""
         header = event.header
         if not self._shell.takes_from(header.shard, event.sender, header.view):
             event.buffer.release()
@@ -60,7 +60,7 @@ class Replication:
         return self._shell.replicated(event.channel, header.shard, update)
 
     def filled(self, event: Filled, owned: dict[int, HeldShard]) -> Sequence[Effect | Answer[Channel]]:
-        """A primary's whole state."""
+        """A whole state from the primary arrived."""
         record = event.record
         if not self._shell.takes_from(record.shard, event.sender, event.number):
             return []
@@ -69,6 +69,6 @@ class Replication:
         return self._shell.replicated(event.channel, record.shard, loaded)
 
     def acknowledge(self, answer: Answer[Channel]) -> None:
-        """Tell the primary that a version is held here."""
+        """Tell the primary that this backup has a version."""
         header = Header(Kind.ACK, self._shell.fence.number, shard=answer.shard, step=answer.version)
         answer.link.send(header, urgent=True)

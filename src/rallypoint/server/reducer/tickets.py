@@ -1,7 +1,7 @@
-"""Payloads between their arrival and their place in a sum, and the credit that their senders get back.
+"""Payloads between their arrival and their use in a sum, and the credits of their senders.
 
-A machine speaks of a payload by its ticket. A sender has credit for a few payloads (DESIGN.md, incast); it gets one
-back when its payload has been used, or held within the job's limit of bytes that wait here.
+A machine names a payload by its ticket. A sender has credits for a few payloads (DESIGN.md, incast). It gets a credit
+back when its payload has been used, or is held within the job's limit of held bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Arrived:
 
 
 class Tickets:
-    """The owner's thread owns them. `fence` knows the view in force; `limit`: bytes held with credit given."""
+    """`fence` gives the current view. `limit`: bytes that may be held with their credit returned. Owner thread only."""
 
     def __init__(self, fence: Fence, limit: int) -> None:
         self._fence, self._limit = fence, limit
@@ -33,18 +33,18 @@ class Tickets:
         self._held_bytes = 0
 
     def issue(self, channel: Channel, header: Header, buffer: Buffer, *, credited: bool = False) -> int:
-        """A ticket for a payload; `credited`: its sender needs no credit for it (servers give each other none)."""
+        """A ticket for a payload. `credited`: its sender needs no credit back (servers do not use credits)."""
         self._last += 1
         self._arrived[self._last] = _Arrived(header.shard, channel, buffer, header.length, credited)
         self._held_bytes += header.length if credited else 0
         return self._last
 
     def nbytes(self, ticket: int) -> int:
-        """How long the payload is."""
+        """The payload's length in bytes."""
         return self._arrived[ticket].nbytes
 
     def settle(self, ticket: int) -> Buffer:
-        """The payload leaves for its use; whoever takes it releases the buffer."""
+        """Take the payload out for its use. The caller must release the buffer."""
         arrived = self._arrived.pop(ticket)
         if arrived.credited:
             self._held_bytes -= arrived.nbytes
@@ -53,7 +53,7 @@ class Tickets:
         return arrived.buffer
 
     def hold(self, ticket: int) -> None:
-        """The payload has to wait: its sender may go on while that is within the limit."""
+        """The payload has to wait. Returns the sender's credit if the limit of held bytes allows it."""
         arrived = self._arrived[ticket]
         if self._held_bytes + arrived.nbytes <= self._limit:
             arrived.credited = True
@@ -61,17 +61,17 @@ class Tickets:
             self.credit(arrived.channel)
 
     def drop(self, ticket: int, fault: str) -> None:
-        """The payload is not wanted; with a fault its sender is refused."""
+        """Release a payload that is not needed. With a `fault`, refuse its sender, which ends the connection."""
         channel = self._arrived[ticket].channel
         self.settle(ticket).release()
         if fault:
             channel.refuse(fault)
 
     def drop_all(self, shard: int) -> None:
-        """The shard is not ours any more."""
+        """This server no longer holds the shard: release its payloads."""
         for ticket in [ticket for ticket, arrived in self._arrived.items() if arrived.shard == shard]:
             self.settle(ticket).release()
 
     def credit(self, channel: Channel) -> None:
-        """One more payload may come."""
+        """Let the sender send one more payload."""
         channel.send(Header(Kind.CREDIT, self._fence.number, replica=1), urgent=True)

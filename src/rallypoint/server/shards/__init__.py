@@ -1,1 +1,1 @@
-"""What a server keeps of a shard: parameters, means, or rows of a table; one protocol, three implementations."""
+"""What a server keeps of a shard: parameters, means, or rows of a table. One protocol, three implementations."""

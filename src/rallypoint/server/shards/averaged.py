@@ -1,4 +1,4 @@
-"""One shard as a server holds it where workers are stateful (AllReduce): the sum in progress, and the last means."""
+"""A shard on a server where workers hold the state (AllReduce): the sum in progress, and the last two means."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rallypoint.store.record import ShardRecord, encode_record
 
 
 class AveragedShard:
-    """What is published as version t+1 is the mean gradient of step t, clipped; of a step that is skipped, nothing.
+    """Version t+1 is the mean gradient of step t, clipped. For a skipped step, version t+1 is empty.
 
-    Only the version that all begin with is a state: a record that one worker uploads (or that a snapshot has), which
-    goes on to the others as it came. Memory: a shard's bytes for the sum and for each of the last two means; the
-    record, three times as much with Adam, goes with the second update.
+    Only the first version is a state: a record that one worker uploads (or a snapshot contains), sent unchanged to the
+    other workers. Memory: a shard's bytes for the sum and for each of the last two means. The record, three times as
+    large with Adam, is released with the second update.
     """
 
     measured = True
@@ -34,20 +34,20 @@ class AveragedShard:
         self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
-        """The version that all begin with has come, as a record of so many bytes."""
+        """Set the first version: a record of `nbytes` bytes."""
         self._begun_at, self._begun_bytes = version, nbytes
         self._wire.keep(version, payload, version)
 
     def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """The first contribution."""
+        """Start the sum with the first contribution."""
         self._sum.take(payload, weight)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """One more contribution."""
+        """Add one more contribution."""
         self._sum.add(payload, weight)
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
-        """The finished mean becomes the new version."""
+        """Make the finished mean the new version. Always returns None."""
         assert not update.replicate, "there is nothing on this server that a backup would have to hold"
         self._skipped = {version for version in self._skipped if version >= update.oldest}
         if update.scale is None:
@@ -58,7 +58,7 @@ class AveragedShard:
         return None
 
     def release(self) -> None:
-        """Let go of every buffer."""
+        """Release every buffer."""
         self.abandon()
         self._wire.release()
         self._begun_at = -1
@@ -71,19 +71,19 @@ class AveragedShard:
         return version in self._wire
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as it is: codec number, buffer (not retained), bytes."""
+        """A kept version, raw: codec number 0, buffer (not retained), number of bytes."""
         code, buffer, nbytes = self._wire.raw(version)
         if version == self._begun_at:
             return code, buffer, self._begun_bytes
         return code, buffer, 0 if version in self._skipped else nbytes
 
     def encoded(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as followers get it."""
+        """A kept version as it is sent to followers: see `raw`."""
         as_it_is = version == self._begun_at or version in self._skipped
         return self.raw(version) if as_it_is else self._wire.encoded(version)
 
     def named(self, header: Header) -> Header:
-        """The header of a version's frame, as what it is: a state, a mean, or the word that a step is skipped."""
+        """The header of a version's frame, marked as a state, a mean, or a skipped step."""
         if header.step == self._begun_at:
             return header._replace(kind=Kind.STATE)
         return header._replace(flags=SKIP) if header.step in self._skipped else header
@@ -91,11 +91,11 @@ class AveragedShard:
     # ---- the whole state ----
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """Not here: workers have it, and store it."""
+        """AssertionError: workers hold the state, and store it."""
         raise AssertionError(f"shard {self.shard.index}: its state is the workers'")
 
     def load(self, record: ShardRecord) -> None:
-        """Begin with what a snapshot says."""
+        """Begin with the record of a snapshot."""
         self.release()
         data = encode_record(record, "none")
         buffer = BufferPool(-(-len(data) // 4), keeps=False).take()

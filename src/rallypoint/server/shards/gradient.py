@@ -8,7 +8,7 @@ from rallypoint.net.pool import Buffer
 
 
 class GradientSum:
-    """The first contribution's buffer becomes the sum; the others are added to it and go back to their pool."""
+    """The first contribution's buffer becomes the sum. Later ones are added to it and released."""
 
     def __init__(self, words: int) -> None:
         self._words = words
@@ -22,17 +22,17 @@ class GradientSum:
 
     @property
     def values(self) -> torch.Tensor:
-        """The sum, a view of its buffer: fp32, a shard's words."""
+        """The sum as a view of its buffer: fp32, shape (words,)."""
         return self.buffer.tensor[: self._words]
 
     def take(self, payload: Buffer, weight: float) -> None:
-        """The first contribution, times its weight."""
+        """Start the sum with the first contribution, times its weight. Its buffer now belongs to the sum."""
         self._buffer = payload
         if weight != 1.0:
             self.values.mul_(weight)
 
     def add(self, payload: Buffer, weight: float) -> None:
-        """Add a contribution. Times the weight first: each rounding is then the same however shards are cut."""
+        """Add a contribution, times its weight. Multiplying first gives the same rounding for any cut into shards."""
         values = payload.tensor[: self._words]
         if weight != 1.0:
             values.mul_(weight)
@@ -40,21 +40,21 @@ class GradientSum:
         payload.release()
 
     def mean(self, total_weight: float) -> None:
-        """Turn the sum into the weighted mean."""
+        """Multiply the sum by 1 / `total_weight`: the weighted mean."""
         if total_weight != 1.0:
             self.values.mul_(1.0 / total_weight)
 
     def norm(self) -> float:
-        """The 2-norm of what is in it."""
+        """The 2-norm of the sum (after `mean`: of the mean)."""
         return float(torch.linalg.vector_norm(self.values))
 
     def leave(self) -> Buffer:
-        """The finished gradient; whoever takes it releases the buffer."""
+        """Return the finished gradient's buffer. The caller must release it."""
         buffer, self._buffer = self.buffer, None
         return buffer
 
     def abandon(self) -> None:
-        """Forget the sum."""
+        """Discard the sum and release its buffer."""
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None

@@ -1,4 +1,4 @@
-"""What a server holds of a shard, whatever kind of shard it is; and which kind that is."""
+"""The interface of a shard on a server, and the choice of its implementation."""
 
 from __future__ import annotations
 
@@ -19,61 +19,64 @@ from rallypoint.store.record import ShardRecord
 
 
 class HeldShard(Protocol):
-    """One shard's tensors, as primary or backup. Only the owner's thread calls it; what happens is decided elsewhere.
+    """One shard's tensors, on its primary or backup. Only the owner's thread calls it. It makes no decisions.
 
     A step on a primary: `take` the first contribution, `add` the others, `mean`, then `norm` if a decision is awaited,
-    and `apply`, which makes the next version. A buffer that is passed in belongs to the shard from then on.
+    then `apply`, which makes the next version. A buffer that is passed in belongs to the shard from then on.
     """
 
     @property
     def shard(self) -> Shard:
-        """Which one."""
+        """The shard's place in the layout."""
 
     @property
     def measured(self) -> bool:
         """Does its gradient count in the global norm?"""
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
-        """The version that all begin with has come, in so many bytes."""
+        """Set the first version, of `nbytes` bytes."""
 
     def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """The first contribution (a backup's: the finished gradient). With `base`, see `OwnedShard.compensate`."""
+        """Start the sum with the first contribution (on a backup: the finished gradient).
+
+        With `base`, apply delay compensation first: see `OwnedShard.compensate`.
+        """
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """One more contribution."""
+        """Add one more contribution."""
 
     def mean(self, total_weight: float) -> None:
-        """Turn the sum into the weighted mean."""
+        """Multiply the sum by 1 / `total_weight`."""
 
     def norm(self) -> float:
         """The 2-norm of the finished gradient."""
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
-        """Make the next version. With `replicate`: the scaled gradient for the backup, and its bytes."""
+        """Make the next version. With `replicate`, returns the scaled gradient for the backup, and its bytes."""
 
     def abandon(self) -> None:
-        """Forget the sum in progress."""
+        """Discard the sum in progress."""
 
     def release(self) -> None:
-        """Let go of every buffer."""
+        """Release every buffer."""
 
     def keeps(self, version: int) -> bool:
         """Can that version still be sent?"""
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as it is: codec number, buffer (not retained), bytes."""
+        """A kept version, raw: codec number 0, buffer (not retained), number of bytes."""
 
     def encoded(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as followers get it: see `raw`."""
+        """A kept version as it is sent to followers: see `raw`."""
 
     def named(self, header: Header) -> Header:
-        """The header of a version's frame, as what the version is."""
+        """The header of a version's frame, with the kind and flags that the version needs."""
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """Everything there is at `version`; with `wires` the last versions too. Views, not copies."""
+        """The whole state at `version`; with `wires` also the last versions. The arrays are views, not copies."""
 
     def load(self, record: ShardRecord) -> None:
-        """Become what `record` says."""
+        """Replace the whole state by `record`."""
 
 
 _PARAMETERS: dict[Holder, type[OwnedShard] | type[AveragedShard]] = {
@@ -82,15 +85,15 @@ _PARAMETERS: dict[Holder, type[OwnedShard] | type[AveragedShard]] = {
 
 
 class Shelf:
-    """Makes room for shards: the one place that knows which kind a shard is."""
+    """Allocates shards. The only place that chooses a shard's implementation."""
 
     def __init__(self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools) -> None:
         self._config, self._layout, self._pool, self._pools = config, layout, pool, pools
         self._parameters = _PARAMETERS[config.mode.holder]
-        self._scratch = Scratch()  # of the owner's thread, which encodes versions
+        self._scratch = Scratch()  # for encoding versions, on the owner's thread
 
     def hold(self, index: int) -> HeldShard:
-        """Room for a shard."""
+        """Allocate room for a shard."""
         place = self._layout.shards[index]
         if place.part is not None:
             return OwnedRows(place, self._layout.tables[place.part.table].name, self._config, self._pools)

@@ -1,4 +1,4 @@
-"""One shard's tensors as a server holds them, as primary or backup; what happens to them is decided elsewhere."""
+"""A dense shard's tensors on its primary or backup. Decisions are made elsewhere."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ class OwnedShard:
         self.measured = self._optimizer is not None
         self._sum = GradientSum(shard.words)
         self._wire = WireCopies(shard, config, pool, scratch)
-        # torch's foreach kernel adds Nesterov's momentum to the gradient itself; the backup is to get it without.
+        # torch's foreach kernel adds Nesterov momentum to the gradient in place; the backup needs it without.
         self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov
         self._compensation = config.compensation
         self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
         self.raw, self.encoded = self._wire.raw, self._wire.encoded
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
-        """The version that all begin with has come: its buffer becomes the wire copy."""
+        """Set the first version. Its buffer becomes the wire copy."""
         self.master.copy_(payload.tensor[: self.shard.words])
         self._wire.keep(version, payload, version)
 
     def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """The first contribution's buffer becomes the sum; `base`: see `compensate`."""
+        """Start the sum with the first contribution's buffer. `base`: see `compensate`."""
         if base is not None:
             self.compensate(payload, base)
         self._sum.take(payload, weight)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Add a contribution; `base`: see `compensate`."""
+        """Add a contribution. `base`: see `compensate`."""
         if base is not None:
             self.compensate(payload, base)
         self._sum.add(payload, weight)
@@ -60,8 +60,8 @@ class OwnedShard:
     def compensate(self, payload: Buffer, base: int) -> None:
         """Add lambda * g * g * (now - then) to a gradient g that was computed from version `base`.
 
-        Zheng et al., 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", equation 10. Nothing is
-        added when `base` is not kept any more.
+        Zheng et al., 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation", equation 10. Does
+        nothing if `base` is no longer kept.
         """
         if base not in self._wire or self._compensation == 0.0:
             return
@@ -70,10 +70,10 @@ class OwnedShard:
         gradient.addcmul_(moved.mul_(gradient), gradient, value=self._compensation)
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
-        """Update the master with the finished gradient, whose buffer becomes the new version's wire copy.
+        """Update the master with the finished gradient, and keep a wire copy of the new version.
 
-        With `replicate` the wire copy gets a buffer of its own, and the scaled gradient's is returned with its bytes,
-        for the backup.
+        The gradient's buffer becomes the wire copy. With `replicate` the wire copy gets a new buffer, and the scaled
+        gradient's buffer is returned, with its bytes, for the backup.
         """
         scale = update.scale
         wire = self._pool.take() if update.replicate else self._sum.buffer
@@ -92,7 +92,7 @@ class OwnedShard:
         return (finished, self.shard.nbytes) if update.replicate else None
 
     def release(self) -> None:
-        """Let go of every buffer."""
+        """Release every buffer."""
         self.abandon()
         self._wire.release()
 
@@ -101,13 +101,13 @@ class OwnedShard:
         return version in self._wire
 
     def named(self, header: Header) -> Header:
-        """The header of a version's frame: a version is a version."""
+        """The header of a version's frame: unchanged."""
         return header
 
     # ---- the whole state, for a backup or a snapshot ----
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """Everything there is at `version`; with `wires` the copies of the last versions too. Views, not copies."""
+        """The whole state at `version`; with `wires` also the last versions. The arrays are views, not copies."""
         arrays = {"master": self.master}
         scalars: dict[str, float] = {}
         if self._optimizer is not None:
@@ -119,7 +119,10 @@ class OwnedShard:
         return ShardRecord(self.shard.index, version, plain, scalars, tuple(clocks))
 
     def load(self, record: ShardRecord) -> None:
-        """Become what `record` says (from a snapshot: without wire copies, so the master is the only one)."""
+        """Replace the whole state by `record`.
+
+        A record from a snapshot has no wire copies. Then the master becomes the only wire copy.
+        """
         self.release()
         arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
         self.master.copy_(arrays.pop("master"))

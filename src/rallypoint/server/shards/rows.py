@@ -1,4 +1,4 @@
-"""One part of a table as a server holds it: sparse sums, lazy updates, and what rows were at the last versions."""
+"""A part of a table on a server: sparse sums, lazy updates, and the old rows of the last versions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim.rows import RowsOptimizer, state_names
 from rallypoint.store.record import ShardRecord
 
-_CHANGED, _BEFORE = "changed-", "before-"  # rows that the update after a version changed, and what they were
-_VALUES_AT_ONCE = 1 << 16  # they and their 64-bit intermediates stay in the cache
+_CHANGED, _BEFORE = "changed-", "before-"  # the rows that the update after a version changed, and their old values
+_VALUES_AT_ONCE = 1 << 16  # so that they and their 64-bit intermediates fit into the cache
 
 Ids = torch.Tensor
 Undo = tuple[Ids, torch.Tensor]
 
 
 class OwnedRows:
-    """Master rows, their optimizer state, the sum in progress, of a shard that is a table's part.
+    """Master rows, their optimizer state, and the sum in progress, of a shard that is a part of a table.
 
-    A version is no wire copy here, but the master and, for each version kept before it, the rows that the next update
-    changed, as they were (I5).
+    There are no wire copies. For each kept version before the newest, it keeps the rows that the next update changed,
+    with their old values (I5).
     """
 
-    measured = True  # these gradients count in the global norm as all others do
+    measured = True  # these gradients count in the global norm, like all others
 
     def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools) -> None:
         assert shard.part is not None
@@ -46,7 +46,7 @@ class OwnedRows:
         self._nothing = pools.take(0)
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
-        """Version 0 begins: its rows are made here."""
+        """Begin version 0: compute the initial rows here."""
         payload.release()
         step = max(1, _VALUES_AT_ONCE // self.shard.columns)
         for start in range(0, self._part.rows, step):
@@ -57,18 +57,18 @@ class OwnedRows:
         self._version = 0
 
     def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """The first contribution (a backup's: the finished gradient)."""
+        """Start the sum with the first contribution (on a backup: the finished gradient)."""
         self._sum = RowSum(self.shard.columns)
         self.add(payload, weight, base)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Add a contribution, times its weight first as in a dense sum."""
+        """Add a contribution. It is multiplied by its weight first, as in a dense sum."""
         ids, values = decode_gradient(payload.bytes[: _used(payload, self.shard.columns)], self.shard.columns)
-        self._sum.add(ids, values.mul(weight))  # a copy: the payload's memory goes back
+        self._sum.add(ids, values.mul(weight))  # a copy: the payload's buffer is released
         payload.release()
 
     def mean(self, total_weight: float) -> None:
-        """Turn the sum into the weighted mean."""
+        """Multiply the sum by 1 / `total_weight`: the weighted mean."""
         if total_weight != 1.0:
             self._sum.values.mul_(1.0 / total_weight)
 
@@ -77,7 +77,7 @@ class OwnedRows:
         return float(torch.linalg.vector_norm(self._sum.values))
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
-        """Update the rows of the finished gradient; with `replicate` it is returned, scaled, for the backup."""
+        """Update the rows of the finished gradient. With `replicate`, returns it, scaled, for the backup."""
         done, self._sum = self._sum, RowSum(self.shard.columns)
         if update.scale is None:
             done = RowSum(self.shard.columns)
@@ -92,11 +92,11 @@ class OwnedRows:
         return self._encoded(done) if update.replicate else None
 
     def abandon(self) -> None:
-        """Forget the sum in progress."""
+        """Discard the sum in progress."""
         self._sum = RowSum(self.shard.columns)
 
     def release(self) -> None:
-        """Let go of every buffer."""
+        """Release every buffer."""
         self.abandon()
         self._before.clear()
         self._nothing.release()
@@ -105,11 +105,15 @@ class OwnedRows:
     # ---- versions ----
 
     def keeps(self, version: int) -> bool:
-        """Can the rows be told as they were at `version`?"""
+        """Can the rows be computed as they were at `version`?"""
         return all(v in self._before for v in range(version, self._version)) and 0 <= version <= self._version
 
     def rows(self, version: int, ids: Ids) -> tuple[Buffer, int]:
-        """The rows `ids` (int64, ascending) at a version that is kept: fp32, one after the other; bytes."""
+        """The rows `ids` (int64, ascending) at a kept version.
+
+        Returns a buffer with the rows one after the other (fp32), and its number of bytes. The caller must release the
+        buffer.
+        """
         nbytes = len(ids) * self.shard.columns * 4
         buffer = self._pools.take(nbytes)
         values = buffer.tensor[: nbytes // 4].view(len(ids), self.shard.columns)
@@ -123,13 +127,13 @@ class OwnedRows:
         return buffer, nbytes
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
-        """A version as followers get it: that it exists is all they are told."""
+        """An empty payload: followers only hear that the version exists, and pull the rows that they need."""
         return 0, self._nothing, 0
 
     encoded = raw
 
     def named(self, header: Header) -> Header:
-        """The header of a version's frame: a version is a version."""
+        """The header of a version's frame: unchanged."""
         return header
 
     def _encoded(self, gradient: RowSum) -> tuple[Buffer, int]:
@@ -141,7 +145,7 @@ class OwnedRows:
     # ---- the whole state, for a backup or a snapshot ----
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """Everything there is at `version`; with `wires` what the last versions were too. Views, not copies."""
+        """The whole state at `version`; with `wires` also the old rows. The arrays are views, not copies."""
         moments, scalars = self._optimizer.state()
         arrays = {name: tensor.view(-1) for name, tensor in {"master": self.master, **moments}.items()}
         if wires:
@@ -151,7 +155,7 @@ class OwnedRows:
         return ShardRecord(self.shard.index, version, plain, scalars, tuple(clocks))
 
     def load(self, record: ShardRecord) -> None:
-        """Become what `record` says (from a snapshot: without earlier versions)."""
+        """Replace the whole state by `record`. One from a snapshot has no earlier versions."""
         self.release()
         arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
         self.master.view(-1).copy_(arrays.pop("master"))
@@ -166,9 +170,10 @@ class OwnedRows:
 def first_rows(
     seed: int, table: str, ids: np.ndarray[Any, np.dtype[np.int64]], columns: int, std: float = 1.0
 ) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """What the rows `ids` of a table are at version 0: normal(0, std), each value a function of its place alone.
+    """The rows `ids` of a table at version 0, fp32, shape (len(ids), columns): normal(0, std).
 
-    A counter mixed by SplitMix64's finalizer (Steele, Lea and Flood, 2014), then Box and Muller's transform (1958).
+    Each value depends only on the seed, the table, and its row and column. A counter is mixed by SplitMix64's finalizer
+    (Steele, Lea and Flood, 2014), then transformed as by Box and Muller (1958).
     """
     key = np.uint64(derive_seed(seed, "rows", table))
     within = np.arange(1, columns + 1, dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""The wire copies of one dense shard: what its last versions were, as they are sent."""
+"""The wire copies of one dense shard: its last versions, as they are sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rallypoint.net.pool import Buffer, BufferPool
 
 
 class WireCopies:
-    """Buffers by version, and each version encoded once, for all followers together."""
+    """Buffers by version. Each version is encoded once for all followers."""
 
     def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
         self._shard, self._seed, self._pool = shard, config.seed, pool
@@ -31,11 +31,11 @@ class WireCopies:
         return iter(self._raw)
 
     def values(self, version: int) -> torch.Tensor:
-        """A kept version: fp32, a shard's words."""
+        """A kept version: fp32, shape (words,)."""
         return self._raw[version].tensor[: self._shard.words]
 
     def keep(self, version: int, buffer: Buffer, oldest: int) -> None:
-        """One more version; those before `oldest` go."""
+        """Keep `buffer` as a version, and release the versions before `oldest`."""
         self._raw[version] = buffer
         for old in [v for v in self._raw if v < oldest]:
             self._raw.pop(old).release()
@@ -43,16 +43,16 @@ class WireCopies:
                 self._encoded.pop(old)[1].release()
 
     def raw(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as it is: codec number, buffer (not retained), bytes."""
+        """A kept version, raw: codec number 0, buffer (not retained), number of bytes."""
         return 0, self._raw[version], self._shard.nbytes
 
     def encoded(self, version: int) -> tuple[int, Buffer, int]:
-        """A kept version as followers get it; raw where the codec refuses a NaN."""
+        """A kept version, encoded for followers; raw if the codec refuses it because of a NaN."""
         if self._codec is None:
             return self.raw(version)
         if version not in self._encoded:
             buffer = self._pool.take()
-            try:  # the backup would write the same bytes
+            try:  # the seed does not depend on the server, so a backup writes the same bytes
                 seed = derive_seed(self._seed, "down", version, self._shard.index)
                 used = self._codec.encode(self.values(version), buffer.bytes, seed=seed)
             except NonFinitePayload:
@@ -62,7 +62,7 @@ class WireCopies:
         return self._encoded[version]
 
     def release(self) -> None:
-        """Let go of every buffer."""
+        """Release every buffer."""
         for buffer in (*self._raw.values(), *(encoded for _, encoded, _ in self._encoded.values())):
             buffer.release()
         self._raw.clear()

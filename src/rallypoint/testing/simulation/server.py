@@ -191,7 +191,7 @@ class SimulatedServer:
             self._dialed[key] = wire
             wire.on_message[0] = lambda ack: self._run(self.shell.acked(member.id, wire, *ack[1:]))
             wire.on_close[0] = lambda: down(wire)
-            self._run(self.shell.peer_linked(member.id, wire))
+            self._run(self.shell.peer_linked(member, wire))
 
         def down(wire: Wire) -> None:
             self._run(self.shell.peer_lost(member.id, wire))

@@ -109,7 +109,7 @@ class SimulatedWorker:
             return
         self._captured = id
         if (passed := self.shell.snapshots.wanted(machine.Store(id, version, writers))) >= 0:
-            self.membership.send(("snapshot lost", id, "a step was quicker than the word", passed))
+            self.membership.send(("snapshot lost", id, "the step was over before the request came", passed))
         self._poke()
 
     def _go(self) -> None:
