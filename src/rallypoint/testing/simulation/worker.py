@@ -35,6 +35,41 @@ class Inner:
         self.whole, self.name = False, self.before
 
 
+class InnerOptimizers:
+    """The replicas' own optimizers on one worker, which the real `InnerStates` picks from round to round."""
+
+    def __init__(self, name: str, job: SimulatedJob) -> None:
+        self._name, self._job = name, job
+        self._states = InnerStates(job.keeps_inner, Inner)
+        self._state = Inner(-1)  # of the replica in progress
+        self._generation = ViewNumber()
+        self._begun: dict[tuple[ViewNumber, int, int], int] = {}  # generation, round, replica -> state
+        self._made: dict[tuple[int, int], tuple[int, ViewNumber]] = {}  # replica, state -> round, generation
+
+    @property
+    def began_with(self) -> int:
+        """The state that the replica in progress has begun its round with."""
+        return self._state.before
+
+    def begin(self, round: int, replica: int, generation: ViewNumber) -> None:
+        """Make the first step: until the round is over the state is that of half a round."""
+        self._generation = generation
+        self._state = state = self._states.begin(round, replica, generation)
+        what = f"{self._name}: round {round} of replica {replica}"
+        same = self._begun.setdefault((generation, round, replica), state.name)
+        assert state.name == same, f"{what} is begun with two inner states"
+        made = self._made.get((replica, state.name))
+        fits = state.name == 0 or made == (round - 1, generation)
+        assert fits, f"{what} is begun with the inner state of (round, generation) {made}, in {generation}"
+        state.name = combine(state.name, round, 23)
+
+    def made(self, round: int, replica: int, model: list[Content]) -> None:
+        """The last step of the round is made."""
+        self._state.name = self._job.inner_after(self.began_with, round, replica, model)
+        self._made[replica, self._state.name] = (round, self._generation)
+        self._states.made(replica)
+
+
 class SimulatedWorker:
     """One worker process."""
 
@@ -56,10 +91,7 @@ class SimulatedWorker:
         self._replica = -1
         self._began = 0.0
         self._generation = ViewNumber()  # that the replica in progress belongs to
-        self._inners = InnerStates(job.keeps_inner, Inner)
-        self._inner = Inner(-1)  # of the replica in progress
-        self._begun: dict[tuple[ViewNumber, int, int], int] = {}  # generation, round, replica -> inner state
-        self._made: dict[tuple[int, int], tuple[int, ViewNumber]] = {}  # replica, inner state -> round, generation
+        self._inner = InnerOptimizers(name, job)
         self._blocked = self._acting = self._busy = False
         self.membership = Membership(self.node, "worker", self._on_message, self._on_admitted)
 
@@ -238,26 +270,9 @@ class SimulatedWorker:
 
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
-        self._begin_inner(self.machine.step, replica)
+        self._inner.begin(self.machine.step, replica, self._generation)
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
         self._fill_next()
-
-    def _begin_inner(self, round: int, replica: int) -> None:
-        """The replica's own optimizer steps, so that its state is that of half a round until the round is over."""
-        self._inner = inner = self._inners.begin(round, replica, self._generation)
-        what = f"{self.node.name}: round {round} of replica {replica}"
-        same = self._begun.setdefault((self._generation, round, replica), inner.name)
-        assert inner.name == same, f"{what} is begun with two inner states"
-        made = self._made.get((replica, inner.name))
-        fits = inner.name == 0 or made == (round - 1, self._generation)
-        assert fits, f"{what} is begun with the inner state of (round, generation) {made}, in {self._generation}"
-        inner.name = combine(inner.name, round, 23)
-
-    def _end_inner(self, round: int, replica: int) -> None:
-        inner = self._inner
-        inner.name = self.job.inner_after(inner.before, round, replica, self.model)
-        self._made[replica, inner.name] = (round, self._generation)
-        self._inners.made(replica)
 
     def _fill_next(self) -> None:
         if self.machine.rewound:
@@ -279,7 +294,7 @@ class SimulatedWorker:
 
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
         if fills and not self.machine.rewound:
-            model = (*self.model, self._inner.before) if self.job.same_bytes else self.model
+            model = (*self.model, self._inner.began_with) if self.job.same_bytes else self.model
             self.slots[shard] = self.job.gradient(shard, step, replica, model)
             self._exchange.run(self.machine.handle(machine.Filled(shard)))
         self._fill_next()
@@ -289,7 +304,7 @@ class SimulatedWorker:
         self._todo.clear()
         step = self.machine.step
         if whole and self.job.inner:
-            self._end_inner(step, replica)
+            self._inner.made(step, replica, self.model)
         self._exchange.run(self.shell.end_replica(whole=whole))
         if whole:
             self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._generation))
