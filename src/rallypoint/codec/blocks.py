@@ -1,9 +1,9 @@
-"""Small integers with one fp32 scale to a block: int8 and int4.
+"""Small integers with one fp32 scale for each block: int8 and int4.
 
     scales   fp32, one for each block
     words    int8: one byte each; int4: two to a byte, see Int4Codec
 
-The last block is sent whole, filled with zeros. A block's scale is its largest magnitude over the largest integer
+The last block is sent whole, filled with zeros. A block's scale is its largest magnitude divided by the largest integer
 (absmax quantisation, as in Dettmers, 2016, "8-Bit Approximations for Parallelism in Deep Learning", and Dettmers et
 al., 2022, "8-bit Optimizers via Block-wise Quantization", section 2.1, with a linear code).
 """
@@ -24,12 +24,12 @@ from rallypoint.codec.base.scratch import PIECE_WORDS, Scratch
 from rallypoint.errors import ConfigError
 
 SCALE_BYTES = 4
-_SMALLEST = 2.0**-118  # below it, the inverse of a scale would overflow: such a block is sent as zeros
+_SMALLEST = 2.0**-118  # below it the inverse of a scale would overflow: such a block is sent as zeros
 _LARGEST = torch.finfo(torch.float32).max
 
 
 class BlockCodec(PieceCodec):
-    """A payload of one scale for each `block` words, all scales first, then the words."""
+    """A payload of one scale for each `block` words: first all scales, then the words."""
 
     name: str
     largest_scale: float
@@ -41,12 +41,12 @@ class BlockCodec(PieceCodec):
         self.block = block
 
     def rows(self, words: int) -> int:
-        """Blocks that `words` words take."""
+        """The number of blocks that `words` words take."""
         return -(-words // self.block)
 
     @abstractmethod
     def _body_bytes(self, words: int) -> int:
-        """Bytes of `words` words (whole blocks) without the scales."""
+        """The bytes of `words` words (whole blocks) without the scales."""
 
     @abstractmethod
     def _pack(self, padded: Tensor, words: int, scales: Tensor, packed: Tensor, bits: Bits) -> None:
@@ -83,7 +83,7 @@ class BlockCodec(PieceCodec):
         within(scales, 0.0, self.largest_scale, f"{self.name} scales")
 
     def _place(self, body: Tensor, start: int, length: int, words: int) -> tuple[Tensor, Tensor]:
-        """The scales and the words of the piece that begins at word `start`."""
+        """The scales and the words of the piece that starts at word `start`."""
         first, rows, all_rows = start // self.block, self.rows(length), self.rows(words)
         scales = body[SCALE_BYTES * first : SCALE_BYTES * (first + rows)].view(torch.float32)
         offset = SCALE_BYTES * all_rows + self._body_bytes(start)
@@ -91,13 +91,13 @@ class BlockCodec(PieceCodec):
 
 
 class IntCodec(BlockCodec):
-    """Integers of -`levels` to `levels`: to nearest, or rounded up or down at random so that the mean is the value.
+    """Integers from -`levels` to `levels`. Rounds to nearest, or (`stochastic`) randomly so that the mean is the value.
 
-    The error of a word is at most half a scale (nearest) or one (stochastic; Alistarh et al., 2017, "QSGD", section
-    3.1, with absmax blocks), plus a rounding error of 2^-22 of the block's largest magnitude. The stochastic mean is
-    the value up to 2^-17 of a scale. A block whose largest magnitude is below 2^-118 decodes to zeros; one whose
-    largest is near the end of fp32's range is clipped (int8: above 127/128 of it, int4: above 7/8). NaN and infinities
-    raise NonFinitePayload. Scratch: three pieces.
+    The error of a word is at most half a scale (nearest) or one scale (stochastic; Alistarh et al., 2017, "QSGD",
+    section 3.1, with absmax blocks), plus a rounding error of 2^-22 of the block's largest magnitude. The stochastic
+    mean is the value up to 2^-17 of a scale. A block whose largest magnitude is below 2^-118 decodes to zeros. A block
+    whose largest magnitude is near the end of fp32's range is clipped (int8: above 127/128 of it, int4: above 7/8). NaN
+    and infinities raise NonFinitePayload. Scratch: three pieces.
     """
 
     levels: int
@@ -105,10 +105,10 @@ class IntCodec(BlockCodec):
     def __init__(self, block: int, *, stochastic: bool = False, scratch: Scratch | None = None) -> None:
         super().__init__(block, scratch)
         self.stochastic = stochastic
-        self.largest_scale = _LARGEST / (self.levels + 1)  # nothing decodes to an infinity, a forged payload neither
+        self.largest_scale = _LARGEST / (self.levels + 1)  # nothing decodes to an infinity, not even a forged payload
 
     def _quantise(self, padded: Tensor, scales: Tensor, bits: Bits) -> Tensor:
-        """The integers, as floats in scratch 0; the scales are written."""
+        """Return the integers, as floats in scratch buffer 0, and write the scales."""
         whole = self._scratch.floats(0, padded.numel())
         grid = whole.view(-1, self.block)
         torch.abs(padded, out=whole)
@@ -123,9 +123,9 @@ class IntCodec(BlockCodec):
         return whole
 
     def _invert(self, peaks: Array) -> Array:
-        """Turn the blocks' largest magnitudes into scales, in place; what to multiply words with is returned.
+        """Turn the blocks' largest magnitudes into scales, in place. Returns the factors to multiply the words with.
 
-        In numpy: on so few numbers torch's calls would take a quarter of the whole encoding.
+        In numpy, because torch's calls on so few numbers would take a quarter of the encoding's time.
         """
         if not math.isfinite(peaks.max()):
             raise nonfinite(self.name)

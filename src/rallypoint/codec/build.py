@@ -1,4 +1,4 @@
-"""The codec of a spec: with its state for a worker, without for a server."""
+"""Makes the codec of a spec: with state for a worker, without for a server."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rallypoint.codec.spec import DGC, Bf16, CodecSpec, Fp16, Int4, Int8, PowerS
 
 
 def build(spec: CodecSpec, shape: tuple[int, ...], scratch: Scratch | None = None) -> Codec:
-    """The codec that encodes one shard of one replica, with its residual where the spec says error feedback.
+    """Return the codec that encodes one shard of one replica, with a residual if the spec asks for error feedback.
 
-    `shape` is (words,), or (rows, columns) when the shard is exactly one matrix, which matters to PowerSGD only.
-    Codecs of one thread may share `scratch`. ConfigError on impossible settings.
+    `shape` is (words,), or (rows, columns) when the shard is exactly one matrix, which matters only to PowerSGD. Codecs
+    of one thread may share `scratch`. Raises ConfigError on impossible settings.
     """
     words = math.prod(shape)
     if isinstance(spec, DGC):
@@ -35,11 +35,11 @@ def build(spec: CodecSpec, shape: tuple[int, ...], scratch: Scratch | None = Non
 
 
 def build_stateless(spec: CodecSpec, shape: tuple[int, ...] = (), scratch: Scratch | None = None) -> Codec:
-    """The codec that decodes what `build`'s encodes, with the same `bytes_for`.
+    """Return the codec that decodes the payloads of `build`'s codec, with the same `bytes_for`.
 
-    It keeps nothing from step to step: it encodes as if there were no residual, momentum or warm-up.
+    It keeps nothing from step to step: it encodes without residual, momentum or warm-up.
 
-    Only PowerSGD needs `shape`: the others serve shards of any size.
+    Only PowerSGD needs `shape`; the other codecs serve shards of any size.
     """
     match spec:
         case Raw():

@@ -13,9 +13,9 @@ from rallypoint.codec.base.scratch import Scratch, pieces
 class CastCodec(PieceCodec):
     """Words in another floating-point format: 2 or 4 bytes each, NaN and infinities included.
 
-    To nearest, ties to even: the error is at most 2^-11 (fp16) or 2^-8 (bf16) of the value in the normal range. A
-    value beyond the format's largest (65504 in fp16) becomes an infinity, for the servers to see. `raw_codec`,
-    `fp16_codec` and `bf16_codec` make the three there are. Scratch: one piece.
+    Rounds to nearest, ties to even: the error is at most 2^-11 (fp16) or 2^-8 (bf16) of the value in the normal range.
+    A value beyond the format's largest (65504 in fp16) becomes an infinity, which the servers then see. `raw_codec`,
+    `fp16_codec` and `bf16_codec` make the three existing ones. Scratch: one piece.
     """
 
     carries_nonfinite = True
@@ -38,7 +38,7 @@ class CastCodec(PieceCodec):
     def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
         if weight != 1.0:
             return super().decode_add(payload, into, weight)
-        into, body = self._open(payload, into)  # torch widens while it adds: no scratch
+        into, body = self._open(payload, into)  # torch converts while it adds: no scratch needed
         for start, stop in pieces(into.numel()):
             into[start:stop].add_(body.view(self._dtype)[start:stop])
         return None

@@ -1,6 +1,6 @@
 """Deep Gradient Compression: top-k of an accumulated velocity (Lin et al., 2018, "Deep Gradient Compression").
 
-The servers are to apply plain SGD: the momentum is in what is sent.
+The servers must apply plain SGD, because the momentum is in the payload already.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from rallypoint.codec.feedback import require_like
 from rallypoint.codec.sparse import TopKCodec, checked_ratio, count_for, largest, sparse_bytes, write_sparse
 from rallypoint.errors import ConfigError, UsageError
 
-FIRST_RATIO = 0.25  # of the warm-up: 75 % sparsity, as in the paper's section 3.3
+FIRST_RATIO = 0.25  # at the start of the warm-up: 75 % sparsity, as in the paper's section 3.3
 
 
 def largest_ratio(ratio: float, warmup_steps: int) -> float:
-    """The ratio that no step exceeds."""
+    """Return the largest ratio of any step."""
     return max(ratio, FIRST_RATIO) if warmup_steps else ratio
 
 
@@ -36,9 +36,9 @@ class DGCCodec(TopKCodec):
     bound / sqrt(replicas) * sqrt(this shard's part of the words). None clips nothing. Over the first `warmup_steps`
     steps the ratio falls from 0.25 to `ratio`, exponentially.
 
-    Wire format and decoding are top-k's. `bytes_for` is the bound of the warm-up, while there is one. Each `encode` is
-    a step, as in ErrorFeedback; NaN or infinity raises NonFinitePayload before anything is touched. Memory: u and v,
-    fp32; scratch as top-k.
+    Wire format and decoding are top-k's. During the warm-up, `bytes_for` returns the warm-up's bound. Each `encode` is
+    a step, as in ErrorFeedback. NaN or infinity raises NonFinitePayload before any state changes. Memory: u and v,
+    fp32; scratch as for top-k.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DGCCodec(TopKCodec):
             raise UsageError(f"this codec serves a shard of {self._velocity.numel()} words, not of {values.numel()}")
         room(out, self.bytes_for(values.numel()))
         factor = self._clip_factor(values)
-        self._accumulate(values, factor, keep=False)  # first to see whether all stays finite
+        self._accumulate(values, factor, keep=False)  # a first pass without writing: does everything stay finite?
         self._accumulate(values, factor, keep=True)
         places = largest(self._unsent, self.ratio_now, seed=seed, sampled=self.sampled, scratch=self._scratch)
         used = write_sparse(self._unsent, places, out)
@@ -109,7 +109,7 @@ class DGCCodec(TopKCodec):
         return self._clip / norm if norm > self._clip else 1.0
 
     def _accumulate(self, values: Tensor, factor: float, *, keep: bool) -> None:
-        """u and v of the next step into u and v, or nowhere but NonFinitePayload if they would not be finite."""
+        """Compute the next step's u and v; with `keep`, store them. Raises NonFinitePayload if they are not finite."""
         for start, stop in pieces(values.numel()):
             velocity = self._velocity[start:stop] if keep else self._scratch.floats(0, stop - start)
             torch.mul(self._velocity[start:stop], self._momentum, out=velocity)

@@ -18,14 +18,15 @@ _INNER = "inner."
 
 
 class ErrorFeedback:
-    """Encodes values + residual with `inner`; the residual becomes that minus what the receiver decodes.
+    """Encodes values + residual with `inner`. The new residual is that sum minus what the receiver decodes.
 
-    So the sum of all that was decoded is the sum of all that was encoded less one residual. It serves one shard of one
-    replica, of `words` words. Each `encode` is a step: a payload to be sent again must be kept, or the state from
-    before it restored. Codecs that lose nothing, or turn large values into infinities (raw, fp16, bf16), raise
-    UsageError. Memory: the residual, fp32, and as much of scratch.
+    So the sum of everything decoded is the sum of everything encoded, minus one residual. It serves one shard of one
+    replica, of `words` words. Each `encode` is a step: to send a payload again, keep it, or restore the state from
+    before it. Codecs that lose nothing or turn large values into infinities (raw, fp16, bf16) raise UsageError. Memory:
+    the residual, fp32, and as much of scratch.
 
-    What `inner` refuses (a NaN or an infinity, also from adding the residual) leaves the residual as it was.
+    If `inner` refuses the values (a NaN or an infinity, also one that comes from adding the residual), the residual
+    stays as it was.
     """
 
     def __init__(self, inner: Codec, words: int, scratch: Scratch | None = None) -> None:
@@ -67,7 +68,7 @@ class ErrorFeedback:
         self.inner.decode_add(payload, into, weight)
 
     def state(self) -> dict[str, Tensor]:
-        """`residual` (1-D fp32), and the state of `inner` as `inner.<name>`."""
+        """Return `residual` (1-D fp32), and the state of `inner` as `inner.<name>`."""
         inner = self.inner.state() if isinstance(self.inner, Stateful) else {}
         return {"residual": self._residual} | {_INNER + name: tensor for name, tensor in inner.items()}
 
@@ -84,7 +85,7 @@ class ErrorFeedback:
 
 
 def require_like(state: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """UsageError unless `state` has the names, shapes and dtypes of `own`."""
+    """Raise UsageError unless `state` has the names, shapes and dtypes of `own`."""
     theirs = {name: (tuple(t.shape), t.dtype) for name, t in state.items()}
     ours = {name: (tuple(t.shape), t.dtype) for name, t in own.items()}
     if theirs != ours:

@@ -3,10 +3,10 @@
     P   fp32, rows x rank, columns orthonormal, row by row
     Q   fp32, columns x rank, row by row
 
-With all-reduce, the paper sums P over the replicas before it orthonormalises, and Q after: the result is rank r of the
-*mean*. A server has no second round trip: each replica sends its own P and Q and the server adds the products P Q^T.
-Each gradient is then of rank r by itself, and their sum of up to r * replicas; it costs the server 2 r operations a
-word and replica.
+With all-reduce, the paper sums P over the replicas before it orthonormalises, and sums Q after: the result is rank r of
+the *mean*. Servers have no second round trip: each replica sends its own P and Q, and the server adds the products P
+Q^T. So each gradient has rank r by itself, and their sum has up to r * replicas. It costs the server 2 r operations for
+each word and replica.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _NAME = "PowerSGD"
 
 
 class LowRankCodec:
-    """One step of subspace iteration from the last step's Q, for a parameter of `shape` (rows, columns).
+    """One step of subspace iteration, starting from the last step's Q, for a parameter of `shape` (rows, columns).
 
-    (rows + columns) * rank words of 4 bytes. A matrix of rank at most `rank` that stays the same is exact, up to
-    rounding, from its first step; others come close to their best approximation over the steps, as Q converges. Meant
-    to be wrapped in ErrorFeedback. `state` is Q (columns x rank, fp32, largest magnitude 1); a decoder needs none.
+    Takes (rows + columns) * rank words of 4 bytes. A constant matrix of rank at most `rank` is exact up to rounding
+    from its first step. Other matrices approach their best approximation over the steps, as Q converges. Wrap it in
+    ErrorFeedback. `state` is Q (columns x rank, fp32, largest magnitude 1); a decoder needs none.
 
     Each `encode` is a step, as in ErrorFeedback. NaN, infinities and products beyond fp32's range raise
-    NonFinitePayload and leave Q alone. ConfigError when the factors would be no smaller than the matrix. Memory: the
-    factors, and inside LAPACK a few more of P's size.
+    NonFinitePayload and leave Q unchanged. Raises ConfigError when the factors would not be smaller than the matrix.
+    Memory: the factors, and inside LAPACK a few more of P's size.
     """
 
     code = 8
@@ -48,25 +48,25 @@ class LowRankCodec:
             raise ConfigError(f"PowerSGD of rank {rank} saves nothing on a matrix of {list(shape)}: send it raw")
         self.rows, self.columns = shape
         self.rank = rank
-        self._limit = _LARGEST / (2 * rank)  # of Q: nothing decodes to an infinity
+        self._limit = _LARGEST / (2 * rank)  # the bound on Q: nothing decodes to an infinity
         self._q = torch.empty(self.columns, rank)
         self.reset()
 
     def bytes_for(self, words: int) -> int:
-        """Exactly. UsageError when `words` is not rows * columns."""
+        """Return exactly the bytes of the factors. Raises UsageError when `words` is not rows * columns."""
         if words != self.rows * self.columns:
             raise UsageError(f"this codec serves a parameter of {self.rows} x {self.columns}, not of {words} words")
         return 4 * self.rank * (self.rows + self.columns)
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
-        """As Codec.encode; nothing here is random, `seed` is not used."""
+        """Like Codec.encode. Nothing here is random, so `seed` is not used."""
         matrix = self._matrix(values)
         nbytes = self.bytes_for(matrix.numel())
         p, q = self._factors(room(out, nbytes))
         largest = float(torch.maximum(matrix.amax(), -matrix.amin()))
         if not math.isfinite(largest):
             raise nonfinite(_NAME)
-        # Scaling Q changes no subspace, and keeps the product in range whatever the matrix's magnitude is.
+        # Scaling Q does not change the subspace, and keeps the product in range for a matrix of any magnitude.
         torch.mm(matrix, self._q / max(largest, torch.finfo(torch.float32).tiny), out=p)
         p.copy_(torch.linalg.qr(p).Q)
         torch.mm(matrix.t(), p, out=q)
@@ -83,13 +83,13 @@ class LowRankCodec:
         torch.mm(p, q.t(), out=matrix)
 
     def decode_add(self, payload: memoryview, into: Tensor, weight: float = 1.0) -> None:
-        """As Codec.decode_add, save that the product's terms are added one by one: equal up to rounding only."""
+        """Like Codec.decode_add, but the product's terms are added one by one: equal only up to rounding."""
         matrix = self._matrix(into)
         p, q = self._open(payload, matrix.numel())
         matrix.addmm_(p, q.t(), alpha=weight)
 
     def state(self) -> dict[str, Tensor]:
-        """`q`: columns x rank, fp32."""
+        """Return `q`: columns x rank, fp32."""
         return {"q": self._q}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
@@ -97,7 +97,7 @@ class LowRankCodec:
         self._q.copy_(state["q"])
 
     def reset(self) -> None:
-        """The first Q: the same normal numbers in every process."""
+        """Set the first Q: the same normal numbers in every process."""
         normal = np.random.Generator(source(0)).standard_normal((self.columns, self.rank), dtype="f4")
         self._q.copy_(torch.from_numpy(normal))
 
@@ -119,7 +119,7 @@ class LowRankCodec:
 
 
 def worthwhile(shape: tuple[int, ...], rank: int) -> bool:
-    """Is a parameter of this shape a matrix whose factors of `rank` are smaller than itself?"""
+    """Return True if a parameter of this shape is a matrix, and factors of `rank` are smaller than it."""
     if rank < 1:
         raise ConfigError(f"PowerSGD of rank {rank}: use 1 or more")
     return len(shape) == 2 and factors_pay(*shape, rank)

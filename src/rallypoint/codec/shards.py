@@ -1,4 +1,4 @@
-"""Which codec a shard of a job is written with: by its group on the way up, by `down` on the way down."""
+"""The codec of each shard of a job: its group's codec from workers to servers, `down` from servers to workers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rallypoint.core.layout import Shard
 
 
 class ShardCodecs:
-    """What contributions to a job's shards are decoded with, by one thread.
+    """The codecs that decode contributions to a job's shards. One instance belongs to one thread.
 
-    A shard that its codec would not make smaller goes raw, with one exception: DGC has the momentum on the worker, so
-    all that it is meant for goes through it. ConfigError on impossible settings.
+    A shard that its codec would not make smaller goes raw. One exception: DGC holds the momentum on the worker, so all
+    of its shards use it. Raises ConfigError on impossible settings.
     """
 
     def __init__(self, config: JobConfig, scratch: Scratch | None = None) -> None:
@@ -22,7 +22,7 @@ class ShardCodecs:
         self._made: dict[tuple[int, tuple[int, ...]], Codec] = {}
 
     def of(self, shard: Shard) -> Codec | None:
-        """The shard's codec, without state; None when it goes raw, as tables do, being sparse already."""
+        """Return the shard's codec, without state; None when it goes raw, like tables, which are sparse already."""
         if shard.role == "rows":
             return None
         spec = codec_of(self._config, shard.group)
@@ -34,7 +34,7 @@ class ShardCodecs:
 
 
 def down_codec(config: JobConfig, shard: Shard, scratch: Scratch) -> Codec | None:
-    """What the versions of a shard are encoded with; None when they go raw."""
+    """Return the codec for the versions of a shard; None when they go raw."""
     codec = build_stateless(config.down, (), scratch)
     return codec if shard.role == "parameters" and _pays(codec, shard) else None
 

@@ -1,10 +1,10 @@
-"""One bit a word, and a scale to a block: the mean magnitude.
+"""One bit a word, and one scale for each block: the mean magnitude.
 
     scales   fp32, one for each block
     bits     word i is bit i % 8 of byte i // 8; set for a negative word
 
-Karimireddy et al., 2019, "Error Feedback Fixes SignSGD", algorithm 1 (there with one scale for the whole vector); the
-scaled sign alone does not converge, so it is meant to be wrapped in ErrorFeedback.
+Karimireddy et al., 2019, "Error Feedback Fixes SignSGD", algorithm 1 (there with one scale for the whole vector). The
+scaled sign alone does not converge: wrap it in ErrorFeedback.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SignCodec(BlockCodec):
         torch.sum(magnitude, 1, out=scales).mul_(1 / self.block)
         if not math.isfinite(float(scales.amax())):
             require_finite(padded, self.name)
-            torch.sum(magnitude.mul_(1 / self.block), 1, out=scales)  # finite magnitudes, but their sum was not
+            torch.sum(magnitude.mul_(1 / self.block), 1, out=scales)  # the magnitudes are finite, but their sum was not
         if words % self.block:
             scales[-1] *= self.block / (words % self.block)
         scales.clamp_(max=_LARGEST)

@@ -1,12 +1,11 @@
-"""A few words of a shard and where they stand: the largest (top-k), or random ones (random-k).
+"""A few words of a shard and their positions: the largest words (top-k), or random ones (random-k).
 
-Top-k's payload, for shards of at most 2^32 words cut into segments of 64 Ki:
-
+The payload of top-k, for shards of at most 2^32 words, cut into segments of 64 Ki words:
     counts    u32, words sent of each segment
     values    fp32, in ascending order of position
     places    u16, position within the segment
 
-Random-k's: the seed (u64), then fp32 values; the receiver draws the same positions from the seed.
+The payload of random-k: the seed (u64), then fp32 values. The receiver draws the same positions from the seed.
 """
 
 from __future__ import annotations
@@ -23,25 +22,25 @@ from rallypoint.codec.base.scratch import Scratch, pieces
 from rallypoint.errors import ConfigError, ProtocolError
 
 SEGMENT_WORDS = 1 << 16
-_WORD_BYTES = 6  # of a word that is sent: value and place
+_WORD_BYTES = 6  # value and place of one sent word
 _TINIEST = np.float32(1e-45)  # zeros are never worth sending
-_SAMPLED_HITS = 64  # of the k largest, in the sample: the threshold's rank is then right to about an eighth
-_OVERSAMPLING = 1.3  # so that the sampled threshold lets through too few only where it was very unlucky
+_SAMPLED_HITS = 64  # how many of the k largest the sample holds: the threshold's rank is then right to about an eighth
+_OVERSAMPLING = 1.3  # so that the sampled threshold rarely lets too few words through
 
 
 class TopKCodec:
-    """The `ratio` * words (rounded up) words of largest magnitude, exact in fp32; the rest decodes to zero.
+    """The `ratio` * words (rounded up) words of largest magnitude, exact in fp32; the other words decode to zero.
 
-    1.5 * `ratio` of fp32. Zeros are never sent, so there may be fewer. Among equal magnitudes the first win. (Aji and
-    Heafield, 2017, "Sparse Communication for Distributed Gradient Descent"; Stich et al., 2018, "Sparsified SGD with
-    Memory".)
+    Takes 1.5 * `ratio` of fp32's bytes. Zeros are never sent, so there may be fewer words. Among equal magnitudes the
+    first are sent. (Aji and Heafield, 2017, "Sparse Communication for Distributed Gradient Descent"; Stich et al.,
+    2018, "Sparsified SGD with Memory".)
 
-    With `sampled` the threshold comes from a random sample (Lin et al., 2018, section 3.1) and what passes it is cut to
-    k: half of k to k words are sent, usually k, of which nearly all are among the k largest. Without, the maxima of
-    small groups give a bound that the k largest certainly pass.
+    With `sampled`, a random sample gives the threshold (Lin et al., 2018, section 3.1), and what passes it is cut to k
+    words. Then k/2 to k words are sent, usually k, and nearly all of them are among the k largest. Without `sampled`,
+    the maxima of small groups give a bound that the k largest certainly pass.
 
-    NaN and infinities raise NonFinitePayload. Scratch: one piece and its mask; also 20 bytes for each candidate, of
-    which there are at most 4 k or one piece, and for the exact threshold 4 bytes for each group of 1 / (2 `ratio`).
+    NaN and infinities raise NonFinitePayload. Scratch: one piece and its mask. In addition 20 bytes for each candidate
+    (at most 4 k or one piece of them), and for the exact threshold 4 bytes for each group of 1 / (2 `ratio`) words.
     """
 
     code = 5
@@ -54,7 +53,7 @@ class TopKCodec:
         self._scratch = scratch or Scratch()
 
     def bytes_for(self, words: int) -> int:
-        """At most; for values without zeros it is exact unless `sampled`."""
+        """Return the largest possible size. For values without zeros it is exact, unless `sampled`."""
         return sparse_bytes(words, count_for(self.ratio, words))
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
@@ -76,12 +75,12 @@ class TopKCodec:
 
 
 class RandomKCodec:
-    """`ratio` * words (rounded up) words, drawn one from each of as many equal strata; the rest decodes to zero.
+    """`ratio` * words (rounded up) words, one drawn from each of as many equal strata; the other words decode to zero.
 
-    `ratio` of fp32, and 8 bytes. With `unbiased` a word is multiplied by the size of its stratum, so that the mean over
-    seeds is the value (Wangni et al., 2018, "Gradient Sparsification", equation 2, with equal probabilities); without,
-    words are sent as they are, as error feedback needs (Stich et al., 2018). NaN and infinities, of the values or after
-    multiplying, raise NonFinitePayload. Also 20 bytes for each word sent.
+    Takes `ratio` of fp32's bytes, and 8 bytes. With `unbiased`, a word is multiplied by the size of its stratum, so the
+    mean over seeds is the value (Wangni et al., 2018, "Gradient Sparsification", equation 2, with equal probabilities).
+    Without, words are sent unchanged, as error feedback needs (Stich et al., 2018). NaN and infinities, in the values
+    or after multiplying, raise NonFinitePayload. Memory: 20 bytes for each word sent.
     """
 
     code = 6
@@ -94,7 +93,7 @@ class RandomKCodec:
         self.unbiased = unbiased
 
     def bytes_for(self, words: int) -> int:
-        """Exactly."""
+        """Return the exact size."""
         return self._SEED_BYTES + 4 * count_for(self.ratio, words) if words else 0
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
@@ -127,7 +126,7 @@ class RandomKCodec:
         into.numpy()[places] += sent * np.float32(weight)
 
     def _draw(self, seed: int, words: int) -> tuple[Array, Array]:
-        """Ascending positions, and the size of the stratum of each."""
+        """Return the drawn positions, ascending, and the size of each one's stratum."""
         count = count_for(self.ratio, words)
         edges = np.arange(count + 1, dtype=np.int64) * words // count
         sizes = np.diff(edges)
@@ -144,24 +143,24 @@ class RandomKCodec:
 
 
 def checked_ratio(ratio: float) -> float:
-    """ConfigError unless 0 < ratio <= 1."""
+    """Return `ratio`; raise ConfigError unless 0 < ratio <= 1."""
     if not 0.0 < ratio <= 1.0:
         raise ConfigError(f"a sparse codec cannot send {ratio} of the words: use a ratio above 0, of at most 1")
     return ratio
 
 
 def count_for(ratio: float, words: int) -> int:
-    """k: how many of `words` words are sent at most."""
+    """Return k: the largest number of words sent of `words` words."""
     return min(words, math.ceil(ratio * words))
 
 
 def sparse_bytes(words: int, count: int) -> int:
-    """Bytes of a top-k payload with `count` of `words` words."""
+    """Return the bytes of a top-k payload with `count` of `words` words."""
     return 4 * _segments(words) + _WORD_BYTES * count
 
 
 def write_sparse(values: Tensor, places: Array, out: memoryview) -> int:
-    """Write the words of `values` at `places` (int64, ascending) to `out`; the bytes used are returned."""
+    """Write the words of `values` at `places` (int64, ascending) to `out`. Returns the bytes used."""
     words = values.numel()
     nbytes = sparse_bytes(words, len(places))
     body = room(out, nbytes).numpy()
@@ -174,7 +173,10 @@ def write_sparse(values: Tensor, places: Array, out: memoryview) -> int:
 
 
 def read_sparse(payload: memoryview, words: int) -> tuple[Array, Array]:
-    """The positions (int64, ascending) and the fp32 values in a top-k payload; ProtocolError if it is not one."""
+    """Return the positions (int64, ascending) and the fp32 values of a top-k payload.
+
+    Raises ProtocolError if it is invalid.
+    """
     body = body_of(payload).numpy()
     head = 4 * _segments(words)
     sent_bytes = len(body) - head
@@ -193,9 +195,9 @@ def read_sparse(payload: memoryview, words: int) -> tuple[Array, Array]:
 
 
 def largest(values: Tensor, ratio: float, *, seed: int, sampled: bool, scratch: Scratch) -> Array:
-    """Positions (int64, ascending) of the `ratio` * words largest magnitudes that are not zero; see TopKCodec.
+    """Return the positions (int64, ascending) of the `ratio` * words largest nonzero magnitudes; see TopKCodec.
 
-    NonFinitePayload on NaN or infinity.
+    Raises NonFinitePayload on NaN or infinity.
     """
     k = count_for(ratio, values.numel())
     if not k:
@@ -208,14 +210,15 @@ def largest(values: Tensor, ratio: float, *, seed: int, sampled: bool, scratch: 
 
 
 def _sampled_threshold(values: Tensor, ratio: float, seed: int) -> np.float32:
-    stride = max(1, int(values.numel() * ratio / _SAMPLED_HITS)) | 1  # odd: it shares no period with a matrix's rows
+    # Odd, so it shares no period with the rows of a matrix
+    stride = max(1, int(values.numel() * ratio / _SAMPLED_HITS)) | 1
     offset = seed % min(stride, values.numel())
     sample = np.abs(values.numpy()[offset::stride])
     return _kth_largest(sample, min(len(sample), math.ceil(_OVERSAMPLING * ratio * len(sample))))
 
 
 def _certain_threshold(values: Tensor, ratio: float, k: int, scratch: Scratch) -> np.float32:
-    """A magnitude that at least k words reach: the k-th largest of the maxima of disjoint groups of words."""
+    """Return a magnitude that at least k words reach: the k-th largest of the maxima of disjoint groups of words."""
     group = max(1, min(64, int(1 / (2 * ratio))))
     maxima = []
     for start, stop in pieces(values.numel()):
@@ -232,7 +235,7 @@ def _kth_largest(magnitudes: Array, k: int) -> np.float32:
 
 
 def _passing(values: Tensor, threshold: np.float32, k: int, scratch: Scratch) -> Array:
-    """Positions of the at most `k` largest magnitudes among those that reach `threshold`."""
+    """Return the positions of the at most `k` largest magnitudes among those that reach `threshold`."""
     floor = max(threshold, _TINIEST)
     all_places: list[Array] = []
     all_magnitudes: list[Array] = []
@@ -247,7 +250,7 @@ def _passing(values: Tensor, threshold: np.float32, k: int, scratch: Scratch) ->
         all_places.append(places + start)
         held += len(places)
         if held > 4 * k:
-            # From here on a word must be larger than the least of the k: the first among equals stay.
+            # From here on a word must be larger than the smallest of the k: among equal ones the first stay.
             floor = np.nextafter(_shrink(all_places, all_magnitudes, k), np.float32(np.inf))
             held = k
     if held > k:
@@ -256,7 +259,7 @@ def _passing(values: Tensor, threshold: np.float32, k: int, scratch: Scratch) ->
 
 
 def _shrink(all_places: list[Array], all_magnitudes: list[Array], k: int) -> np.float32:
-    """Leave the `k` largest in the lists, the first among equals; the smallest of them is returned."""
+    """Keep the `k` largest in the lists, the first among equal ones. Returns the smallest of them."""
     places, magnitudes = np.concatenate(all_places), np.concatenate(all_magnitudes)
     least = _kth_largest(magnitudes, k)
     keep = magnitudes > least

@@ -1,4 +1,4 @@
-"""Which codec a job uses, as data: part of its configuration. `codec.build` makes the codec of one."""
+"""Which codec a job uses, as data in its configuration. `codec.build` makes the codec of a spec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Raw(msgspec.Struct, frozen=True, tag="raw", kw_only=True, forbid_unknown_f
 
 
 class Fp16(msgspec.Struct, frozen=True, tag="fp16", kw_only=True, forbid_unknown_fields=True):
-    """IEEE half precision: 2 bytes a word; beyond 65504 it is infinity."""
+    """IEEE half precision: 2 bytes a word; a value beyond 65504 becomes an infinity."""
 
 
 class Bf16(msgspec.Struct, frozen=True, tag="bf16", kw_only=True, forbid_unknown_fields=True):
@@ -18,9 +18,9 @@ class Bf16(msgspec.Struct, frozen=True, tag="bf16", kw_only=True, forbid_unknown
 
 
 class Int8(msgspec.Struct, frozen=True, tag="int8", kw_only=True, forbid_unknown_fields=True):
-    """8-bit integers with a scale for each `block` words (a power of two from 32): a byte a word and 4 a block.
+    """8-bit integers with a scale for each `block` words (a power of two from 32): 1 byte a word and 4 a block.
 
-    `stochastic` rounds at random so that the mean is right, which needs no error feedback.
+    `stochastic` rounds randomly so that the mean is right, which needs no error feedback.
     """
 
     block: int = 256
@@ -37,7 +37,7 @@ class Int4(msgspec.Struct, frozen=True, tag="int4", kw_only=True, forbid_unknown
 
 
 class TopK(msgspec.Struct, frozen=True, tag="topk", kw_only=True, forbid_unknown_fields=True):
-    """The `ratio` largest words, at 6 bytes each. `sampled` finds them by a threshold from a sample: faster."""
+    """The `ratio` largest words, at 6 bytes each. `sampled` finds them faster, by a threshold from a sample."""
 
     ratio: float = 0.01
     sampled: bool = True
@@ -59,9 +59,9 @@ class Sign(msgspec.Struct, frozen=True, tag="sign", kw_only=True, forbid_unknown
 
 
 class DGC(msgspec.Struct, frozen=True, tag="dgc", kw_only=True, forbid_unknown_fields=True):
-    """Deep Gradient Compression: top-k with momentum on the worker, for a plain SGD on the servers.
+    """Deep Gradient Compression: top-k with momentum on the worker, for plain SGD on the servers.
 
-    `clip` bounds the 2-norm of each shard's gradient. Over `warmup_steps` the ratio falls from 0.25 to `ratio`.
+    `clip` bounds the 2-norm of each shard's gradient. Over `warmup_steps` steps the ratio falls from 0.25 to `ratio`.
     """
 
     ratio: float = 0.001
@@ -72,9 +72,10 @@ class DGC(msgspec.Struct, frozen=True, tag="dgc", kw_only=True, forbid_unknown_f
 
 
 class PowerSGD(msgspec.Struct, frozen=True, tag="powersgd", kw_only=True, forbid_unknown_fields=True):
-    """Factors of `rank` for every shard of a parameter of two or more dimensions; the others go raw.
+    """Factors of `rank` for every shard of a parameter of two or more dimensions; other parameters go raw.
 
-    Such a parameter, as a matrix of shape[0] rows, has shards of its own: as many whole rows as `shard_bytes` holds.
+    Such a parameter, as a matrix of shape[0] rows, has shards of its own: each has as many whole rows as `shard_bytes`
+    holds.
     """
 
     rank: int = 4
@@ -85,5 +86,5 @@ CodecSpec = Raw | Fp16 | Bf16 | Int8 | Int4 | TopK | RandomK | Sign | DGC | Powe
 
 
 def has_state(spec: CodecSpec) -> bool:
-    """Does a worker keep something of a replica from step to step (a residual, a velocity, PowerSGD's Q)?"""
+    """Return True if a worker keeps codec state from step to step (a residual, a velocity, PowerSGD's Q)."""
     return isinstance(spec, DGC | PowerSGD) or getattr(spec, "error_feedback", False)

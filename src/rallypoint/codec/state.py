@@ -1,8 +1,8 @@
-"""Codec state as bytes: what a codec keeps of one shard of one replica, for another worker and for snapshots.
+"""Codec state as bytes: the state of one shard of one replica, for another worker and for snapshots.
 
-It is the state after a step's contribution was encoded, and that contribution as it was sent: the worker that takes the
-replica over may have to send it again (I2), and it must be the same. The state's tensors come first, in the order
-of their names, little-endian; the payload is the rest, empty if that contribution went raw.
+It is the state after a step's contribution was encoded, together with that contribution's payload. The worker that
+takes the replica over may have to send the contribution again (I2), with the same bytes. First come the state's
+tensors, in the order of their names, little-endian; then the payload, empty if that contribution went raw.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rallypoint.errors import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class CodecState:
-    """The codec state after `step` (in the shard's own count), by the codec of that number."""
+    """The codec state after `step` (counted by the shard). `code` is the codec's number."""
 
     step: int
     code: int
@@ -33,14 +33,14 @@ class CodecState:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The codec states that one shard can have: its codec's number, and from how many to how many bytes."""
+    """The possible codec states of one shard: the codec's number, and the smallest and largest size in bytes."""
 
     code: int
     least: int
     most: int
 
     def check(self, code: int, nbytes: int) -> None:
-        """ProtocolError when that cannot be a codec state of the shard."""
+        """Raise ProtocolError when a state of codec `code` and `nbytes` bytes is impossible for the shard."""
         if code != self.code or not self.least <= nbytes <= self.most:
             raise ProtocolError(
                 f"a codec state of {nbytes} bytes in codec {code}: {self.least} to {self.most} in codec "
@@ -49,26 +49,26 @@ class Limits:
 
 
 def limits_of(codec: Codec, words: int) -> Limits:
-    """Of a codec that serves a shard of `words` words."""
+    """Return the limits for a codec that serves a shard of `words` words."""
     state = state_bytes(codec)
     return Limits(codec.code, state, state + codec.bytes_for(words))
 
 
 def state_bytes(codec: Codec) -> int:
-    """Bytes of the codec's state; 0 for a codec without any."""
+    """Return the bytes of the codec's state; 0 for a codec without state."""
     return sum(t.numel() * t.element_size() for t in codec.state().values()) if isinstance(codec, Stateful) else 0
 
 
 def dump(codec: Stateful) -> bytes:
-    """The codec's state as bytes."""
+    """Return the codec's state as bytes."""
     parts = (tensor.numpy() for _, tensor in sorted(codec.state().items()))
     return b"".join(part.astype(part.dtype.newbyteorder("<"), copy=False).tobytes() for part in parts)
 
 
 def load(codec: Codec, code: int, data: memoryview) -> memoryview:
-    """Take over the state that `dump` wrote of such a codec of number `code`; what follows it in `data` is returned.
+    """Load into `codec`, of number `code`, the state that `dump` wrote. Returns what follows the state in `data`.
 
-    ProtocolError when these are not such bytes, or hold a NaN or an infinity; the codec is then as it was.
+    Raises ProtocolError when the bytes are invalid, or hold a NaN or an infinity; the codec is then unchanged.
     """
     size = state_bytes(codec)
     if not isinstance(codec, Stateful) or code != codec.code or len(data) < size:
@@ -87,23 +87,23 @@ def load(codec: Codec, code: int, data: memoryview) -> memoryview:
 
 
 def _sensible(tensor: torch.Tensor) -> bool:
-    """A state's tensors are finite, its counts not negative."""
+    """True if a state's tensor is finite; for a count, if it is not negative."""
     return all_finite(tensor.view(-1)) if tensor.dtype.is_floating_point else bool((tensor >= 0).all())
 
 
 class ShardCodecStates:
-    """Which shards of a job have codec states, and of what size. Threads may share it."""
+    """Which shards of a job have codec states, and their possible sizes. Threads may share it."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config, self._codecs = config, ShardCodecs(config)
         self._limits: dict[tuple[int, tuple[int, ...]], Limits] = {}
 
     def has(self, shard: Shard) -> bool:
-        """Has this shard a codec with state?"""
+        """Return True if the shard's codec has state."""
         return has_state(codec_of(self._config, shard.group)) and self._codecs.of(shard) is not None
 
     def of(self, shard: Shard) -> Limits:
-        """The limits of this shard's codec state. ProtocolError when it has none."""
+        """Return the limits of this shard's codec state. Raises ProtocolError when it has none."""
         if not self.has(shard):
             raise ProtocolError(f"a codec state of shard {shard.index}, whose codec has none in this job")
         key = (shard.group, shard.shape)
@@ -112,5 +112,5 @@ class ShardCodecStates:
         return self._limits[key]
 
     def among(self, layout: Layout) -> tuple[int, ...]:
-        """The shards that have codec states, ascending."""
+        """Return the shards that have codec states, ascending."""
         return tuple(shard.index for shard in layout.shards if self.has(shard))

@@ -1,7 +1,7 @@
 """The job's configuration: one typed tree, from the script, a file and dotted overrides; unknown keys are refused.
 
-Precedence, the last one wins: defaults, what the script passes to `job.train`, the file (`--config job.toml`), dotted
-overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job record: all members read that one.
+Precedence, the last one wins: defaults, the script's arguments of `job.train`, the file (`--config job.toml`), dotted
+overrides (`--set optimizer.lr.peak=1e-3`). The resolved tree is part of the job record, which all members read.
 """
 
 from __future__ import annotations

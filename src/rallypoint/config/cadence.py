@@ -1,4 +1,4 @@
-"""Which shards each round updates, where rounds are staggered: by groups' periods and by fragments."""
+"""The shards that each round updates, where rounds are staggered: by the periods of groups and by fragments."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _LONGEST_CYCLE = 1 << 12  # rounds
 
 
 def cadence_of(config: JobConfig, shards: Sequence[Shard]) -> Cadence:
-    """The shards that each round updates.
+    """Return the shards that each round updates.
 
     A group with a `sync_every` has that period. All other parameters are cut into `fragments` runs of consecutive
-    shards, of about as many bytes each; every round updates one run. Buffers are due in every round: they are small,
-    and each of a replica's rounds begins with them. ConfigError when there are more fragments than shards, or nothing
-    would be due in some round.
+    shards, of about equal size; each round updates one run. Buffers are updated in every round: they are small, and
+    each of a replica's rounds starts with them. Raises ConfigError when there are more fragments than shards, or when a
+    round would update nothing.
     """
     if config.local is None or not config.staggered:
         return TOGETHER

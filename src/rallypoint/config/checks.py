@@ -1,4 +1,4 @@
-"""Whether a configuration makes sense: each refusal names the setting, and what to write instead."""
+"""Checks that a configuration makes sense. Each error names the setting, and what to write instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.errors import ConfigError
 
 
 def check(config: JobConfig) -> None:
-    """ConfigError naming the setting that makes no sense, and what would."""
+    """Raise ConfigError for a setting that makes no sense, naming the setting and a valid value."""
     for name in ("replicas", "batch", "steps", "accumulate", "window", "items_per_sample"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}: it must be at least 1")
@@ -65,7 +65,10 @@ def _check_adagrad(spec: Adagrad) -> None:
 
 
 def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
-    """What a job asks for beside its mode: by its settings and by its model. ConfigError where they do not fit."""
+    """Return the features that the job needs beside its mode, by its settings and its model.
+
+    Raises ConfigError where they do not fit.
+    """
     found = {Feature.BUFFERS} if any(shard.role == "buffers" for shard in layout.shards) else set()
     found |= {Feature.TABLES} if layout.tables else set()
     features = config.features | found

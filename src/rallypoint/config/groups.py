@@ -1,4 +1,4 @@
-"""Which optimizer group a parameter is in, and what the group is trained and written with."""
+"""The optimizer group of a parameter, and the group's settings and codec."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rallypoint.config.tree import JobConfig
 
 
 class GroupSettings(msgspec.Struct, frozen=True):
-    """What one optimizer group is trained with."""
+    """The settings that one optimizer group is trained with."""
 
     weight_decay: float
     lr_scale: float
 
 
 def group_of(config: JobConfig, name: str, dimensions: int) -> int:
-    """The optimizer group of a parameter: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own."""
+    """Return a parameter's optimizer group: 0 decayed, 1 not decayed (norms, biases), 2 and up the user's own."""
     for index, group in enumerate(config.groups):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in group.match):
             return 2 + index
@@ -26,7 +26,7 @@ def group_of(config: JobConfig, name: str, dimensions: int) -> int:
 
 
 def settings_of(config: JobConfig, group: int) -> GroupSettings:
-    """What the optimizer group is trained with."""
+    """Return the settings that the optimizer group is trained with."""
     if group == 0:
         return GroupSettings(config.optimizer.weight_decay, 1.0)
     if group == 1:
@@ -37,14 +37,17 @@ def settings_of(config: JobConfig, group: int) -> GroupSettings:
 
 
 def settings_applied(config: JobConfig, group: int) -> GroupSettings:
-    """What the servers update the group with: under local steps the groups' settings are the workers' affair."""
+    """Return the settings of the group on the servers.
+
+    Under local steps the groups' settings apply on the workers only.
+    """
     if config.local is not None:
         return GroupSettings(config.applied.weight_decay, 1.0)
     return settings_of(config, group)
 
 
 def codec_of(config: JobConfig, group: int) -> CodecSpec:
-    """How contributions to the shards of an optimizer group are written; buffers (group -1) go raw."""
+    """Return the codec for contributions to the shards of an optimizer group; buffers (group -1) go raw."""
     if group < 0:
         return Raw()
     own = config.groups[group - 2].codec if group >= 2 else None
@@ -52,6 +55,6 @@ def codec_of(config: JobConfig, group: int) -> CodecSpec:
 
 
 def ranks_of(config: JobConfig) -> dict[int, int]:
-    """The rank of the factors in each optimizer group that goes as such; the layout is cut accordingly."""
+    """Return the PowerSGD rank of each optimizer group that uses it. The layout is cut accordingly."""
     codecs = {group: codec_of(config, group) for group in range(2 + len(config.groups))}
     return {group: codec.rank for group, codec in codecs.items() if isinstance(codec, PowerSGD)}

@@ -1,4 +1,4 @@
-"""A job's record that was kept in a snapshot or a journal, perhaps by an earlier version of the package."""
+"""Reads a job's record from a snapshot or a journal, perhaps of an earlier version of the package."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from rallypoint.errors import ConfigError
 
 
 def kept_record(data: Mapping[str, Any], source: str) -> JobRecord:
-    """The record in `data`, which is plain data. `source` says where it was kept: it begins the sentence of an error.
+    """Return the record in `data`, which is plain data.
 
-    A record from before modes had descriptions has none, and would be taken for one of `rp.Sync()`. What follows from
-    its configuration and its layout is made anew. Raises msgspec.ValidationError when `data` is no record; ConfigError
-    when such an old job cannot go on as what it was.
+    `source` says where it was stored; error messages begin with it.
+
+    A record from before modes had descriptions has none, and would be read as one of `rp.Sync()`. So everything that
+    follows from its configuration and its layout is computed again. Raises msgspec.ValidationError when `data` is no
+    record, ConfigError when such an old job cannot continue in its mode.
     """
     record = msgspec.convert(data, JobRecord)
     return record if "mode" in data else _completed(record, source)
@@ -33,5 +35,5 @@ def _completed(record: JobRecord, source: str) -> JobRecord:
             f"{source} is of a job of {record.rounds} rounds, and this version of Rallypoint makes {new.rounds} of its "
             "settings: use the version that wrote it"
         )
-    # As it would come from a worker: lists in place of tuples, for members compare configurations.
+    # Encode and decode, as if it came from a worker: lists replace tuples, and members compare configurations.
     return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord)

@@ -1,4 +1,4 @@
-"""From what the script, a file and dotted overrides say to a configuration, and to the record that all agree on."""
+"""Merges the script's settings, a file and dotted overrides into a configuration, and makes the record of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rallypoint.errors import ConfigError
 
 
 def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> JobConfig:
-    """The configuration from the script's `settings` and the launcher's nested `overrides`.
+    """Return the configuration from the script's `settings` and the launcher's nested `overrides`.
 
     Raises ConfigError naming the key when one is unknown, has the wrong type, or makes no sense.
     """
@@ -30,7 +30,7 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
 
 
 def parse(data: Mapping[str, Any]) -> JobConfig:
-    """The configuration in a job record. ConfigError when it is none."""
+    """Return the configuration in a job record. Raises ConfigError when it is invalid."""
     sync = data.get("sync")
     if isinstance(sync, Mapping) and (why := of_another_mode(sync)):
         raise ConfigError(why)
@@ -46,7 +46,7 @@ def record_of(
     config: JobConfig, layout: Layout, frozen: Mapping[str, str] | None = None, *,
     data: DataIdentity | None = None, tied: Mapping[str, str] | None = None,
 ) -> JobRecord:  # fmt: skip
-    """What the members of the job must agree on. ConfigError when the model does not go with the settings."""
+    """Return what the members of the job must agree on. Raises ConfigError when the model does not fit the settings."""
     features = tuple(sorted(features_with(config, layout), key=list(Feature).index))
     return JobRecord(
         msgspec.to_builtins(config), layout, config.rounds, dict(frozen or {}), config.steps_per_round,
@@ -55,9 +55,9 @@ def record_of(
 
 
 def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
-    """The configuration of a job whose script has an optimizer of its own, of this class; or ("") has none.
+    """Return the configuration of a job whose script has its own optimizer of class `kind`; "": it has none.
 
-    ConfigError where workers step none, or the configuration says something else.
+    Raises ConfigError where workers step no optimizer, or the configuration says something else.
     """
     if kind and (why := refusal(config.mode.name, {Feature.OWN_OPTIMIZER})):
         raise ConfigError(why)
@@ -70,7 +70,7 @@ def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
 
 
 def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
-    """Nested overrides from a TOML file and `key.key=value` texts (values are TOML; a bare word is a string)."""
+    """Return nested overrides from a TOML file and `key.key=value` texts (values are TOML; a bare word is a string)."""
     tree: dict[str, Any] = {}
     if file is not None:
         try:
@@ -120,8 +120,10 @@ def _as_data(key: str, value: Any) -> Any:
 
 
 def _not_data(key: str, value: Any) -> str:
-    """The sentence about a setting that is a live object: settings are data, because servers and other workers read
-    them."""
+    """The error message for a setting that is a live object.
+
+    Settings must be data, because servers and other workers read them.
+    """
     if isinstance(value, msgspec.Struct):
         for field in type(value).__struct_fields__:
             inner = getattr(value, field)
@@ -146,7 +148,7 @@ def _not_data(key: str, value: Any) -> str:
 def _merge(base: Any, over: Any) -> dict[str, Any]:
     merged = dict(base)
     if "type" in over and over["type"] != merged.get("type"):
-        merged = {}  # another kind of thing: the settings of the old one mean nothing to it
+        merged = {}  # the kind changed: the old kind's settings mean nothing for it
     for key, value in over.items():
         both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
         merged[key] = _merge(merged[key], value) if both else value
@@ -155,7 +157,7 @@ def _merge(base: Any, over: Any) -> dict[str, Any]:
 
 def _toml_value(text: str) -> Any:
     if text.strip().lower() == "none":
-        return None  # TOML has no word for it
+        return None  # TOML has no word for None
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -21,12 +21,12 @@ DownSpec = Raw | Fp16 | Bf16 | Int8
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Parameters with settings of their own: those whose name matches any of `match` (shell patterns).
+    """Parameters with their own settings: those whose name matches any of `match` (shell patterns).
 
-    `weight_decay` and `codec` are the job's where they are None.
+    If `weight_decay` or `codec` is None, the job's applies.
 
-    Under LocalSteps they may have a period of their own: they are synchronised after every n steps of the job where
-    ``n % sync_every == sync_offset``. None: with everything else.
+    Under LocalSteps a group may have its own period: it is synchronised after n steps of the job, for each n with
+    ``n % sync_every == sync_offset``. None: together with all other parameters.
     """
 
     match: tuple[str, ...]
@@ -44,23 +44,23 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         replicas: R, the logical data-parallel replicas; the global batch is `replicas` * `batch` samples (I1).
         batch: samples of one replica at one step.
         steps: updates to make.
-        optimizer: what the servers apply (under LocalSteps: what the workers do between two synchronisations; under
-            AllReduce: what every worker does with the mean gradient).
-        sync: how workers and servers synchronise: the mode.
+        optimizer: the optimizer on the servers (under LocalSteps: the workers' between two synchronisations; under
+            AllReduce: every worker's, which steps with the mean gradient).
+        sync: the mode: how workers and servers synchronise.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
-        seed: of the sample order and of every replica's randomness.
+        seed: seed of the sample order and of every replica's randomness.
         nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
             "continue" as plain PyTorch would.
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
-        groups: parameters with settings of their own; the first match wins.
-        codec: how gradients are written on their way up; a lossy one changes what is computed.
-        down: how parameters are written on their way down, the last version excepted, which goes as it is. Without
-            error feedback: what servers keep is exact, so no error adds up.
-        table_std: standard deviation of the first values of tables (embeddings whose rows only the servers keep).
-        shard_bytes: the largest shard.
-        window: contributions that may be under way from one worker to one server.
-        hold_bytes: bytes that a server may keep of contributions that came too early; then it slows the senders.
+        groups: parameters with their own settings; the first match wins.
+        codec: how workers encode gradients; a lossy codec changes the result.
+        down: how servers encode parameters for the workers. The last version always goes raw. There is no error
+            feedback: servers keep exact values, so no error accumulates.
+        table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
+        shard_bytes: the largest shard, in bytes.
+        window: contributions that may be on their way from one worker to one server.
+        hold_bytes: bytes of early contributions that a server may keep; beyond that it slows the senders.
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
             200 Mbit/s, 1 MiB at 1 Gbit/s). Not for links with a round trip of more than a few ms.
@@ -100,7 +100,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @cached_property
     def features(self) -> frozenset[Feature]:
-        """What these settings ask for beside the mode."""
+        """The features that these settings need beside the mode."""
         return features_of(self)
 
     @cached_property
@@ -110,17 +110,17 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def own_optimizer(self) -> str:
-        """The class of the optimizer that a worker steps in place of `optimizer`; "" if it steps that one, or none."""
+        """The class of the user's optimizer that workers step in place of `optimizer`; "" if there is none."""
         return self.sync.own if isinstance(self.sync, AllReduce) else ""
 
     @property
     def local(self) -> LocalSteps | None:
-        """The local steps, if the worker makes any."""
+        """The local-steps mode, if the worker makes local steps; else None."""
         return self.sync if isinstance(self.sync, LocalSteps) else None
 
     @property
     def steps_per_round(self) -> int:
-        """Steps of a replica between two of its contributions (to whatever shard)."""
+        """Steps of a replica between two of its contributions (to any shard)."""
         if self.local is None:
             return 1
         own = [n for group in self.groups if group.sync_every for n in (group.sync_every, group.sync_offset)]
@@ -128,16 +128,16 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def staggered(self) -> bool:
-        """Do a replica's own parameters go on from round to round, as each round is for some shards or mixed later?"""
+        """True if replicas' own parameters continue from round to round (fragments, periods or a delay)."""
         return self.mode.clock is Clock.STAGGERED
 
     def steps_ahead(self, round: int) -> int:
-        """How many of this round's steps replicas make before its version is mixed in."""
+        """Steps of this round that replicas make before its version is mixed in."""
         return min(self.local.delay, len(self.steps_of(round)) - 1) if self.local is not None else 0
 
     @property
     def rounds(self) -> int:
-        """Contributions that each replica makes; under an aligned policy the job's last version."""
+        """Contributions that each replica makes; under an aligned policy also the job's last version."""
         return -(-self.steps // self.steps_per_round)
 
     def steps_of(self, round: int) -> range:
@@ -145,54 +145,54 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return range(self.steps_at(round), self.steps_at(round + 1))
 
     def steps_at(self, version: int) -> int:
-        """The steps of training behind a version; -1 before the first."""
+        """Steps of training in a version; -1 before the first."""
         return min(version * self.steps_per_round, self.steps) if version >= 0 else -1
 
     @property
     def applied(self) -> Optimizer:
-        """What the servers apply."""
+        """The optimizer that the servers apply."""
         return self.local.outer if self.local is not None else self.optimizer
 
     @property
     def applied_schedule(self) -> Schedule:
-        """The learning rate of what the servers apply, over the job's rounds."""
+        """The learning rate of the servers' optimizer, over the job's rounds."""
         return schedule_of(self.applied)
 
     @property
     def clips_on_servers(self) -> bool:
-        """Is the gradient clipped by the norm of the mean? Otherwise each replica clips its own."""
+        """True if servers clip by the norm of the mean gradient. Otherwise each replica clips its own gradient."""
         of_mean = self.mode.pace is Pace.ROUNDS and self.mode.contribution is Contribution.GRADIENT
         return self.clip is not None and of_mean
 
     def contributors(self, role: Role) -> int:
-        """How many replicas contribute to a shard: replica 0 alone to buffers, or (quorum) whoever comes first."""
+        """How many replicas may contribute to a shard: all R; to buffers only replica 0, except with a quorum."""
         return self.replicas if role != "buffers" or self.mode.drops else 1
 
     def clocks(self, role: Role) -> int:
-        """How many replicas have a clock in a shard: its contributors, or 0 where all begin a round together."""
+        """Replicas that have a clock in a shard: its contributors, or 0 where all begin a round together."""
         return self.policy.clocks(self.contributors(role))
 
     @property
     def quorum(self) -> int | None:
-        """So many of a round's contributions are enough; None: all of them."""
+        """The number of contributions that complete a round; None: all of them."""
         return self.policy.quorum if isinstance(self.policy, Sync) else None
 
     @property
     def compensation(self) -> float:
-        """The lambda of delay compensation; 0: late gradients are applied as they are."""
+        """The lambda of delay compensation; 0: late gradients are applied unchanged."""
         return self.policy.delay_compensation if isinstance(self.policy, Async) else 0.0
 
     @property
     def decides(self) -> bool:
-        """Do servers take a decision together before they apply a round?
+        """True if servers decide together before they apply a round.
 
-        Stopping needs none: a worker sees its own loss before it pushes anything of that replica.
+        Stopping needs no decision: a worker sees its own loss before it pushes anything of that replica.
         """
         return self.mode.pace is Pace.ROUNDS and (self.clips_on_servers or self.nonfinite == "skip")
 
     @property
     def codecs(self) -> tuple[CodecSpec, ...]:
-        """The job's codec, and those that groups have of their own."""
+        """The job's codec, and the groups' own codecs."""
         return (self.codec, *(group.codec for group in self.groups if group.codec is not None))
 
 
@@ -221,11 +221,11 @@ class Settings(TypedDict, total=False):
     items_per_sample: int
 
 
-build_now(JobConfig)  # every member's proposal is parsed, each on its connection's own thread
+build_now(JobConfig)  # build now: every member's proposal is parsed on its connection's thread
 
 
 def features_of(config: JobConfig) -> frozenset[Feature]:
-    """What the settings ask for beside the mode."""
+    """Return the features that the settings need beside the mode."""
     local, policy, groups = config.local, config.policy, config.groups
     asked = {
         Feature.CLIP: config.clip is not None,
@@ -247,5 +247,5 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
 
 
 def schedule_of(optimizer: Optimizer) -> Schedule:
-    """The learning rate of an optimizer, over what it steps."""
+    """Return the learning rate of an optimizer, over the steps that it makes."""
     return Constant(optimizer.lr) if isinstance(optimizer.lr, (int, float)) else optimizer.lr

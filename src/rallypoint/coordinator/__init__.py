@@ -1,1 +1,1 @@
-"""The coordinator: decides who is here. It publishes views and is not on the path of a step (I7)."""
+"""The coordinator: decides which members a job has, and publishes views. It is not on the path of a step (I7)."""

@@ -1,4 +1,4 @@
-"""What a coordinator's shell asks of its surroundings; to be done in order, each before the next."""
+"""Acts: what a coordinator's shell asks the service to do, in order, each before the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.net.messages import Message, Stored
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write the state into the journal. With `needed` the job cannot go on if that fails; else it goes on."""
+    """Write the state into the journal. If that fails, the job ends; with `needed=False` it goes on."""
 
     state: ClusterState
     needed: bool = True
@@ -31,7 +31,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell the other end why it cannot take part, then close; `final`: coming back would change nothing."""
+    """Tell the other end why it cannot take part, then close the connection; `final`: it would be refused again."""
 
     connection: Connection
     reason: str
@@ -47,32 +47,32 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """Append to the event log."""
+    """Append a message to the event log."""
 
     message: msgspec.Struct
 
 
 @dataclass(frozen=True, slots=True)
 class BeginSnapshot:
-    """Parts of this snapshot will come; those of any other are forgotten."""
+    """Collect the parts of this snapshot from now on; drop those of any other."""
 
     snapshot: str
 
 
 @dataclass(frozen=True, slots=True)
 class AddPart:
-    """A part of a snapshot is in the store."""
+    """Add a part that a member has stored to its snapshot."""
 
     part: Stored
 
 
 @dataclass(frozen=True, slots=True)
 class CommitSnapshot:
-    """Write the manifest. SnapshotCommitted or SnapshotFailed follows. `origin` must not be deleted meanwhile."""
+    """Write the manifest; SnapshotCommitted or SnapshotFailed follows. The snapshot `origin` must not be deleted."""
 
     snapshot: str
     version: int
-    step: int  # of training: what its evaluations are called by
+    step: int  # steps of training: its evaluations carry this number
     record: JobRecord
     metrics: Mapping[str, float]
     origin: str
@@ -80,7 +80,7 @@ class CommitSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """An evaluation after `step` steps has ended: if a snapshot of it is complete, its figures go into the manifest."""
+    """An evaluation after `step` steps has ended: add its metrics to that step's snapshot, if one is complete."""
 
     step: int
     metrics: Mapping[str, float]
@@ -88,12 +88,12 @@ class Judge:
 
 @dataclass(frozen=True, slots=True)
 class FindSnapshot:
-    """Look for the newest usable snapshot. SnapshotFound or Ended follows."""
+    """Look for the newest usable snapshot; the event SnapshotFound or Ended follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Everybody has been told how the job ended; `failure` says why it failed, if it did."""
+    """The job is over and all members were told; `failure` says why it failed, None if it did not."""
 
     failure: str | None
 

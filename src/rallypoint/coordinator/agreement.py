@@ -1,22 +1,22 @@
-"""Are the workers' own optimizers set alike? Each report carries a digest of them, to be compared by step."""
+"""Checks that the workers' own optimizers have the same settings: each report carries a digest of them (AllReduce)."""
 
 from __future__ import annotations
 
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.messages import Report
 
-_KEPT = 4  # steps: a report may come after another worker's report of the next step
+_KEPT = 4  # steps: a report may arrive after another worker's report of the next step
 
 
 class Agreement:
-    """Compares what workers report of one step, for the last few steps of the newest generation."""
+    """Compares the reports of each step, for the last few steps of the newest generation."""
 
     def __init__(self) -> None:
         self._generation = ViewNumber()
         self._first: dict[int, tuple[str, str]] = {}  # step -> the worker that reported it first, its digest
 
     def difference(self, worker: str, report: Report) -> str | None:
-        """A sentence when this report's step was computed with other settings elsewhere; None when all agree."""
+        """The sentence that says which workers had different settings at the report's step; None if all agree."""
         if not report.settings or report.generation < self._generation:
             return None
         if report.generation > self._generation:

@@ -15,11 +15,19 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
 from rallypoint.net.messages import Applied, Members, Message, Planned, Report, Say, Waiting
 
-SILENCE_S = 5.0  # without news for so long, say what the job waits for
+SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
 
 class Announcer:
-    """Turns what happens into messages for observers and the event log. `now` is in seconds, of any clock."""
+    """Makes the messages for observers and the event log. Every `now` is in seconds, of the same clock.
+
+    Attributes:
+        observers: the connections of all observers.
+        tally: counts the replicas' reports; None before the job's record is known.
+        planned: the message that describes the job; None before the record is known.
+        config: the job's settings; the defaults before the record is known.
+        last_news: the time of the last message that was not a `Say`.
+    """
 
     def __init__(self, machine: ClusterMachine, now: float) -> None:
         self._machine = machine
@@ -31,12 +39,12 @@ class Announcer:
         self._announced: Members | None = None
         self.last_news = self._last_said = now
 
-    # ---- what is told ----
+    # ---- announcements ----
 
     def announce(self, message: Message, now: float) -> list[Act]:
-        """Tell all observers, and the log."""
+        """Send `message` to all observers and append it to the event log."""
         self._last_said = now
-        if not isinstance(message, Say):  # a member that says what it waits for is no end of the waiting
+        if not isinstance(message, Say):  # a member that says what it waits for is still waiting
             self.last_news = now
         return self._tell(message)
 
@@ -44,14 +52,14 @@ class Announcer:
         return [Log(message), *(Send(observer, message) for observer in self.observers)]
 
     def observe(self, connection: Connection) -> list[Act]:
-        """Somebody watches from now on."""
+        """Add an observer, and send it the plan and the members if they are known."""
         self.observers.append(connection)
         return [Send(connection, known) for known in (self.planned, self._announced) if known is not None]
 
     def plan(self, record: JobRecord, view: View, now: float, *, taking_over: bool = False) -> list[Act]:
-        """The job is known: say what it is. Does nothing the second time.
+        """Announce the job when its record is known. Does nothing when called again.
 
-        `taking_over`: an earlier coordinator began it, and reports of the step in progress may be lost with it.
+        `taking_over`: an earlier coordinator began the job, and its reports of the step in progress may be lost.
         """
         if self.planned is not None:
             return []
@@ -70,7 +78,7 @@ class Announcer:
         return self.announce(self.planned, now)
 
     def members(self, view: View, now: float) -> list[Act]:
-        """Say who is here, if that has changed."""
+        """Announce the members, if they have changed since the last call."""
         busy = {worker for assignment in view.assignments for worker, own in assignment.replicas.items() if own}
         workers = [member.id for member in view.workers]
         told = Members(
@@ -83,20 +91,20 @@ class Announcer:
         return self.announce(told, now)
 
     def report(self, report: Report, now: float) -> list[Act]:
-        """A replica's step has been reported: say so if that completes the step."""
+        """Count a replica's report; announce the step if the report completes it."""
         if self.tally is None or (done := self.tally.add(report)) is None:
             return []
         return self.announce(msgspec.structs.replace(done, step=self.config.steps_at(done.step + 1) - 1), now)
 
     def applied(self, message: Applied) -> list[Act]:
-        """The ledger: for the log."""
+        """Write a server's ledger entry to the event log, and count how late each worker was."""
         self._late.add(message.late)
         return [Log(message)]
 
     # ---- what is waited for ----
 
     def waiting(self, now: float) -> list[Act]:
-        """Say what the job waits for, if nothing has been said for a while."""
+        """Announce what the job waits for, if nothing was announced for SILENCE_S seconds."""
         if now - self._last_said < SILENCE_S:
             return []
         self._last_said = now

@@ -1,4 +1,4 @@
-"""Which messages the coordinator accepts, and from which role."""
+"""Checks which messages the coordinator accepts, and from which role."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from rallypoint.net.messages import (
     Stored,
 )
 
-MOST = 10_000  # workers or servers that one may ask for
+MOST = 10_000  # the most workers or servers that a `Resize` may ask for
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
@@ -39,7 +39,7 @@ _MAY_SAY: dict[str, tuple[type, ...]] = {
 
 
 def checked(message: Message, sender: Hello) -> Message:
-    """The message; ProtocolError for one that its sender may not say, or that decodes but makes no sense."""
+    """Return `message`. Raises ProtocolError if its sender's role may not send it, or its values make no sense."""
     if not isinstance(message, _MAY_SAY[sender.role]):
         raise ProtocolError(f"a {type(message).__name__} message from {sender.role} {sender.id}")
     if isinstance(message, Report) and not (

@@ -1,4 +1,4 @@
-"""A coordinator's connections: who may come in, what they say as events, how they are told something."""
+"""A coordinator's connections: it admits or refuses members, and turns their messages into events."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ROLES = ("worker", "server", "observer")
 
 
 class Connections:
-    """Listens at `bind` from the constructor on: AddressInUse when somebody does there already.
+    """Listens at `bind` as soon as it is constructed. Raises AddressInUse when another process listens there.
 
-    `put` is called from each connection's own thread. `refusal(hello)` says why somebody may not come in, "" if it
-    may; `welcome` is what it is told then.
+    `put(event)` and `refusal(hello)` are called on each connection's own thread. `refusal` returns why a member may not
+    connect, "" if it may; it is then sent `welcome`.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class Connections:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """The address where it listens, "host:port"."""
         return self._gate.address
 
     def close(self) -> None:
-        """Stop listening, end every connection."""
+        """Stop listening and end every connection."""
         self._gate.close()
 
     def _admit(self, hello: Hello) -> Welcome:

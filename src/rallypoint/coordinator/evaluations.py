@@ -1,4 +1,4 @@
-"""The figures of evaluations, kept for each version: a snapshot is judged by those of its own."""
+"""The metrics of evaluations, by step of training: a snapshot's manifest gets those of its step."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ _REMEMBERED = 64  # versions
 
 
 class Evaluations:
-    """Metrics by step of training. Several evaluations of one step are merged; the oldest steps are forgotten."""
+    """Metrics by step of training. It merges several evaluations of a step, and keeps the newest 64 steps."""
 
     def __init__(self) -> None:
         self._by_step: dict[int, dict[str, float]] = {}
 
     def add(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Add what one evaluation of `step` found; all that is known of that step."""
+        """Add the metrics of one evaluation of `step`. Returns all metrics of that step."""
         known = self._by_step.setdefault(step, {})
         known.update(values)
         while len(self._by_step) > _REMEMBERED:
@@ -22,9 +22,9 @@ class Evaluations:
         return dict(known)
 
     def of(self, step: int) -> dict[str, float]:
-        """What is known of that step; empty if nothing is."""
+        """All metrics of that step; empty if there are none."""
         return dict(self._by_step.get(step, {}))
 
     def rewind(self, step: int) -> None:
-        """The job goes back to `step`: what was found of later ones is stale."""
+        """Drop the metrics of steps after `step`: the job goes back to it."""
         self._by_step = {known: values for known, values in self._by_step.items() if known <= step}

@@ -1,4 +1,4 @@
-"""The event log of a run: one JSON object a line in ``events.jsonl``, to be looked at afterwards or while it runs."""
+"""The event log of a run: ``events.jsonl`` with one JSON object per line. It can be read while the job runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ log = logging.getLogger("rallypoint")
 
 
 class EventLog:
-    """Appends events, each stamped with seconds since the log was opened; without a folder it keeps quiet.
+    """Appends events to `folder`/events.jsonl, each with the seconds since the log was opened.
 
-    No job ends because its log cannot be written: it says so once, and ends there itself.
+    With `folder=""` it writes nothing.
+
+    If the file cannot be written (a full disk), it logs one warning and writes no more; the job goes on.
     """
 
     def __init__(self, folder: str) -> None:
@@ -24,7 +26,7 @@ class EventLog:
         self._start = time.monotonic()
 
     def write(self, event: msgspec.Struct) -> None:
-        """Append one message, its fields beside its type and the time."""
+        """Append one message: its fields, its type, and the time `t` in seconds."""
         if self._file is not None:
             fields: dict[str, Any] = {"t": round(time.monotonic() - self._start, 4), **msgspec.to_builtins(event)}
             try:

@@ -1,4 +1,4 @@
-"""What comes to a coordinator: from connections, from the store, from outside. Typed, so that it can be recorded."""
+"""Events of the coordinator's shell: from connections, from the snapshot keeper, from outside."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Connection = Hashable  # a channel, or a simulated wire: the shell only compares
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Somebody connected and said hello."""
+    """A worker, server or observer has connected and said hello."""
 
     connection: Connection
     hello: Hello
@@ -20,7 +20,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A message came, and is one that its sender may say."""
+    """A message has arrived; `coordinator.checks` has accepted it."""
 
     connection: Connection
     hello: Hello
@@ -29,7 +29,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A connection ended; `reason` is what is known of it."""
+    """A connection ended; `reason` says why, as far as known."""
 
     connection: Connection
     hello: Hello
@@ -38,7 +38,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed."""
+    """Time has passed: the owner's thread sends it at a fixed interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +69,21 @@ class SnapshotFound:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The job cannot go on, for a reason outside the machine: a person, a child that died, a fault of ours."""
+    """End the job for a reason outside the machine: a user, a child process that died, an error of the coordinator."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A sentence for those who watch."""
+    """A sentence for the observers."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Barrier:
-    """Call `reached` when all that came before has been handled."""
+    """Call `reached`, on the owner's thread, when all events before it have been handled."""
 
     reached: Callable[[], None]
 

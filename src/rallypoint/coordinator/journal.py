@@ -1,4 +1,4 @@
-"""What outlives a coordinator: the job's record and the state of its cluster, in SQLite (I7)."""
+"""The journal: the job's record and its cluster's state, kept in SQLite for the next coordinator (I7)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ drop table if exists views;
 
 
 class Journal:
-    """The journal in `folder`; without one, nothing is kept on disk. DataError when what is there cannot be read."""
+    """The journal in `folder`; with "" it is in memory only. Raises DataError when it cannot be opened or read.
+
+    Any thread may use it, but only one at a time.
+    """
 
     def __init__(self, folder: str) -> None:
         path = str(Path(folder) / JOURNAL) if folder else ":memory:"
@@ -32,7 +35,7 @@ class Journal:
             raise DataError(f"the journal {path} cannot be opened ({error}): is its folder there, and yours?") from None
         try:
             self._db.execute("pragma journal_mode=wal")
-            self._db.execute("pragma synchronous=full")  # views are rare, and a lost one would be published twice
+            self._db.execute("pragma synchronous=full")  # views are rare; the number of a lost one would be used twice
             self._db.executescript(_SCHEMA)
         except sqlite3.DatabaseError as error:
             self._db.close()
@@ -40,9 +43,9 @@ class Journal:
         self._recorded = False
 
     def save(self, state: ClusterState) -> None:
-        """Write the state down; it is durable when this returns. The record, which never changes, is written once.
+        """Write the state; it is durable when this returns. The record, which never changes, is written only once.
 
-        DataError when it cannot be written: a full disk.
+        Raises DataError when it cannot be written (a full disk).
         """
         try:
             self._write(state)
@@ -66,9 +69,9 @@ class Journal:
             raise
 
     def load(self) -> ClusterState | None:
-        """What the coordinator before us wrote; None when there was none.
+        """The state that an earlier coordinator wrote; None if there is none.
 
-        ConfigError when an older version wrote it, of a job that cannot go on.
+        Raises DataError when it cannot be read, ConfigError when an older Rallypoint wrote a job that cannot go on.
         """
         try:
             row = self._db.execute("select body from state where id = 1").fetchone()

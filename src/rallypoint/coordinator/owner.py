@@ -1,4 +1,4 @@
-"""The one thread that owns a coordinator's shell: events come into its inbox, and it does the acts that follow."""
+"""The one thread that owns a coordinator's shell: it takes events from an inbox and handles them one at a time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from rallypoint.errors import RallypointError
 
 
 class Owner:
-    """Calls `handle(event)` for each event, one at a time, and every `tick_s` seconds with `Ticked`.
+    """Calls `handle(event)` for each event, one at a time, and with `Ticked` every `tick_s` seconds.
 
-    A tick that is due waits for the events that were there when it fell due, and for none that came later: a sign of
-    life that has come counts, and a flood of events does not stop the clock. Any thread may `put`.
-    An exception of `handle` becomes `Ended`: nobody else would be told of anything any more.
+    When a tick is due, the events that are in the inbox by then are handled first, so that their signs of life count.
+    Later events wait for the tick, so that many events cannot stop the clock.
+
+    If `handle` raises, it is called with `Ended`, so that members learn why the job ends. Any thread may call `put`.
     """
 
     def __init__(self, handle: Callable[[inbox.Event], None], tick_s: float) -> None:
@@ -26,20 +27,20 @@ class Owner:
         self._thread = threading.Thread(target=self._run, name="coordinate", daemon=True)
 
     def start(self) -> None:
-        """Begin to handle what comes."""
+        """Start the thread."""
         self._thread.start()
 
     def put(self, event: inbox.Event | inbox.Barrier) -> None:
-        """To be handled after all that came before."""
+        """Queue an event; it is handled after all that were put before. Any thread may call it."""
         self._inbox.put(event)
 
     def stop(self) -> None:
-        """End the thread, after what it has to do."""
+        """End the thread after the events that were put before; block until it has ended."""
         self._inbox.put(None)
         self._thread.join()
 
     def is_alive(self) -> bool:
-        """Does the thread run?"""
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     def _run(self) -> None:

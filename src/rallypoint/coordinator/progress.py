@@ -1,4 +1,4 @@
-"""From replicas' reports to steps: a step is done when enough have reported; its loss is their weighted mean."""
+"""Counts replicas' reports: a step is done when enough replicas have reported; its loss is their weighted mean."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from rallypoint.net.messages import Report, StepDone
 
 
 class StepTally:
-    """Counts each (step, replica) once (I2). `enough` reports complete a step: R of them, or a quorum.
+    """The tally of jobs with rounds, in which no replica begins a step before the previous one is complete.
 
-    A report of a stale generation does not count. This is the tally of jobs with rounds: nobody begins a step before
-    the one before it is complete.
+    It counts each (step, replica) once (I2) and no report of a stale generation. `enough` reports complete a step: R
+    (`replicas`) by default, or a quorum.
+
+    Attributes:
+        done: the last complete step; -1 before the first.
+        again: how many reports were repeats.
     """
 
     def __init__(self, replicas: int, enough: int | None = None) -> None:
@@ -27,12 +31,12 @@ class StepTally:
         self.again = 0
 
     def add(self, report: Report) -> StepDone | None:
-        """The step that this report completes, if it does."""
+        """Count a report. Returns the step if this report completes it, else None."""
         if not 0 <= report.replica < self._replicas or not self.counts(report.generation):
             return None
         reports = self._reports.setdefault(report.step, {}) if report.step > self.done else {}
         if report.step <= self.done and self._enough < self._replicas:
-            return None  # it was not waited for
+            return None  # the quorum was complete without it
         if report.step <= self.done or report.replica in reports:
             self.again += 1
             return None
@@ -47,43 +51,44 @@ class StepTally:
         return StepDone(report.step, loss, sum(r.items for r in reports.values()), self.again)
 
     def counts(self, generation: ViewNumber) -> bool:
-        """Does a claim made in that generation count?"""
+        """True if a claim made in that generation counts."""
         return generation in self._generations
 
     def take_over(self, done: int, generation: ViewNumber) -> None:
-        """Go on where an earlier coordinator ended: it knew of reports of step `done` at most.
+        """Go on where an earlier coordinator ended. `done` is the highest step that it had reports of.
 
-        That step may not be complete: reports of it may still come.
+        That step may not be complete: its reports still count.
         """
         self.rewind(max(-1, done - 1), generation)
 
     def rewind(self, done: int, generation: ViewNumber) -> None:
-        """The job goes on after step `done`: reports of later steps, and of earlier generations, are stale."""
+        """Go on after step `done` in `generation`: drop all reports, and count none of earlier generations."""
         self.done, self._generations = done, {generation}
         self._reports.clear()
 
     def hand_over(self, generation: ViewNumber) -> None:
-        """A generation begins from what one worker has reached: reports of the steps before it still count."""
+        """Go on in `generation`, which begins with a version that a worker has reached: earlier reports still count."""
         self._generations.add(generation)
 
     def missing(self) -> tuple[int, list[int]]:
-        """The step that is waited for, and the replicas that have not reported it.
+        """The step that the job waits for, and the replicas that have not reported it.
 
-        The furthest step that anybody reported: nobody could begin it before all others were complete.
+        That is the highest step with a report: all steps before it were complete when it began.
         """
         step = max(self.done + 1, *self._reports) if self._reports else self.done + 1
         return step, [r for r in range(self._replicas) if r not in self._reports.get(step, {})]
 
 
 class StreamTally(StepTally):
-    """The tally of streaming jobs: each replica has a clock of its own, and some are steps ahead of others.
+    """The tally of streaming jobs, in which each replica has a clock of its own.
 
-    The slowest replicas are waited for. Those ahead of them are not late: they may only wait (SSP).
+    The job waits for the replicas with the lowest clock. A replica ahead of them is not late, also if it does not
+    report: under SSP it may have to wait for them.
     """
 
     def __init__(self, replicas: int) -> None:
         super().__init__(replicas)
-        self._clocks: dict[int, int] = {}  # of each replica: the step after the last that it reported
+        self._clocks: dict[int, int] = {}  # replica -> the step after the last one that it reported
 
     def add(self, report: Report) -> StepDone | None:
         if 0 <= report.replica < self._replicas and self.counts(report.generation):
@@ -91,7 +96,7 @@ class StreamTally(StepTally):
         return super().add(report)
 
     def take_over(self, done: int, generation: ViewNumber) -> None:
-        """Only the furthest replica's step is known: others may be at any step before it."""
+        """Go on where an earlier coordinator ended. Replicas may be at any step up to `done`: all reports count."""
         self.rewind(-1, generation)
 
     def rewind(self, done: int, generation: ViewNumber) -> None:
@@ -99,7 +104,7 @@ class StreamTally(StepTally):
         self._clocks.clear()
 
     def missing(self) -> tuple[int, list[int]]:
-        """The lowest clock and the replicas at it; those that have not reported yet before all others."""
+        """The lowest clock and the replicas at it; if some replicas have not reported at all, those."""
         unheard = [replica for replica in range(self._replicas) if replica not in self._clocks]
         step = max(self.done + 1, min(self._clocks.values(), default=0))
         if unheard:
@@ -117,7 +122,7 @@ def tally_for(config: JobConfig) -> StepTally:
 
 
 def items_of_step(config: JobConfig) -> int:
-    """Items (samples, tokens) that one step of training uses, of all replicas together (I1)."""
+    """The items (samples, tokens) that all replicas together use in one step of training (I1)."""
     return (config.replicas if config.quorum is None else config.quorum) * config.batch * config.items_per_sample
 
 
@@ -125,18 +130,18 @@ _REMEMBERED = 256
 
 
 class Lateness:
-    """How long after the first contribution of a step each worker's last one came, over the last steps."""
+    """Seconds between a step's first contribution and each worker's last one, over the last 256 steps."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, deque[float]] = {}
 
     def add(self, late: Mapping[str, float]) -> None:
-        """One step's: worker -> seconds."""
+        """Add one step: worker -> seconds."""
         for worker, seconds in late.items():
             self._seconds.setdefault(worker, deque(maxlen=_REMEMBERED)).append(seconds)
 
     def of(self, worker: str) -> str:
-        """A worker's figures as a phrase; "" when there are none."""
+        """A phrase with a worker's p50 and p99 lateness; "" when there are no figures."""
         ordered = sorted(self._seconds.get(worker, ()))
         if not ordered:
             return ""

@@ -1,6 +1,6 @@
-"""The coordinator as a process: connections, one owner's thread, a journal, an event log, a keeper of snapshots.
+"""The coordinator as a process: connections, the owner's thread, the journal, the event log, the snapshot keeper.
 
-What it decides is in `core.cluster.machine`; whom it tells what is in `coordinator.shell`. This only does the acts.
+`core.cluster.machine` decides; `coordinator.shell` turns that into messages; the service only does the shell's acts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ _TICKS = TICKS
 
 
 class JoinInfo(msgspec.Struct, frozen=True):
-    """What every member is told when it joins, and where the job's traces and snapshots go."""
+    """What every member is told when it joins.
+
+    Attributes:
+        overrides: settings that replace those of the members' scripts.
+        folder: the job's folder; "" if there is none.
+        trace: (first, stop): trace the steps first <= step < stop; (0, 0): none.
+        snapshots: URL of the snapshots.
+        compression: how snapshot files are compressed.
+        retention: which old snapshots are kept.
+    """
 
     overrides: dict[str, Any] = {}
     folder: str = ""
@@ -45,11 +54,11 @@ class JoinInfo(msgspec.Struct, frozen=True):
 
 
 class CoordinatorService:
-    """The coordinator of one job.
+    """The coordinator of one job. Call `start`, then `wait`, then `close`.
 
-    It listens at `bind`; members are told `advertise` (by default where it listens). `start` returns once it listens;
-    `wait` blocks until the job is over: None, or why it failed. With a folder it keeps a journal there, and goes on
-    where the coordinator before it ended.
+    It listens at `bind` ("host:port"; port 0: any free one); members connect to `advertise` (by default the address
+    where it listens). If `join_info` has a folder, it keeps its journal there, and goes on where an earlier coordinator
+    of that folder ended. `resume` is (record, snapshot, version) of a snapshot to go on from.
     """
 
     def __init__(
@@ -63,10 +72,13 @@ class CoordinatorService:
         self._transport: Transport = transport or TcpTransport()
         self._over = threading.Event()
         self._failure: str | None = None
-        self._unsaved = False  # the journal could not be written, and that was said
+        self._unsaved = False  # the journal could not be written, and observers were told
 
     def start(self) -> None:
-        """Begin to listen. AddressInUse when somebody does there already; DataError for an unreadable journal."""
+        """Begin to listen; return once the address is open.
+
+        Raises AddressInUse when another process listens there, DataError when the journal cannot be read.
+        """
         self._journal = Journal(self._join_info.folder)
         self._shell = CoordinatorShell(
             self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume
@@ -95,21 +107,21 @@ class CoordinatorService:
 
     @property
     def address(self) -> str:
-        """Where members connect."""
+        """The address where members connect, "host:port"."""
         return self._address
 
     def wait(self) -> str | None:
-        """Until the job is over and everybody has been told: None, or why it failed."""
+        """Block until the job is over and all members were told. Returns None, or why the job failed."""
         self._over.wait()
         return self._failure
 
     def abort(self, reason: str) -> None:
-        """End the job from outside (a child died, Ctrl-C); everybody is told why."""
+        """End the job from outside (a child process died, Ctrl-C); all members are told why. Any thread may call it."""
         self._owner.put(inbox.Ended(reason))
 
     def close(self) -> None:
-        """End every connection and thread; members are given a moment to receive the last word."""
-        deadline = time.monotonic() + _FAREWELL_S  # for all of them together: many may have been paused
+        """End every connection and thread; wait up to 2 s for members to receive the last word."""
+        deadline = time.monotonic() + _FAREWELL_S  # for all members together: many may be paused
         for channel in (*self._shell.members.values(), *self._shell.announcer.observers):
             _channel(channel).flush(max(0.0, deadline - time.monotonic()))
         self._connections.close()
@@ -140,7 +152,7 @@ class CoordinatorService:
         )  # fmt: skip
 
     def _refusal(self, hello: Hello) -> str:
-        """On a connection's thread: it only looks. The shell looks again when it takes the member up."""
+        """Why `hello` is refused, or "". Runs on a connection's thread and changes nothing; the shell checks again."""
         return taken(hello.id) if hello.id in self._shell.members and not hello.incarnation else ""
 
     # ---- on the owner's thread ----

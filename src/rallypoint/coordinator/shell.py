@@ -1,4 +1,4 @@
-"""The coordinator without I/O: connections and messages in, acts out. The service and the simulation both run it."""
+"""The coordinator without I/O: connections and messages in, acts out. The service and the simulation use it."""
 
 from __future__ import annotations
 
@@ -57,16 +57,23 @@ from rallypoint.net.messages import (
     Stored,
 )
 
-TICKS = 8  # in the time after which a silent member is given up
-_LATE_TICK = 2  # so many times later than it should be, a tick comes after a pause of ours
+TICKS = 8  # ticks in one heartbeat, the time after which a silent member is given up
+_LATE_TICK = 2  # time between two ticks beyond so many tick intervals was a pause of this process
 
 
 class CoordinatorShell:
-    """Who is connected, what each member is told, and in which order.
+    """Knows who is connected, and decides which messages go to whom, and in which order.
 
     `handle` takes one event of `coordinator.inbox` at the time `now` (seconds of a clock that never goes back) and
-    returns the acts to be done, in order. A `Save` comes before whatever it is about: the next coordinator must know
-    at least as much as the members (I7).
+    returns the acts to do, in order. Only one thread may call it. A `Save` comes before the messages that depend on it:
+    the next coordinator must know at least as much as the members (I7).
+
+    Attributes:
+        machine: decides about views, snapshots and the end of the job.
+        members: id -> connection of each worker and server that is connected.
+        last_word: how the job ended; None while it goes on.
+        announcer: makes the messages for observers and the event log.
+        evaluations: the metrics of evaluations.
     """
 
     def __init__(
@@ -86,9 +93,9 @@ class CoordinatorShell:
         self._end_at = 0.0
 
     def start(self) -> list[Act]:
-        """What is to be done before anything else."""
+        """The acts to do before the first event."""
         acts = self._save()
-        if self.machine.last_word is not None:  # whoever was here before us may not have told everybody
+        if self.machine.last_word is not None:  # the earlier coordinator may not have told all members
             self.last_word = _message(self.machine.last_word)
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
@@ -96,7 +103,7 @@ class CoordinatorShell:
         return acts
 
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
-        """Take one event."""
+        """Take one event at time `now`; return the acts, to be done in order."""
         self._now = now
         match event:
             case inbox.Ticked():
@@ -123,7 +130,7 @@ class CoordinatorShell:
 
     def _opened(self, connection: Connection, hello: Hello) -> list[Act]:
         if self.last_word is not None:
-            self.announcer.observers.append(connection)  # to be flushed before the end
+            self.announcer.observers.append(connection)  # `close` flushes the observers' connections
             return [Send(connection, self.last_word)]
         if hello.role == "observer":
             return self.announcer.observe(connection)
@@ -133,7 +140,7 @@ class CoordinatorShell:
         if (old := self.members.get(hello.id)) is not None:
             if not self.machine.course.members.is_same(hello.id, hello.role, hello.incarnation):
                 return [Refuse(connection, taken(hello.id))]
-            acts.append(Close(old))  # the same process came again before we noticed that it had gone
+            acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
         member = Member(hello.id, hello.host, hello.address, hello.incarnation)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role))]
@@ -152,16 +159,16 @@ class CoordinatorShell:
         if hello.role == "observer":
             if isinstance(message, Resize):
                 resized = self._drive(cluster_events.Resized(message.workers)) if message.workers > 0 else []
-                return [*resized, *self._announce(message)]  # the launcher acts on it: it must be known by then (I7)
+                return [*resized, *self._announce(message)]  # the launcher acts on it: save it first (I7)
             return self._drive(cluster_events.SnapshotWanted())
         if self.members.get(hello.id) != connection:
-            return []  # it was refused: what it says does not count
+            return []  # this member was refused: ignore its messages
         acts = self._drive(cluster_events.Heard(hello.id))
         match message:
             case Beat():
                 return acts
             case Report() | Metrics() if hello.id not in self.machine.course.members.present:
-                return acts  # it has not brought the job's model: it can have computed nothing of it
+                return acts  # it has not proposed the record: it cannot have computed a replica
             case Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))
@@ -181,7 +188,7 @@ class CoordinatorShell:
                 return [*acts, *self._drive(_claim(hello.id, message))]
 
     def _evaluated(self, message: Metrics) -> list[Act]:
-        """Figures count for the version that they are of, if its generation counts."""
+        """Add metrics to the version that they are of, unless their generation is stale."""
         tally = self.announcer.tally
         if tally is None or not tally.counts(message.generation):
             return []
@@ -202,7 +209,7 @@ class CoordinatorShell:
             return []
         self._written = self.machine.revision
         state = self.machine.state()
-        # Once a worker holds the last version, the model is worth more than a successor that knows all.
+        # Once a worker holds the last version, a full disk must not end the job before the model is saved.
         ending = state.last_word is not None or (state.view is not None and state.view.ending)
         return [Save(state, needed=not ending)]
 
@@ -251,11 +258,11 @@ class CoordinatorShell:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
         acts += self._send(NewView(view), *members)
-        # There may be new workers that have not heard of a snapshot that is being taken.
+        # New workers in the view have to be asked for the snapshot in progress too.
         return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]
 
     def _ask_workers_for_codec_states(self) -> list[Act]:
-        """Codec states belong to a snapshot. (Workers that write one themselves have been asked.)"""
+        """Ask all workers for the codec states of the snapshot in progress; not under AllReduce."""
         view = self.machine.view
         if self._capture is None or self._capture.version == 0 or view is None:
             return []
@@ -279,7 +286,8 @@ class CoordinatorShell:
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
     def _time_awake(self) -> float:
-        """The time without our own pauses (stopped, or a disk that hung): who was not heard then was not silent."""
+        """The time without pauses of this process (stopped, or a slow disk): members do not count as silent in those.
+        """
         self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / TICKS)
         self._ticked = self._now
         return self._awake
@@ -300,12 +308,12 @@ class CoordinatorShell:
 
 
 def taken(id: str) -> str:
-    """Why a second process of this id is refused."""
+    """The sentence with which a second process of this id is refused."""
     return f"the id {id} is taken: give every member one of its own"
 
 
 def _claim(sender: str, message: Message) -> cluster_events.Event:
-    """What the machine is told when a member says this."""
+    """The machine's event for a member's message."""
     match message:
         case Propose(record=record):
             return cluster_events.Proposed(sender, record)

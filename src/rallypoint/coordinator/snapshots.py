@@ -1,4 +1,4 @@
-"""The coordinator's share of a snapshot: collects what was stored, writes the manifest, deletes old ones."""
+"""The coordinator's part of a snapshot: collects the parts that were stored, writes the manifest, deletes old ones."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ class _Parts:
 
 
 class SnapshotKeeper:
-    """Commits snapshots and finds them again, on a thread of its own: a slow store delays nothing else.
+    """Commits snapshots and finds the newest one, on a thread of its own: a slow store delays nothing else.
 
-    `do` is called by one thread. Answers go to `put`, from the keeper's thread.
+    Only one thread may call `do`. The answers are events: `put(event)` is called on the keeper's thread, or on the
+    caller's.
     """
 
     def __init__(self, url: str, compression: str, retention: Retention, put: Callable[[inbox.Event], None]) -> None:
@@ -42,10 +43,10 @@ class SnapshotKeeper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
 
     def do(self, act: Act) -> None:
-        """Take one act of the shell that is about snapshots."""
+        """Do one of the shell's acts that are about snapshots; return at once."""
         match act:
             case BeginSnapshot(snapshot=snapshot):
-                self._parts = {snapshot: _Parts()}  # what is left of those before it is forgotten
+                self._parts = {snapshot: _Parts()}  # drop the parts of earlier snapshots
             case AddPart(part=part):
                 self._add(part)
             case CommitSnapshot():
@@ -58,7 +59,7 @@ class SnapshotKeeper:
                 raise AssertionError(f"an act that is not about snapshots: {act}")
 
     def close(self) -> None:
-        """End the thread, after what it is at."""
+        """End the thread after what was submitted before; block until it has ended."""
         self._pool.shutdown(wait=True)
 
     def _add(self, part: Stored) -> None:
@@ -82,7 +83,7 @@ class SnapshotKeeper:
     def _commit(self, act: CommitSnapshot, manifest: Manifest, began: float) -> None:
         try:
             self._store.commit(manifest)
-        except Exception as error:  # a remote filesystem raises anything; unanswered, the job would wait for ever
+        except Exception as error:  # a remote filesystem may raise anything; the job waits for an answer
             self._put(inbox.SnapshotFailed(manifest.id, _sentence(error)))
             return
         nbytes, seconds = sum(manifest.files.values()), time.monotonic() - began
@@ -92,13 +93,13 @@ class SnapshotKeeper:
         while len(self._complete) > _JUDGED_LATE:
             del self._complete[next(iter(self._complete))]
         try:
-            # `origin` is kept: a server may still have to begin from it.
+            # Keep `origin`: a server may still have to start from it.
             self._store.retain(self._retention, keep=(manifest.id, act.origin), thorough=False)
         except Exception as error:
             self._put(inbox.Said(f"old snapshots could not be deleted: {_sentence(error)}"))
 
     def _judge(self, act: Judge) -> None:
-        """The evaluation of a version ends after its snapshot is complete: the manifest is written once more."""
+        """Write the manifest again with the metrics of an evaluation that ended after its snapshot was complete."""
         manifest = self._complete.get(act.step)
         if manifest is None or manifest.metrics.items() >= act.metrics.items():
             return

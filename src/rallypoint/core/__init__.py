@@ -1,1 +1,1 @@
-"""Pure decisions: no socket, thread, file or clock. Events in, effects out; numbers in, numbers out."""
+"""Pure decisions: no socket, thread, file or clock. Machines take events and return effects."""

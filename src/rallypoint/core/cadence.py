@@ -1,9 +1,13 @@
-"""The shards that a round updates: all of them, or in a *staggered* round some (layers at their own frequency;
-streaming DiLoCo, Douillard et al., 2025).
+"""The shards that each round updates: all of them, or in a *staggered* round only some (streaming DiLoCo, Douillard et
+al., 2025; layers with a frequency of their own).
 
-A shard's own version counts its own updates; workers and the coordinator count rounds. One version of a shard is right
-for several rounds. Example: a shard is updated in rounds 1, 3 and 5. Its version 0 is right for rounds 0 and 1, its
-version 1 for rounds 2 and 3. Where every round updates every shard, rounds and versions are the same numbers.
+A shard's own version counts its own updates; workers and the coordinator count rounds. A shard is *due* in the rounds
+that update it. Example: a shard is due in rounds 1, 3 and 5.
+
+    round                  0  1  2  3  4  5
+    version that it uses   0  0  1  1  2  2
+
+Where every shard is due in every round, rounds and versions are the same numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-EVERY_ROUND = -1  # in place of a period: of buffers, which are due in every round
+EVERY_ROUND = -1  # in place of a period: for buffers, which are due in every round
 
 
 class Period(msgspec.Struct, frozen=True):
@@ -23,22 +27,22 @@ class Period(msgspec.Struct, frozen=True):
     first: int
 
     def has(self, round: int) -> bool:
-        """Is it due in this round, if the job had no end?"""
+        """True if `round` is one of the period's rounds. Ignores that all shards are due in the job's last round."""
         return round % self.every == self.first
 
 
 class Cadence(msgspec.Struct, frozen=True):
-    """When the shards of a job are due.
+    """The rounds in which each shard of a job is due.
 
-    Every method takes any number: a round or version below 0 (nothing yet) stays as it is; those after the end, which
-    never come, count on as if every shard were due.
+    Every method takes any round or version. Below 0 (nothing yet) it returns the number unchanged. After the end of the
+    job it counts on as if every shard were due in every round.
 
-    In every round some shard with a period has to be due (see `first_empty`): workers wait for each other by it.
+    At least one shard with a period must be due in each round (see `first_empty`): workers wait for each other at it.
 
     Attributes:
-        periods: the different periods. In the last round every shard is due. Empty: all are due in every round.
-        rounds: how many there are.
-        period_of: the index in `periods` for each shard, or EVERY_ROUND; not used where `periods` is empty.
+        periods: the different periods; empty if all shards are due in every round. In the last round all are due.
+        rounds: the number of rounds of the job.
+        period_of: for each shard an index into `periods`, or EVERY_ROUND; not used where `periods` is empty.
     """
 
     periods: tuple[Period, ...] = ()
@@ -47,21 +51,21 @@ class Cadence(msgspec.Struct, frozen=True):
 
     @property
     def together(self) -> bool:
-        """Are all shards due in every round?"""
+        """True if all shards are due in every round."""
         return not self.periods
 
     def due(self, shard: int, round: int) -> bool:
-        """Does the shard take contributions in this round?"""
+        """True if the shard takes contributions in this round."""
         return self.next_due(shard, round) == round
 
     def next_due(self, shard: int, round: int) -> int:
-        """The first round from `round` on in which the shard takes contributions; from the end on, `round`."""
+        """The first round from `round` on in which the shard is due; `round` itself at and after the job's end."""
         if round < 0 or round >= self.rounds or (period := self._period(shard)) is None:
             return round
         return min(round + (period.first - round) % period.every, self.rounds - 1)
 
     def updates_before(self, shard: int, round: int) -> int:
-        """The shard's own version that is right for a round; `rounds` is the end of the job."""
+        """The shard's own version that `round` uses: its number of updates before that round."""
         if round <= 0 or (period := self._period(shard)) is None:
             return round
         if round >= self.rounds:
@@ -73,9 +77,9 @@ class Cadence(msgspec.Struct, frozen=True):
         return self.updates_before(shard, self.rounds)
 
     def round_of(self, shard: int, version: int) -> int:
-        """The round in which the shard, at its own version `version`, contributes next; `rounds` after the last.
+        """The round in which the shard is due next when its own version is `version`; `rounds` after its last update.
 
-        That version is right for that round, and for those before it back to the one after the update that made it.
+        It is the last round that uses that version. The first one is `begun`.
         """
         if version < 0 or (period := self._period(shard)) is None:
             return version
@@ -84,22 +88,22 @@ class Cadence(msgspec.Struct, frozen=True):
         return min(period.first + version * period.every, self.rounds - 1)
 
     def begun(self, shard: int, version: int) -> int:
-        """The first round that this version of the shard is right for."""
+        """The first round that uses this version of the shard."""
         return version if version <= 0 else self.round_of(shard, version - 1) + 1
 
     def changes(self, shard: int, round: int, later: int) -> bool:
-        """Does the shard have an update between these rounds?"""
+        """True if the rounds `round` and `later` use different versions of the shard."""
         return self.updates_before(shard, round) != self.updates_before(shard, later)
 
     def witness(self, round: int) -> int:
-        """The shard whose update stands for the round in the ledger: the first one with a period that is due."""
+        """The shard whose update the ledger counts as the round's: the first shard with a period that is due."""
         if round < 0 or round >= self.rounds - 1:
             return 0  # everything is
         return min((self.period_of.index(index) for index, period in enumerate(self.periods) if period.has(round)),
             default=0)
 
     def _period(self, shard: int) -> Period | None:
-        """None where the shard is due in every round."""
+        """The shard's period; None where it is due in every round."""
         return None if not self.periods or self.period_of[shard] == EVERY_ROUND else self.periods[self.period_of[shard]]
 
 
@@ -107,19 +111,19 @@ TOGETHER = Cadence()
 
 
 def cycle(periods: Iterable[Period]) -> int:
-    """The rounds after which the pattern repeats."""
+    """The number of rounds after which the pattern of due shards repeats."""
     return math.lcm(*(period.every for period in periods))
 
 
 def first_empty(periods: Sequence[Period]) -> int | None:
-    """The first round in which nothing would be due; None if there is none."""
+    """The first round in which no period is due; None if there is no such round."""
     return next((round for round in range(cycle(periods)) if not any(period.has(round) for period in periods)), None)
 
 
 def cut_evenly(sizes: Sequence[int], parts: int) -> list[int]:
-    """The part of each of a row of things, cut into `parts` runs of about equal size, none of them empty.
+    """Cut a sequence of items into `parts` runs of about equal size, none empty; return each item's run.
 
-    Needs at least as many things as parts.
+    Example: sizes [1, 1, 2, 2, 2], parts 2: [0, 0, 0, 1, 1]. Needs at least as many items as parts.
     """
     reach = [0]
     for size in sizes:

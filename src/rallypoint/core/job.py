@@ -1,4 +1,4 @@
-"""The job record: what all members of a job must agree on, and the words for where they do not."""
+"""The job record: what all members of a job must agree on, and the sentences that say where they differ."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rallypoint.core.modes import Feature, ModeTraits, Pace, refusal, why_not
 
 
 class DataIdentity(msgspec.Struct, frozen=True):
-    """What a worker knows its data set by: its length, and (position, digest) of a few samples.
+    """Identifies a data set: its number of samples, and (position, digest) of a few of them.
 
-    `samples` is 0 where nobody has looked (an older record); `digests` is empty where samples have none.
+    `samples` is 0 where it is not known (an older record); `digests` is empty where samples cannot be digested.
     """
 
     samples: int = 0
@@ -23,19 +23,19 @@ class DataIdentity(msgspec.Struct, frozen=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """One model, one configuration; `config.record_of` makes it.
+    """What all members of a job agree on: one model, one configuration. `config.record_of` builds it.
 
     Attributes:
         config: the resolved settings.
-        layout: of the model.
-        rounds: contributions that each replica makes; under an aligned policy the job's last version.
-        frozen: every frozen parameter's name, and a hash of its bytes.
-        steps_per_round: steps of a replica between two of its contributions.
+        layout: the layout of the model.
+        rounds: the number of contributions of each replica; under an aligned policy also the job's last version.
+        frozen: name of each frozen parameter -> hash of its bytes.
+        steps_per_round: steps that a replica computes for one contribution.
         cadence: the shards that each round updates.
         mode: the description of the mode.
-        features: what the configuration and the model use beside it.
-        data: what the data set is known by.
-        tied: further names of tensors that the layout has under one: name -> name in the layout.
+        features: the features that the configuration and the model use.
+        data: identifies the data set.
+        tied: other names of tensors that are in the layout once: other name -> name in the layout.
     """
 
     config: dict[str, Any]
@@ -50,21 +50,21 @@ class JobRecord(msgspec.Struct, frozen=True):
     tied: dict[str, str] = {}
 
     def version_at(self, shard: int, round: int) -> int | None:
-        """The shard's version in a snapshot of `round`; None where each replica has a clock of its own, so that a
-        snapshot has every shard as it was."""
+        """The shard's own version in a snapshot of `round`; None in streaming modes, where a snapshot stores each shard
+        at whatever version it has."""
         return self.cadence.updates_before(shard, round) if self.mode.pace is Pace.ROUNDS else None
 
     def supports(self, feature: Feature) -> bool:
-        """Does the feature work in this job, beside those that the job uses?"""
+        """True if the feature works in this job, together with those that the job uses."""
         return not why_not(self.mode.name, feature, frozenset(self.features))
 
     def refusal_of(self, terms: Set[Feature]) -> str:
-        """Why this job cannot run on a cluster whose terms ask for these features; "" if it can."""
+        """The sentence why this job cannot run on a cluster whose terms ask for these features; "" if it can."""
         return refusal(self.mode.name, {*self.features, *terms})
 
 
 def disagreement(first: JobRecord, other: JobRecord) -> str | None:
-    """Why `other` cannot take part in the job of `first`, as a phrase; None when they agree."""
+    """A phrase why a worker with record `other` cannot join the job of `first`; None when they agree."""
     if first.layout.fingerprint != other.layout.fingerprint:
         return f"a different model: {first_difference(other.layout, first.layout)}"
     if first.config != other.config:

@@ -1,8 +1,8 @@
 """Named parameters and buffers as one flat vector of 4-byte words, cut into shards.
 
-The vector is a pure function of names, shapes, dtypes and optimizer groups, so two processes that build the same
-model agree on it without talking; `Layout.fingerprint` is what they compare. Inside a group the parameters lie in
-*backward order* (last registered first), so shards complete while the backward pass still runs.
+The layout is a pure function of names, shapes, dtypes and optimizer groups: processes that build the same model have
+the same layout, and compare `Layout.fingerprint`. Inside a group the parameters are in *backward order* (last
+registered first), so that shards complete while the backward pass still runs.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ _ITEM_BYTES = {
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """One trainable parameter, or one buffer, as the model declares it.
-
-    `group` is the index of its optimizer group; buffers carry -1.
+    """One trainable parameter, or one buffer, of the model. `group` is the index of its optimizer group; -1: a buffer.
     """
 
     name: str
@@ -47,7 +45,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """Where a tensor lies: words `start` to `stop` of the flat vector."""
+    """A tensor and its place: words [start, stop) of the flat vector."""
 
     spec: TensorSpec
     start: int
@@ -55,10 +53,14 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A contiguous range of words inside one optimizer group (or of the buffers: `group` is -1).
+    """Words [start, stop) of the flat vector, inside one optimizer group; or a part of a table.
 
-    With `columns` it is whole rows of one parameter, seen as a matrix of that many columns; 0: it is just words.
-    With `part` it is that part of a table instead, and no range: the vector has nothing of a table.
+    Attributes:
+        index: the shard's number.
+        group: the index of its optimizer group; -1 for buffers.
+        start, stop: its range in words; empty for a part of a table, which is not in the vector.
+        columns: if not 0, the shard is whole rows of one parameter, as a matrix of so many columns.
+        part: the part of a table that the shard is; None for a range of the vector.
     """
 
     index: int
@@ -70,7 +72,7 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def words(self) -> int:
-        """fp32 words that a server keeps of it at one version."""
+        """The fp32 words that a server keeps for one version of it."""
         return self.stop - self.start if self.part is None else self.part.rows * self.columns
 
     @property
@@ -79,12 +81,12 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def slot_bytes(self) -> int:
-        """Its bytes in the flat vector: none of a table's part."""
+        """Its bytes in the flat vector; 0 for a part of a table."""
         return (self.stop - self.start) * WORD_BYTES
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(rows, columns) of a matrix's rows, else (words,)."""
+        """(rows, columns) if it is rows of a matrix, else (words,)."""
         return (self.words // self.columns, self.columns) if self.columns else (self.words,)
 
     @property
@@ -93,9 +95,14 @@ class Shard(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """The flat vector: `entries` in memory order, `shards` in memory order, `words` in all (fp32 or raw bytes).
+    """The flat vector of a model, and its shards.
 
-    `tables` lie beside it: their parts are the last of the shards.
+    Attributes:
+        entries: the tensors, in memory order.
+        shards: the shards, in memory order; the parts of tables are the last.
+        words: the length of the vector in 4-byte words.
+        fingerprint: a hash that is equal for equal layouts.
+        tables: the parameters whose rows only the servers keep; they are not in the vector.
     """
 
     entries: tuple[Entry, ...]
@@ -106,28 +113,28 @@ class Layout(msgspec.Struct, frozen=True):
 
     @property
     def parameter_bytes(self) -> int:
-        """K: the bytes of gradient that one replica pushes in a step (fp32), tables aside."""
+        """K: the bytes of gradient (fp32) that one replica pushes in a step, without tables."""
         return sum(shard.slot_bytes for shard in self.shards if shard.group >= 0)
 
     @property
     def largest_shard(self) -> int:
-        """Words of the largest shard of the vector."""
+        """The words of the largest shard of the vector; 0 if it has none."""
         return max((shard.words for shard in self.shards if shard.part is None), default=0)
 
     def shards_touching(self, start: int, stop: int) -> list[int]:
-        """Indices of the shards that share at least one word with `start..stop`."""
+        """The indices of the shards that share at least one word with [start, stop)."""
         return [shard.index for shard in self.shards if shard.start < stop and start < shard.stop]
 
 
 def words_of(spec: TensorSpec) -> int:
-    """Words a tensor takes: one per element for a parameter (fp32 on the wire), its bytes in pairs for a buffer."""
+    """The words of a tensor: one per element for a parameter (fp32); a buffer's bytes, rounded up to 8, over 4."""
     if spec.group >= 0:
         return spec.numel
     return 2 * math.ceil(spec.numel * _ITEM_BYTES[spec.dtype] / (2 * WORD_BYTES))
 
 
 def factors_pay(rows: int, columns: int, rank: int) -> bool:
-    """Are two factors of `rank` smaller than their product, a matrix of `rows` by `columns`?"""
+    """True if two factors of `rank` are smaller than their product, a matrix of `rows` by `columns`."""
     return rank <= min(rows, columns) and rank * (rows + columns) < rows * columns
 
 
@@ -135,15 +142,17 @@ def build_layout(
     specs: Sequence[TensorSpec], shard_bytes: int = SHARD_BYTES, ranks: Mapping[int, int] | None = None,
     tables: Sequence[TensorSpec] = (),
 ) -> Layout:  # fmt: skip
-    """Lay `specs` (in registration order) out as one vector and cut it into shards of at most `shard_bytes`.
+    """Lay out `specs` (in registration order) as one vector and cut it into shards of at most `shard_bytes`.
 
-    `ranks` are the groups whose matrices are sent as factors of that rank (PowerSGD). There, each parameter of two or
-    more dimensions, seen as a matrix of shape[0] rows, is cut into whole rows of about equal number, and shares no
-    shard; except where so few rows fit into a shard that their factors would save nothing.
+    Args:
+        specs: the parameters and buffers.
+        shard_bytes: the largest size of a shard; a positive multiple of 4.
+        ranks: optimizer group -> rank, for groups whose matrices are sent as two factors (PowerSGD). There, each
+            parameter of two or more dimensions is seen as a matrix of shape[0] rows. It gets shards of its own, of
+            whole rows; except where so few rows fit into a shard that the factors would not be smaller.
+        tables: the parameters (of two dimensions) whose rows only the servers keep.
 
-    `tables` are the parameters (of two dimensions) whose rows only the servers keep.
-
-    Raises ModelError when there is nothing to train, a name repeats, or a dtype cannot be carried.
+    Raises ModelError when there is nothing to train, when two tensors have the same name, and for an unsupported dtype.
     """
     if shard_bytes < WORD_BYTES or shard_bytes % WORD_BYTES:
         raise ModelError(f"a shard of {shard_bytes} bytes is impossible: use a positive multiple of {WORD_BYTES}")
@@ -170,7 +179,7 @@ def build_layout(
 
 
 def first_difference(ours: Layout, theirs: Layout) -> str | None:
-    """The first tensor in which two layouts differ, as a phrase; None when they are equal."""
+    """A phrase for the first tensor in which two layouts differ; None when they are equal."""
     here, there = ([*(entry.spec for entry in layout.entries), *layout.tables] for layout in (ours, theirs))
     for a, b in zip(here, there, strict=False):
         if a != b:
@@ -211,7 +220,7 @@ def _cut(group: int, start: int, stop: int, shard_words: int, first: int) -> lis
 
 
 def _row_edges(spec: TensorSpec, shard_words: int, rank: int) -> list[int]:
-    """The rows at which to cut a matrix that is sent as factors of `rank`, both ends included; [] if it is not."""
+    """The rows at which to cut a matrix that is sent as factors of `rank`, first and last included; [] if it is not."""
     if rank < 1 or len(spec.shape) < 2 or not spec.numel:
         return []
     rows, columns = spec.shape[0], spec.numel // spec.shape[0]

@@ -1,8 +1,8 @@
-"""Position is a number (I6): which samples, and which random seed, follow from (seed, step, replica) alone.
+"""Samples and random seeds as pure functions of (seed, step, replica) (I6): there is no sampler state to save.
 
 The order of an epoch is a keyed permutation of 0..n-1 that needs no table: a balanced Feistel network over the next
-power of four with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It is there to
-shuffle, not to hide anything.
+power of four with cycle walking (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It only shuffles;
+it is not meant to be secure.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ class Permutation:
 
 
 class SampleOrder:
-    """Which samples replica r uses at step t: every epoch is one shuffled pass over the data.
+    """The samples that replica r uses at step t. Every epoch is one shuffled pass over the data set.
 
-    The run reads positions 0, 1, 2, ... ; step t owns the R * batch positions from t * R * batch on, replica r the
-    r-th slice of `batch`. Position p is sample ``permutation_of_epoch(p // n)(p % n)``.
+    The job reads positions 0, 1, 2, ... in order. Step t has the R * batch positions from t * R * batch on; replica r
+    has the r-th `batch` of them. Position p is sample ``permutation_of_epoch(p // samples)(p % samples)``.
+    Example: R = 2, batch = 4: replica 1 at step 3 reads positions 28..31.
     """
 
     def __init__(self, *, seed: int, samples: int, replicas: int, batch: int) -> None:

@@ -1,8 +1,8 @@
-"""Shards to servers: rendezvous hashing with bounded load, and minimal moves when servers come and go.
+"""Places shards on servers: rendezvous hashing with bounded load; few shards move when servers come and go.
 
-Each shard ranks the servers by a hash of (server, shard) (Thaler and Ravishankar, 1998) and takes the first that still
-has room (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018). The room is the even
-share in bytes, rounded up to one largest shard, because the fullest server sets the time of a step.
+Each shard ranks the servers by a hash of (server, shard) (Thaler and Ravishankar, 1998) and is placed on the first
+that still has room (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018). A server's room
+is the even share in bytes, rounded up to a multiple of the largest shard: the fullest server sets the time of a step.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 
 from rallypoint.core.layout import Shard
 
-_TOLERATED = 1.25  # a server may keep so much of the even share when others come or go: each move costs a step
+_TOLERATED = 1.25  # a server keeps its shards up to so many times its room when servers come or go: moves are slow
 
 
 def place(
     shards: Sequence[Shard], servers: Sequence[str], previous: Mapping[int, str] | None = None
 ) -> dict[int, str]:
-    """The primary of every shard: shard index to server id.
+    """The primary of every shard: shard index -> server id.
 
-    With `previous`, a shard stays where it was as long as that server is still here and not a quarter over its share.
+    With `previous`, a shard stays where it was if that server is among `servers` and at most a quarter over its room.
     Raises ValueError when there is no server.
     """
     if not servers:
@@ -45,9 +45,10 @@ def place_backups(
     shards: Sequence[Shard], servers: Sequence[str], primary: Mapping[int, str],
     previous: Mapping[int, str] | None = None, hosts: Mapping[str, str] | None = None,
 ) -> dict[int, str]:  # fmt: skip
-    """A backup for every shard on another server than its primary, on another host if there is one; {} if no other.
+    """The backup of every shard (shard index -> server id), on another server than its primary; {} if there is none.
 
-    A backup stays where it was as long as that server is here and is not the primary.
+    It is on another host too if there is one (`hosts`: server id -> host). With `previous`, a backup stays where it was
+    if that server is among `servers` and is not the primary.
     """
     if len(servers) < 2:
         return {}
@@ -72,7 +73,7 @@ def place_backups(
 
 
 def ranking(shard: int, servers: Sequence[str]) -> list[str]:
-    """All servers, the shard's favourite first."""
+    """All servers in the shard's order of preference."""
     return sorted(servers, key=lambda server: (_score(shard, server), server), reverse=True)
 
 
@@ -87,7 +88,7 @@ def _first_with_room(shard: Shard, loads: Mapping[str, int], room: int) -> str:
     for server in ranked:
         if loads[server] + shard.nbytes <= room:
             return server
-    return min(ranked, key=lambda server: loads[server])  # odd sizes left no full gap: the emptiest takes it
+    return min(ranked, key=lambda server: loads[server])  # shards differ in size and none fits: the emptiest
 
 
 def _score(shard: int, server: str) -> bytes:

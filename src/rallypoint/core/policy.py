@@ -1,8 +1,8 @@
-"""Ways to synchronise, and when a server applies contributions: the only place where modes differ on a server.
+"""The modes of synchronisation, and the policies: when a server applies contributions and serves versions.
 
-Two families. *Aligned* policies have rounds: all followers see version t, contribute to round t, and version t+1 is
-made of that (Sync, LocalSteps over it). Under *streaming* ones each replica has a clock of its own: its
-contributions are applied as they come, and what goes back answers one follower (BoundedStaleness, Async).
+*Aligned* policies have rounds: all workers compute from version t, and their contributions make version t+1 (Sync, and
+LocalSteps over it). Under *streaming* policies each replica has a clock of its own: a server applies its contributions
+as they come, and sends the parameters that this replica needs next (BoundedStaleness, Async).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from rallypoint.core.optimizer import SGD
 
 
 class Verdict(enum.Enum):
-    """What becomes of a contribution that has just arrived."""
+    """What a server does with a contribution that has just arrived."""
 
-    ADD = "add"
-    HOLD = "hold"
-    DROP = "drop"
-    REJECT = "reject"
+    ADD = "add"  # add it to the sum in progress
+    HOLD = "hold"  # keep it for later
+    DROP = "drop"  # ignore it: a repeat, or not needed
+    REJECT = "reject"  # ignore it: it cannot be for this server now
 
 
 class Ledger(Protocol):
@@ -29,62 +29,62 @@ class Ledger(Protocol):
 
     @property
     def version(self) -> int:
-        """Updates applied so far; under an aligned policy also the round in progress."""
+        """The number of updates applied; under an aligned policy also the round in progress."""
 
     @property
     def expected(self) -> int:
-        """Replicas that contribute to the shard: R, or 1 for buffers."""
+        """The number of replicas that contribute to the shard: R, or 1 for buffers."""
 
     @property
     def added(self) -> int:
-        """Contributions in the sum in progress."""
+        """The number of contributions in the sum in progress."""
 
     @property
     def slowest(self) -> int:
-        """The lowest clock: steps of which every replica's contribution has been applied."""
+        """The lowest clock: the number of steps of which every replica's contribution has been applied."""
 
     @property
     def visible(self) -> int:
-        """The lowest clock in what is published, which is behind while the backup has not acknowledged."""
+        """The lowest clock in the published version; lower than `slowest` until the backup has acknowledged."""
 
     def knows(self, replica: int) -> bool:
-        """Is this replica's next contribution here already, in the sum or held?"""
+        """True if this replica's next contribution is here already, in the sum or held."""
 
     def clock(self, replica: int) -> int:
         """The step of this replica's next contribution; under an aligned policy the round in progress."""
 
 
 class Policy(Protocol):
-    """When contributions are applied, and who may see what comes of it."""
+    """When a server applies contributions, and when it may serve a version."""
 
     @property
     def streaming(self) -> bool:
-        """Does each replica have a clock of its own?"""
+        """True if each replica has a clock of its own."""
 
     def clocks(self, contributors: int) -> int:
-        """How many of a shard's contributors have a clock of their own there: all of them, or 0."""
+        """The number of a shard's contributors that have a clock of their own: all `contributors`, or 0."""
 
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
-        """What to do with replica `replica`'s contribution to step `step`."""
+        """What to do with the contribution of `replica` to `step`."""
 
     def complete(self, ledger: Ledger) -> bool:
-        """May the sum in progress be applied?"""
+        """True if the sum in progress may be applied."""
 
     def serve(self, ledger: Ledger, clock: int) -> bool:
-        """May a follower have the parameters for a replica's step `clock`?"""
+        """True if a worker may have the parameters for a replica's step `clock`."""
 
     def rate(self, ledger: Ledger, staleness: int) -> float:
-        """How many times the learning rate a contribution counts that is so many updates late."""
+        """The factor of the learning rate for a contribution that was computed `staleness` updates ago."""
 
 
 class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
     """Every round has all R contributions, summed in replica order 0..R-1 (I1, I3).
 
-    A contribution to a round that is over is a repeat and is dropped (I2). One to a round that has not begun is not for
-    us: nobody can compute round t+1 before having every shard at t+1, so it is for a primary that has replaced us.
+    A contribution to an earlier round is a repeat and is dropped (I2). One to a later round is rejected: no worker can
+    compute round t+1 before it has every shard at t+1, so it is for a primary that has replaced this one.
 
-    With `quorum` the first that many of a round's contributions to a shard are enough, in the order in which they come,
-    and the rest are dropped and counted (backup workers; Chen et al., 2016). The bytes then depend on who was quick.
+    With `quorum`, a server applies the first `quorum` contributions of a round to a shard, in the order in which they
+    arrive. It drops and counts the rest (backup workers; Chen et al., 2016). The bytes then depend on timing.
     """
 
     quorum: int | None = None
@@ -119,10 +119,10 @@ class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
 
 
 class _OnArrival(msgspec.Struct, frozen=True):
-    """What streaming policies share: a replica's contributions are taken in its own order, each once (I2).
+    """What streaming policies share: a replica's contributions are applied in its own order, each once (I2).
 
-    Each counts a share, 1/R, of the learning rate: a step of all replicas moves the parameters as far as one of Sync
-    does, so that rates carry over.
+    Each counts 1/R of the learning rate, so that a step of all R replicas moves the parameters about as far as a step
+    of Sync does: the same learning rate can be used.
     """
 
     @property
@@ -139,8 +139,8 @@ class _OnArrival(msgspec.Struct, frozen=True):
 
 
 class BoundedStaleness(_OnArrival, frozen=True, tag="bounded-staleness", forbid_unknown_fields=True):
-    """Stale-synchronous (SSP; Ho et al., 2013): applied on arrival, but no replica runs more than `staleness` steps
-    ahead of the slowest. With 0 nobody is ever ahead, a step's contributions are applied together: that is Sync."""
+    """Stale-synchronous (SSP; Ho et al., 2013): contributions are applied on arrival, but no replica runs more than
+    `staleness` steps ahead of the slowest. With `staleness=0` it is Sync."""
 
     staleness: int
 
@@ -160,16 +160,16 @@ class BoundedStaleness(_OnArrival, frozen=True, tag="bounded-staleness", forbid_
 
 
 class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
-    """Applied on arrival, and nobody waits for anybody.
+    """Contributions are applied on arrival, and no replica waits for another.
 
     Attributes:
         scale_by_staleness: divide a contribution's learning rate by its staleness, the updates that its shard has had
             since the parameters it was computed from, instead of by R (Zhang et al., 2016, "Staleness-aware Async-SGD",
             equation 6).
         delay_compensation: lambda of DC-ASGD (Zheng et al., 2017, equation 10): adds lambda * g * g * (now - then) to a
-            gradient g; 0 does not. Servers then keep more versions.
-        fold: so many contributions that have queued up at a busy server may be applied as one update, their mean at the
-            sum of their rates. Not with a backup, which applies each by itself.
+            gradient g, which needs servers to keep more versions; 0 turns it off.
+        fold: a busy server may apply up to so many queued contributions as one update: their mean, at the sum of their
+            rates. Not with a backup, which applies each contribution by itself.
     """
 
     scale_by_staleness: bool = False
@@ -190,23 +190,22 @@ class Async(_OnArrival, frozen=True, tag="async", forbid_unknown_fields=True):
 
 
 class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_fields=True):
-    """Local SGD (Stich, 2019) and DiLoCo (Douillard et al., 2023): `steps` steps of `optimizer` on the worker,
-    then what they have changed goes to the servers as if it were a gradient (start minus local), and the `outer`
-    optimizer there applies the replicas' mean.
+    """Local SGD (Stich, 2019) and DiLoCo (Douillard et al., 2023): the worker computes `steps` steps of `optimizer`,
+    then pushes the change (start minus local) like a gradient. The servers apply the replicas' mean with `outer`.
 
-    The worker's own optimizer state goes on from round to round with `keep_inner`; it is lost with the worker and
-    starts from zero then, so that bytes depend on who died. Without, every round starts from zero, and is a pure
-    function of its position: the same bytes whatever is killed.
+    With `keep_inner`, a replica's inner optimizer state is kept from round to round. It is lost with its worker and
+    then starts from zero, so the bytes depend on which workers died. With `keep_inner=False`, every round starts from
+    zero: the job ends with the same bytes, whatever is killed.
 
     With more than one of `fragments` it is streaming DiLoCo (Douillard et al., 2025): the parameters are cut into so
     many runs of shards. A *staggered* round has steps / fragments steps and updates one of the runs, so that each is
-    synchronised every `steps` steps. The last round updates all. Parameters that are not due go on from where their
-    replica has left them. Groups of parameters may have a period of their own (`Group.sync_every`), whatever `steps`
-    is.
+    synchronised every `steps` steps. Example: steps = 30, fragments = 3: every 10 steps one third is updated. The last
+    round updates all. Parameters that are not due keep the replica's local values. Groups of parameters may have a
+    period of their own (`Group.sync_every`), whatever `steps` is.
 
-    With a `delay` the exchange overlaps with computing (there, section 2.3): replicas get the result of a round only
-    `delay` steps into the next one (fewer steps than a round has), and mix it with their own values:
-    mix * version + (1 - mix) * own. Which version is mixed in at which step does not depend on when it comes.
+    With a `delay` the exchange overlaps with computing (Douillard et al., 2025, section 2.3): a replica uses the result
+    of a round `delay` steps after the next round began (fewer steps than a round has), and mixes it with its own
+    values: mix * version + (1 - mix) * own. The step at which this happens does not depend on when the result arrives.
     """
 
     steps: int
@@ -219,12 +218,12 @@ class LocalSteps(msgspec.Struct, frozen=True, tag="local-steps", forbid_unknown_
 
 
 class AllReduce(msgspec.Struct, frozen=True, tag="all-reduce", forbid_unknown_fields=True):
-    """Servers only average, as under Sync (the same order, the same idempotence); what they publish as version t+1 is
-    the mean gradient of step t, and every worker steps an optimizer of its own with it, in order and without a gap.
+    """Servers only average, as under Sync (the same order, the same bytes). Version t+1 is the mean gradient of step t,
+    and every worker steps its own optimizer with it, in order, for every version.
 
-    So workers hold the state (the model and its optimizer's), and servers hold none. A worker that joins, or was away,
-    gets the state from one that has it, through the servers: a new generation begins with it. If no worker is left that
-    has the state, the job goes back to the last snapshot.
+    So the workers hold the state (the model's and the optimizer's), and the servers hold none. A worker that joins, or
+    was away, gets the state from a worker that has it, through the servers: a new generation begins. If no worker with
+    the state is left, the job goes back to the last snapshot.
 
     Attributes:
         own: the class of the optimizer that workers have in place of the job's; set by `job.train(own_optimizer=...)`.
@@ -238,7 +237,7 @@ ServerPolicy = Sync | BoundedStaleness | Async
 
 
 def server_policy(mode: Mode) -> ServerPolicy:
-    """When a server applies contributions under `mode`."""
+    """The policy that servers follow under `mode`. BoundedStaleness(0) and AllReduce are Sync for a server."""
     match mode:
         case LocalSteps():
             return mode.over

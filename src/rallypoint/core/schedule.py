@@ -1,4 +1,4 @@
-"""Learning-rate schedules as data: they travel in the job record, so server and reference read the same numbers."""
+"""Learning-rate schedules as data: they are part of the job record, so that all members use the same rates."""
 
 from __future__ import annotations
 

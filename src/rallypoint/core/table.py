@@ -1,20 +1,21 @@
-"""Tables: embeddings whose rows live on the servers only, cut into parts that each lie on one server.
+"""Tables: embeddings whose rows are on the servers only. A table is cut into parts, each on one server.
 
-Row r belongs to part r modulo the number of parts, so the popular rows, wherever they are, are spread evenly.
+Row r is in part r modulo the number of parts, so that frequently used rows are spread evenly.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-PART_BYTES = 16 << 20  # with an optimizer's two moments far below what a frame may carry, and quick to move
-_SPREAD = 8  # parts of a table that fits into fewer: so that every server has some of it
+PART_BYTES = 16 << 20  # quick to move; with an optimizer's two moments far below the limit of a frame
+_SPREAD = 8  # the least number of parts, where each has at least a shard's bytes: every server should have some
 
 
 class Part(msgspec.Struct, frozen=True):
-    """Every `parts`-th row of a table, beginning with row `part`: `rows` of them.
+    """Every `parts`-th row of a table, beginning with row `part`: `rows` rows in all.
 
     `table` is the table's index in the layout. Row r of the table is row ``r // parts`` of part ``r % parts``.
+    Example: parts = 8; row 19 of the table is row 2 of part 3.
     """
 
     table: int
@@ -24,9 +25,10 @@ class Part(msgspec.Struct, frozen=True):
 
 
 def parts_of(table: int, rows: int, columns: int, shard_bytes: int) -> list[Part]:
-    """The parts of a table of fp32 rows: as many as keep each within PART_BYTES, and some for every server.
+    """Cut table number `table` (`rows` x `columns`, fp32) into parts of at most about PART_BYTES.
 
-    How many servers there are does not matter: a job may go on with another number of them.
+    A small table has up to 8 parts, so that several servers share it. The result does not depend on the number of
+    servers: it may change during the job.
     """
     nbytes = rows * columns * 4
     parts = min(rows, max(-(-nbytes // PART_BYTES), min(_SPREAD, -(-nbytes // shard_bytes))))

@@ -1,4 +1,4 @@
-"""Views: numbered, immutable statements of who is here and who does what. The higher number wins (I10)."""
+"""Views: numbered, immutable statements of the members and what each of them does. The higher number wins (I10)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class ViewNumber(msgspec.Struct, frozen=True, order=True, array_like=True):
 class Member(msgspec.Struct, frozen=True):
     """A live process: its id in this job, the host it is on, and (servers) where it listens.
 
-    `incarnation` is a number that the coordinator gives at every joining: a process that was given up, or replaced by
-    another of the same id, has a new one, and nothing that the old one held counts any more.
+    `incarnation` is a new number that the coordinator gives at every joining. If a process joins again after it was
+    given up, or another process joins with the same id, what the old incarnation held does not count any more.
     """
 
     id: str
@@ -31,26 +31,26 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """Which replicas each worker computes, from step `start` on."""
+    """Which replicas each worker computes, from step `start` on. Example: {"w0": (0, 2), "w1": (1, 3)}."""
 
     start: int
     replicas: dict[str, tuple[int, ...]]
 
 
 class View(msgspec.Struct, frozen=True):
-    """Who is here, which replicas each worker computes, and which shards each server holds.
+    """The members, the replicas that each worker computes, and the shards that each server holds.
 
     Attributes:
-        number: the higher wins.
-        generation: the number of the first view after the last roll-back; whatever carries an older one is stale.
-        paired: of each shard with a backup, the view in which these two became primary and backup. What either said
-            of an earlier pairing is stale.
-        origin: the snapshot that the servers start from in view `generation`; "" for the lead worker's first weights.
+        number: the view's number; the higher wins.
+        generation: the number of the first view of this generation; whatever carries an older one is stale.
         workers, servers: all members, standby workers included.
-        assignments: by ascending start; the last one whose start is not above a step counts for it.
-        primary, backup: shard index to server id. A backup may still be on its way to hold what it needs.
-        uploader: the worker that uploads the first weights, if `origin` is "".
-        ending: a worker holds the last version: whoever does not is to fetch it.
+        assignments: by ascending `start`. The last one whose `start` is not above a step counts for that step.
+        primary, backup: shard index -> server id. A backup may not have caught up yet.
+        paired: for each shard with a backup, the number of the view in which these two servers became primary and
+            backup. What either said of an earlier pair is stale.
+        origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
+        uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
+        ending: a worker holds the last version: all other workers fetch it.
     """
 
     number: ViewNumber
@@ -71,7 +71,7 @@ class View(msgspec.Struct, frozen=True):
         return counting[-1].replicas if counting else {}
 
     def assignments_from(self, step: int) -> tuple[Assignment, ...]:
-        """The one that counts at `step`, and those that will later."""
+        """The assignment that counts at `step` (with `start` 0), and all later ones."""
         counting = self._counting(step)
         now = tuple(msgspec.structs.replace(assignment, start=0) for assignment in counting[-1:])
         return now + self.assignments[len(counting) :]
@@ -84,12 +84,12 @@ class View(msgspec.Struct, frozen=True):
         return self.assigned(step).get(worker, ())
 
     def takes_part(self, worker: str, step: int) -> bool:
-        """Does `worker` compute anything at `step` or later?"""
+        """True if `worker` has replicas at `step` or later."""
         later = (assignment.replicas.get(worker) for assignment in self.assignments if assignment.start > step)
         return bool(self.replicas_of(worker, step)) or any(later)
 
     def lead(self, step: int) -> str:
-        """The worker that computes replica 0 at `step`: it evaluates and saves. "" while there is none."""
+        """The worker that computes replica 0 at `step`: it evaluates and saves. "" if there is none."""
         return next((worker for worker, replicas in self.assigned(step).items() if 0 in replicas), "")
 
     def shards_of(self, server: str) -> list[int]:
@@ -97,7 +97,7 @@ class View(msgspec.Struct, frozen=True):
         return sorted(shard for shard, home in self.primary.items() if home == server)
 
     def server(self, server_id: str) -> Member:
-        """The member with that id; KeyError when it is not in this view."""
+        """The server with that id. Raises KeyError when it is not in this view."""
         for member in self.servers:
             if member.id == server_id:
                 return member
@@ -107,11 +107,12 @@ class View(msgspec.Struct, frozen=True):
 def assign_replicas(
     replicas: int, workers: Sequence[str], speeds: Mapping[str, float] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """Assign replicas 0..R-1 to `workers` in the order in which they will be needed.
+    """Assign replicas 0..R-1 to `workers`; return worker -> its replicas, ascending.
 
-    Each replica goes to the worker that would finish it first (greedy list scheduling; equal speeds give a plain
-    round-robin). Interleaving matters: contributions are summed in replica order (I3), so replica 1 should be computed
-    beside replica 0, not after it. `speeds` are replicas per second; a worker beyond R gets none.
+    Each replica goes to the worker that would finish it first (greedy list scheduling). With equal speeds that is
+    round-robin. Example: R = 4, workers a and b: {"a": (0, 2), "b": (1, 3)}. Contributions are summed in replica order
+    (I3), so neighbouring replicas should be computed at the same time. `speeds` are replicas per second (1 if unknown).
+    If there are more than R workers, some get none. Raises ValueError without a worker.
     """
     if not workers:
         raise ValueError("there is no worker to assign replicas to")
@@ -128,10 +129,11 @@ def assign_replicas(
 def reassign_orphans(
     assigned: Mapping[str, tuple[int, ...]], workers: Sequence[str], speeds: Mapping[str, float] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """What `workers` compute when some of those in `assigned` are gone, with as few changes as possible.
+    """Reassign the replicas of workers in `assigned` that are not among `workers`; change nothing else.
 
-    An idle worker takes all replicas of one that is gone. Where none is idle, each orphan goes to the worker that
-    would finish it first. Survivors keep theirs: they may have computed them already. ValueError without a worker.
+    An idle worker takes all replicas of a worker that is gone. If none is idle, each replica goes to the worker that
+    would finish it first. The other workers keep their replicas: they may have computed them already. `speeds` are
+    replicas per second. Raises ValueError without a worker.
     """
     if not workers:
         raise ValueError("there is no worker to assign replicas to")

@@ -1,1 +1,1 @@
-"""From samples to batches. Which samples is `core/order.py`'s decision."""
+"""From samples to batches. `core/order.py` decides which samples."""

@@ -1,4 +1,4 @@
-"""What a data set is known by, so that workers of one job can compare theirs: its length, and some of its samples."""
+"""The identity of a data set, which workers of one job compare: its length, and digests of some samples."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ SAMPLED = 8  # positions, spread over the whole data set
 
 
 def identity_of(dataset: MapDataset) -> DataIdentity:
-    """The length of a data set, and a digest of each of a few samples at fixed positions.
+    """Return a data set's length, and the digests of a few samples at fixed positions.
 
-    Reads these samples twice, with all global generators seeded by position. When a sample differs between two reads
-    (it has a generator of its own), or is of a type that has no digest, all digests are left out.
+    Reads these samples twice, with all global generators seeded by position. If a sample differs between the two reads
+    (it uses a generator of its own), or has a type without a digest, all digests are left out.
     """
     length = len(dataset)
     last = max(1, SAMPLED - 1)
@@ -43,7 +43,7 @@ def _digests(dataset: MapDataset, positions: list[int]) -> tuple[tuple[int, str]
 
 
 def _add(digest: hashlib.blake2b, value: Any) -> bool:
-    """Put the value into the digest; False when it is of a type that none can be made of."""
+    """Add the value to the digest; False for a type that cannot be digested."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
         raw = value.detach().cpu().contiguous().reshape(-1)
         digest.update(f"tensor {value.dtype} {list(value.shape)}".encode())

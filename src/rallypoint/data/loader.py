@@ -1,4 +1,4 @@
-"""Micro-batches of a map-style data set: the samples that (step, replica, micro) names, collated, on a device."""
+"""Micro-batches of a map-style data set: the samples of (step, replica, micro), collated, on a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 class MapDataset(Protocol):
-    """What ``torch.utils.data.Dataset`` calls map-style. `__getitems__(indices)`, if it has one, is used instead."""
+    """What ``torch.utils.data.Dataset`` calls map-style. If it has `__getitems__(indices)`, that is used instead."""
 
     def __len__(self) -> int: ...
 
@@ -27,8 +27,8 @@ class MapDataset(Protocol):
 class MicroBatches:
     """The data of one job, by position (I6).
 
-    `collate` makes a batch of a list of samples; None: torch's ``default_collate``. DataError when the data set is
-    empty, or is no map-style data set.
+    `collate` makes a batch of a list of samples; None: torch's ``default_collate``. Raises DataError when the data set
+    is empty or not map-style.
     """
 
     def __init__(
@@ -42,9 +42,11 @@ class MicroBatches:
         )
 
     def load(self, step: int, replica: int, micro: int) -> Any:
-        """The collated samples of one micro-batch; random augmentation in the data set is seeded by position too.
+        """Return the collated samples of one micro-batch.
 
-        DataError when ``default_collate`` cannot make a batch of the samples.
+        Random augmentation in the data set is seeded by position too.
+
+        Raises DataError when ``default_collate`` cannot make a batch of the samples.
         """
         indices = self._order.samples(step, replica)[micro * self._micro : (micro + 1) * self._micro]
         seed_everything(derive_seed(self._config.seed, "data", step, replica, micro))
@@ -64,7 +66,7 @@ class MicroBatches:
 
 
 def check_dataset(dataset: object) -> None:
-    """DataError, saying what to give instead, when this is no map-style data set, or an empty one."""
+    """Raise DataError when this is no map-style data set, or an empty one. The message says what to give instead."""
     if isinstance(dataset, DataLoader):
         raise DataError(
             "a DataLoader was given as the data set: give its data set (loader.dataset). Order and batches are the "
@@ -86,7 +88,7 @@ def check_dataset(dataset: object) -> None:
 
 
 def fetch(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
-    """The samples at these positions, in this order."""
+    """Return the samples at these positions, in this order."""
     fetch_many = getattr(dataset, "__getitems__", None)
     if fetch_many is not None:
         return list(fetch_many(list(indices)))
@@ -94,7 +96,7 @@ def fetch(dataset: MapDataset, indices: Sequence[int]) -> list[Any]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on `device`; lists, tuples and dicts are walked."""
+    """Return the batch with every tensor on `device`, also those in nested lists, tuples and dicts."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

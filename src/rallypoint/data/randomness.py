@@ -1,4 +1,4 @@
-"""Python's, NumPy's and torch's global random generators: seeded by position, and put back afterwards."""
+"""Python's, NumPy's and torch's global random generators: seeded by position, restored afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def seed_everything(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all global generators for the body; afterwards each goes on from where it was."""
+    """Seed all global generators for the body, then restore their states."""
     cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     devices = torch.cuda.get_rng_state_all() if cuda else []

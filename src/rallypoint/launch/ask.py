@@ -1,4 +1,4 @@
-"""Questions and orders to a run that is under way, from another terminal."""
+"""Questions and commands to a running job, from another terminal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ Answers = queue.SimpleQueue[Message | RallypointError]
 
 
 def take_snapshot(run: Path) -> str:
-    """Ask the run in this folder for a snapshot; a sentence once it is durable. DataError when it does not run."""
+    """Ask the run in this folder for a snapshot.
+
+    Returns a sentence when it is durable. DataError when nothing runs there.
+    """
     with _asking(run, "snapshot") as (link, answers):
         link.send(SnapshotWanted())
         while True:
@@ -34,10 +37,10 @@ def take_snapshot(run: Path) -> str:
 
 
 def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) -> str:
-    """Let the run in this folder go on with so many workers and servers (0: as many as now).
+    """Let the run in this folder continue with so many workers and servers (0: as many as now).
 
-    Waits until that is so, and returns a sentence; `say` gets what is still missing meanwhile. DataError when it does
-    not run, ConfigError for a number that it cannot have.
+    Waits until that is done, and returns a sentence. Meanwhile `say` gets what is still missing. Raises DataError when
+    no job runs there, ConfigError for an impossible number.
     """
     plan = read_plan(run)
     if 0 < workers < plan.workers[0]:
@@ -63,7 +66,7 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
 
 
 def _missing(now: Members, workers: int, servers: int) -> str:
-    """What is not yet as it was ordered, as a phrase; "" when all of it is."""
+    """Return what does not match the request yet, as a phrase; "" when everything does."""
     able, computing, here = len(now.workers) + len(now.standby), len(now.workers), len(now.servers)
     missing = []
     if workers and able < workers:
@@ -101,7 +104,7 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
 
 
 def _next(answers: Answers, otherwise: str) -> Message:
-    """The next thing the coordinator says. JobAborted when the job is over, LinkError when nothing comes."""
+    """Return the coordinator's next message. Raises JobAborted when the job is over, LinkError when nothing comes."""
     try:
         answer = answers.get(timeout=_PATIENCE_S)
     except queue.Empty:

@@ -31,7 +31,7 @@ class Exit:
     Attributes:
         status: 0 to 255; 128 plus its number after a signal.
         signal: the signal's name; "" when the process ended by itself.
-        reason: what the cluster knows besides, as a phrase ("out of memory", "preempted"); often "".
+        reason: what else the cluster knows, as a phrase ("out of memory", "preempted"); often "".
     """
 
     status: int
@@ -40,11 +40,11 @@ class Exit:
 
     @property
     def died(self) -> bool:
-        """Did something outside end it? Then starting another makes sense."""
+        """True if something outside ended the process. Then it makes sense to start another one."""
         return bool(self.signal)
 
     def __str__(self) -> str:
-        """The end of a sentence that begins with the process's name."""
+        """Return the end of a sentence that begins with the process's name."""
         what = f"was killed ({self.signal})" if self.signal else f"ended with status {self.status}"
         return f"{what}: {self.reason}" if self.reason else what
 
@@ -54,14 +54,16 @@ class Handle(Protocol):
 
     @property
     def command(self) -> Command:
-        """What was started."""
+        """The command that was started."""
 
     def exit(self) -> Exit | None:
-        """None while the process runs. Afterwards how it ended: by then `output` has got all of its lines, and the
-        processes that it had started itself have been ended."""
+        """Return None while the process runs, afterwards how it ended.
+
+        By then `output` has received all of its lines, and the processes that it had started have been ended.
+        """
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process and to those that it started; does nothing when it has ended."""
+        """Send a signal to the process and to the processes that it started. Does nothing when it has ended."""
 
 
 class Cluster(Protocol):
@@ -89,8 +91,8 @@ class Cluster(Protocol):
         """Start a process and return at once.
 
         `output` is called with each line that it prints (standard output and standard error, without the newline), from
-        a thread of the cluster. RallypointError when it cannot be started.
+        a thread of the cluster. Raises RallypointError when it cannot be started.
         """
 
     def end(self) -> None:
-        """End every process that still runs, at once, and wait for that. May be called twice."""
+        """Kill every process that still runs, and wait until all have ended. May be called twice."""

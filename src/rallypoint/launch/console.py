@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live progress line in a terminal, a plain line now and then in a file."""
+"""The output of a run for a person: a live progress line in a terminal, occasional plain lines in a file."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from rallypoint.net.messages import (
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
-_WIDE = 80  # a terminal with fewer columns has room for the step and the loss only
-_REFUSED = "refused: "  # how the coordinator begins the sentence about a worker that it does not take
+_WIDE = 80  # columns: a narrower terminal shows only the step and the loss
+_REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 
 
 class _Rate(ProgressColumn):
@@ -46,19 +46,19 @@ class _Rate(ProgressColumn):
 
 
 class Screen(Console):
-    """A rich console that goes quiet when nobody reads it any more (``rallypoint run ... | head``)."""
+    """A rich console that becomes silent when its reader is gone (``rallypoint run ... | head``)."""
 
     closed = False
 
     def on_broken_pipe(self) -> None:
-        """From then on print nothing; the default would end whichever thread has just printed."""
+        """Print nothing any more. The default would end the thread that has just printed."""
         self.quiet = self.closed = True
-        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes at its end
+        with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 class RunConsole:
-    """Turns the coordinator's announcements, and lines that workers print, into what is shown."""
+    """Shows the coordinator's announcements, and the lines that workers print."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Screen(highlight=False)
@@ -75,20 +75,20 @@ class RunConsole:
         self.steps_done = 0
         self.again = 0
         self.members: Members | None = None
-        self.sizes: queue.SimpleQueue[Resize] = queue.SimpleQueue()  # orders to change the cluster's size
+        self.sizes: queue.SimpleQueue[Resize] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
         self.snapshots = 0
         self._said_done = False
-        self.heard = time.monotonic()  # when the coordinator last said something, or we that it does not
+        self.heard = time.monotonic()  # when the coordinator last sent something, or we last reported its silence
 
     def relay(self, process: str, line: str) -> None:
-        """A line that a process printed; a worker's own words stand without a prefix once the job is over."""
+        """Show a line that a process printed. After the job, a worker's lines get no prefix."""
         own_words = process == "worker0" or (self.finished and process.startswith("worker"))
         prefix = "" if own_words else f"[dim]{escape(process)} |[/dim] "
         self.console.print(prefix + escape(line), soft_wrap=True)
 
     def show(self, message: Message) -> None:
-        """One announcement of the coordinator."""
+        """Show one announcement of the coordinator."""
         self.heard = time.monotonic()
         match message:
             case Planned():
@@ -130,7 +130,7 @@ class RunConsole:
                 pass
 
     def warn_of_silence(self, after: float) -> None:
-        """Name the coordinator when it has said nothing for so many seconds: it cannot do so itself (I8)."""
+        """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8)."""
         silence = time.monotonic() - self.heard
         if silence > after:
             self.heard = time.monotonic()
@@ -140,20 +140,21 @@ class RunConsole:
             )  # fmt: skip
 
     def say_how_to_go_on(self, plan: Launch) -> None:
-        """Name the command that goes on with this run, if it has a snapshot."""
+        """Name the command that continues this run, if the run has a snapshot."""
         if plan.snapshots and (self.snapshots or plan.resume):
             way = f"rallypoint resume {escape(plan.folder)}"
             self.console.print(f"to go on from the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:
-        """Take the live line away; say what the run did."""
+        """Remove the live line, and print what the run did."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
         if self.finished and self._plan is not None and not self._said_done:
             self._said_done = True
             seconds = time.monotonic() - self._start
-            items = self._plan.items * (self._plan.steps - self._plan.done)  # each once, whatever was computed again
+            # Each item once, even if it was computed again
+            items = self._plan.items * (self._plan.steps - self._plan.done)
             self.console.print(
                 f"[bold]done[/bold]: {self._plan.steps} steps, {items:,} {escape(self._plan.item)} "
                 f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
@@ -162,7 +163,7 @@ class RunConsole:
                 self.console.print(account(self._accounted))
 
     def _plan_shown(self, plan: Planned) -> None:
-        if self._plan is not None:  # from a coordinator that took over: what this run has done did not begin with it
+        if self._plan is not None:  # from a coordinator that took over: this run started earlier than it
             self._plan = msgspec.structs.replace(plan, done=self._plan.done)
             return
         self._plan = plan
@@ -209,11 +210,12 @@ class RunConsole:
         elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
             self._last_plain = now
             left = (now - self._start) / (done.step + 1) * (self._plan.steps - done.step - 1)
-            estimate = f"  {self._rate()}  {left:.0f} s left" if done.step else ""  # the first step is no guide
+            # The first step's time is no estimate
+            estimate = f"  {self._rate()}  {left:.0f} s left" if done.step else ""
             self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{estimate}")
 
     def _named(self, round: int) -> str:
-        """What the servers call a step, as a user does."""
+        """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""
         every = self._plan.steps_per_round if self._plan is not None else 1
         return f"step {round}" if every == 1 else f"the round of {every} steps from step {round * every} on"
 
@@ -226,7 +228,7 @@ class RunConsole:
 
 
 def changes(before: Members, now: Members) -> list[str]:
-    """Who has joined and left between two views, and who does the work now, as sentences."""
+    """Return sentences that say who has joined and left between two views, and who computes now."""
     said = []
     news = _news((*before.workers, *before.standby), (*now.workers, *now.standby))
     begins = not before.workers and (not news or not now.workers)  # or the first weights are not safe yet
@@ -247,7 +249,7 @@ def _news(before: Sequence[str], now: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """``worker2, worker10``: in the order of their numbers."""
+    """Return ``worker2, worker10``: ordered by their numbers."""
     return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
 
 
@@ -256,7 +258,7 @@ def _figures(values: dict[str, float]) -> str:
 
 
 def account(accounted: Accounted) -> str:
-    """What has become of the contributions, as a line."""
+    """Return a line that says what happened to the contributions."""
     said = [f"{accounted.applied:,} contributions applied"]
     said += [f"{accounted.folded:,} folded into another's update"] if accounted.folded else []
     said += [f"{accounted.dropped:,} dropped"] if accounted.dropped else []

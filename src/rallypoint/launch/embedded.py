@@ -1,4 +1,4 @@
-"""A whole cluster inside this process: what a script that was started alone gets."""
+"""A whole cluster inside this process, for a script that was started without a launcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rallypoint.worker.loop.session import Job
 
 
 class EmbeddedJob(Job):
-    """A worker with its own coordinator and server on threads beside it, over the in-process transport.
+    """A worker with its own coordinator and server on threads of this process, over the in-process transport.
 
     With a `console` the run's progress is shown there.
     """
@@ -41,7 +41,7 @@ class EmbeddedJob(Job):
         super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport)
 
     def close(self) -> None:
-        """End the worker, then the cluster around it."""
+        """End the worker, then its cluster."""
         super().close()
         for server in self._servers:
             server.close()
@@ -52,4 +52,4 @@ class EmbeddedJob(Job):
 
 
 def _ended(error: RallypointError) -> None:
-    """The coordinator closes the observer's link when the job is over: nothing is amiss."""
+    """Do nothing: the coordinator closes the observer's link when the job is over."""

@@ -1,4 +1,7 @@
-"""What a launcher tells the processes it starts: where the job is, who they are, how to prove it. Not what to do."""
+"""What a launcher tells its processes by environment variables: the job's address, their name, the token.
+
+No settings.
+"""
 
 from __future__ import annotations
 
@@ -7,4 +10,4 @@ TOKEN = "RALLYPOINT_TOKEN"
 ID = "RALLYPOINT_ID"
 LIFELINE = "RALLYPOINT_LIFELINE"
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
-LISTENS_AT = "the coordinator listens at "  # how the line begins that a coordinator prints once it is ready
+LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready

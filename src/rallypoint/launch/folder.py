@@ -1,4 +1,4 @@
-"""The folder of a run: who may use it, what it holds already, where a running job is to be found."""
+"""The folder of a run: its lock, what it already holds, and the address of the running job."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _EVENTS = "events.jsonl"
 
 
 class Where(msgspec.Struct, frozen=True):
-    """Where a running job is: the coordinator's address and the job's token."""
+    """The address of a running job: the coordinator's address and the job's token."""
 
     coordinator: str
     token: str
 
 
 def new_folder(parent: Path) -> Path:
-    """A folder for a run, named by the time: ``runs/20260131-235959``, with a number if there is one already."""
+    """Return a folder for a new run, named by the time: ``runs/20260131-235959``, with a number if it exists."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
     candidates = (parent / (stamp if n == 0 else f"{stamp}-{n}") for n in range(10_000))
     return next(folder for folder in candidates if not folder.exists())
@@ -40,9 +40,9 @@ def new_folder(parent: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for this process (made, if there is none). UsageError when another launcher holds it.
+    """Lock the folder for this process; create it if needed. Raises UsageError when another launcher holds it.
 
-    The lock is the operating system's: it ends with this process, however that ends.
+    The lock is the operating system's: it ends with this process, in any case.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def refuse_an_old_run(folder: Path, snapshots: str) -> None:
-    """UsageError when the folder holds a run already, or code of somebody's: a new run would overwrite it."""
+    """Raise UsageError when the folder holds a run, or a user's code: a new run would overwrite it."""
     if not _holds_a_run(folder):
         _refuse_others_code(folder)
         return
@@ -79,7 +79,7 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
 
 
 def refuse_a_finished_run(folder: Path) -> None:
-    """UsageError when the run in this folder is over: there is nothing to go on with."""
+    """Raise UsageError when the run in this folder is over: nothing is left to continue."""
     state = _journaled(folder)
     if state is not None and isinstance(state.last_word, Finish):
         raise UsageError(
@@ -89,7 +89,7 @@ def refuse_a_finished_run(folder: Path) -> None:
 
 
 def _journaled(folder: Path) -> ClusterState | None:
-    """What the run's last coordinator has written down; None without a journal."""
+    """Return what the run's last coordinator has written to its journal; None without a journal."""
     if not (folder / JOURNAL).exists():
         return None
     journal = Journal(str(folder))
@@ -105,7 +105,7 @@ def _of_steps(state: ClusterState | None) -> str:
 
 
 def has_snapshot(snapshots: str) -> bool:
-    """Is there a usable snapshot to go on from?"""
+    """True if there is a usable snapshot to continue from."""
     return bool(snapshots) and SnapshotStore(snapshots).latest_usable(lambda text: None) is not None
 
 
@@ -114,7 +114,7 @@ def _holds_a_run(folder: Path) -> bool:
 
 
 def _refuse_others_code(folder: Path) -> None:
-    """A run replaces ``code/`` in its folder: before the first one that folder belongs to somebody else."""
+    """Raise UsageError if ``code/`` exists before the first run: it belongs to the user, and a run would replace it."""
     if os.path.lexists(folder / CODE):
         raise UsageError(
             f"{folder / CODE} is not of a run, and a run would keep copies of its script there: choose another --folder"
@@ -122,9 +122,9 @@ def _refuse_others_code(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Delete what an earlier run left here: its plan, journal, log, snapshots and kept code. Other files stay.
+    """Delete what an earlier run left here: plan, journal, log, snapshots and kept code. Other files stay.
 
-    UsageError when there was no run and the folder holds code of somebody's.
+    Raises UsageError when there was no run and the folder holds a user's code.
     """
     if not _holds_a_run(folder):
         _refuse_others_code(folder)
@@ -138,7 +138,7 @@ def clear(folder: Path) -> None:
 
 
 def write_where(folder: Path, where: Where) -> None:
-    """Keep where the job is, for `rallypoint resize` and `snapshot`; only this user may read it."""
+    """Write the job's address, for `rallypoint resize` and `snapshot`. Only this user may read the file."""
     path = folder / CLUSTER_FILE
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
@@ -146,7 +146,7 @@ def write_where(folder: Path, where: Where) -> None:
 
 
 def read_where(folder: Path) -> Where:
-    """Where the job that runs in this folder is. DataError when none does."""
+    """Return the address of the job that runs in this folder. Raises DataError when none runs."""
     try:
         return msgspec.json.decode((folder / CLUSTER_FILE).read_bytes(), type=Where)
     except (OSError, msgspec.DecodeError):

@@ -1,4 +1,4 @@
-"""Ctrl-C, SIGTERM and SIGHUP: how they reach the launcher's loop."""
+"""How Ctrl-C, SIGTERM and SIGHUP reach the launcher's loop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """SIGTERM or SIGHUP came: end as on Ctrl-C."""
+    """SIGTERM or SIGHUP has arrived: end like after Ctrl-C."""
 
 
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise Interrupted in the main thread, as Ctrl-C raises KeyboardInterrupt."""
+    """In the body, SIGTERM and SIGHUP raise Interrupted in the main thread, like Ctrl-C raises KeyboardInterrupt."""
     previous = {number: signal.signal(number, _interrupt) for number in _heeded(signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
@@ -27,9 +27,9 @@ def raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Sequence[int]]:
-    """Inside, Ctrl-C and its like are only appended to the list that is yielded.
+    """In the body, SIGINT, SIGTERM and SIGHUP only append their number to the yielded list.
 
-    An exception could be raised anywhere, also between a lock's acquire and its release.
+    An exception could be raised anywhere, for example between a lock's acquire and its release.
     """
     came: list[int] = []
     numbers = _heeded(*_INTERRUPTS)
@@ -42,7 +42,7 @@ def noted() -> Iterator[Sequence[int]]:
 
 
 def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Those of the signals that this process was not started to ignore (by ``nohup``, or by a shell with ``&``)."""
+    """Return the signals that this process was not started to ignore (by ``nohup``, or by a shell with ``&``)."""
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 

@@ -1,4 +1,4 @@
-"""`rallypoint.join`: into the job that a launcher started this process for, or into one of its own."""
+"""`rallypoint.join`: joins the job of the launcher that started this process, or starts an embedded one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rallypoint.worker.loop.session import Job
 
 
 def join() -> Job:
-    """Join the job of the launcher that started this process; alone, get an embedded cluster in this process.
+    """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
-    A launcher says where in RALLYPOINT_COORDINATOR (``host:port``), RALLYPOINT_ID and RALLYPOINT_TOKEN. What the job
-    *does* never comes from the environment.
+    The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID and RALLYPOINT_TOKEN.
+    The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
     if not coordinator:
@@ -38,8 +38,10 @@ def join() -> Job:
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Our own errors are sentences, the launcher says why a job was aborted or interrupted; the rest keeps its
-    traceback."""
+    """Print one of our own errors as one sentence, others with their traceback.
+
+    The launcher reports aborts and interrupts.
+    """
     if isinstance(error, JobAborted | KeyboardInterrupt):
         return
     if isinstance(error, RallypointError):

@@ -1,4 +1,4 @@
-"""``rallypoint run``: prepares a run's folder, runs its cluster to the end, says how it ended."""
+"""``rallypoint run``: prepares a run's folder, runs its cluster to the end, reports how it ended."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.run import ClusterRun, Intervene, OutputClosed
 
 INTERRUPTED = 130  # the exit status after Ctrl-C
-CLOSED = 141  # ... and when nobody reads our output any more: what a shell says of a process that SIGPIPE ended
+CLOSED = 141  # the status of a process that SIGPIPE ended, when nobody reads our output any more
 
 
 def launch(
     plan: Launch, console: RunConsole, intervene: Intervene | None = None, *, overwrite: bool = False,
     original: bool = False,
 ) -> int:  # fmt: skip
-    """Start the cluster, show its progress, start again what dies, end it: the exit status.
+    """Start the cluster, show its progress, restart what dies, end it. Returns the exit status.
 
-    `intervene` is called again and again while it runs; it may do things to the cluster. `overwrite` deletes what an
-    earlier run has left in the folder; without, that is a UsageError (except with `plan.resume`). `original`: a resumed
-    run takes the code that it began with, not what is in its place now.
+    `intervene` is called repeatedly during the run and may change the cluster. `overwrite` deletes what an earlier run
+    has left in the folder; without it that raises UsageError (except with `plan.resume`). With `original` a resumed run
+    uses the code that it began with, not the files as they are now.
     """
     folder = Path(plan.folder)
     with locked(folder):
@@ -55,7 +55,7 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
 
 
 def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str]:
-    """Copy the script and its modules into the run's folder; of a resumed run, say what has changed in them.
+    """Copy the script and its modules into the run's folder. For a resumed run, report which of them have changed.
 
     Returns the files that differ from the copies from now on: none, unless `original`.
     """
@@ -78,4 +78,4 @@ def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str
 
 
 def _let_be(_: ClusterRun) -> None:
-    """Nobody intervenes in this run."""
+    """Do nothing: the default for `intervene`."""

@@ -1,4 +1,4 @@
-"""A child holds a pipe from its launcher: when the launcher is gone, however it died, the child goes too."""
+"""Ends a child when its launcher is gone: the child holds a pipe from it, which breaks however the launcher died."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rallypoint.launch.environment import LIFELINE
 
 
 def hold_lifeline() -> None:
-    """If the launcher gave this process a lifeline, leave at once when it breaks. Safe without one."""
+    """If the launcher gave this process a lifeline, exit at once when it breaks. Does nothing without one."""
     text = os.environ.pop(LIFELINE, "")
     if text.isdigit():
         threading.Thread(target=_watch, args=(int(text),), name="lifeline", daemon=True).start()
@@ -21,6 +21,6 @@ def _watch(fd: int) -> None:
         while os.read(fd, 1):
             continue
     except OSError:
-        pass  # a broken pipe says the same as a closed one
+        pass  # a broken pipe means the same as a closed one
     sys.stderr.flush()
     os._exit(113)

@@ -1,7 +1,7 @@
-"""Processes on this machine: the cluster that ``rallypoint run`` uses.
+"""Processes on this machine: the cluster of ``rallypoint run``.
 
-Every process runs in a session of its own. So Ctrl-C reaches only the launcher, which ends the others by pid.
-Each process also holds the read end of a pipe (`lifeline`): when the launcher is killed, the pipe breaks and they end.
+Every process runs in its own session. So Ctrl-C reaches only the launcher, which ends the others by pid. Each process
+also holds the read end of a pipe (`lifeline`): when the launcher is killed, the pipe breaks and the processes exit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import Command, Exit
 
-_OUTPUT_S = 2.0  # for the last lines of a process that has ended
+_OUTPUT_S = 2.0  # seconds to wait for the last lines of a process that has ended
 
 
 class LocalProcess:
@@ -40,24 +40,24 @@ class LocalProcess:
         self._reader.start()
 
     def exit(self) -> Exit | None:
-        """None while it runs; see `Handle.exit`."""
+        """Return None while the process runs; see `Handle.exit`."""
         code = self.process.poll()
         if code is None:
             return None
         with self._lock:
             if not self._reaped:
                 self._reaped = True
-                self._signal_group(signal.SIGKILL)  # what it started would live on, and hold its output open
-                self._reader.join(_OUTPUT_S)  # longer only if something in a session of its own holds the output
+                self._signal_group(signal.SIGKILL)  # its children would live on and hold its output open
+                self._reader.join(_OUTPUT_S)  # takes longer only if a child in another session holds the output
         return Exit(code) if code >= 0 else Exit(128 - code, signal.Signals(-code).name)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it, and to what it has started."""
+        """Send a signal to the process and to its children."""
         if self.process.poll() is None:
             self._signal_group(number)
 
     def wait(self) -> Exit:
-        """Block until it has ended."""
+        """Wait until the process has ended."""
         self.process.wait()
         ended = self.exit()
         assert ended is not None
@@ -88,7 +88,7 @@ class LocalCluster:
         self.end()
 
     def start(self, command: Command, output: Callable[[str], None]) -> LocalProcess:
-        """Start a process; see `Cluster.start`. UsageError when there is no such program."""
+        """Start a process; see `Cluster.start`. Raises UsageError when there is no such program."""
         if self._lifeline is None:
             raise UsageError("this cluster has been ended")
         process = LocalProcess(command, output, self._lifeline[0])
@@ -96,7 +96,7 @@ class LocalCluster:
         return process
 
     def end(self) -> None:
-        """Kill every process that still runs, and wait for that."""
+        """Kill every process that still runs, and wait until all have ended."""
         for process in self._started:
             process.signal(signal.SIGKILL)
         for process in self._started:

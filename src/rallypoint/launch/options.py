@@ -1,4 +1,4 @@
-"""The command-line options of a run: each stands here once, with its help."""
+"""The command-line options of a run, each with its help, in one place."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _option(*names: str, help: str, metavar: str | None, panel: str, **limits: A
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options that ``run``, ``train`` and ``chaos`` have in common."""
+    """The options that ``run``, ``train`` and ``chaos`` share."""
 
     workers: Annotated[str, _option(
         "--workers", "-w", metavar="N[:M]", panel=_CLUSTER,
@@ -105,7 +105,7 @@ class RunOptions:
     )] = "5:7"  # fmt: skip
 
     def plan(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
-        """The plan that these options make for workers of this argv. ConfigError for what cannot be."""
+        """Return the plan that these options make for workers of this argv. Raises ConfigError for invalid options."""
         limits, start = parse_workers(self.workers)
         folder = self.folder or new_folder(Path("runs"))
         where = self.snapshots or str((folder / SNAPSHOTS).resolve())
@@ -131,7 +131,7 @@ _SAME = {
 
 
 def with_run_options(defaults: RunOptions | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command all options of `RunOptions`; it gets them as one argument, `options`."""
+    """Give a command all options of `RunOptions`, as one argument, `options`."""
     start = defaults or RunOptions()
     hints = get_type_hints(RunOptions, include_extras=True)
 

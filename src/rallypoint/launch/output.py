@@ -1,6 +1,6 @@
-"""Which lines of the processes are shown: all of them, but an error that several workers end with only once.
+"""Which lines of the processes are shown: all, but an error that several workers end with is shown only once.
 
-Pure: lines and endings come in, lines to show go out; time is a number of seconds.
+Pure: lines and endings come in, lines to show go out. Times are in seconds, of any clock.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 _TRACEBACK = "Traceback (most recent call last):"
-_SYNTAX = '  File "'  # the first line of a SyntaxError's report, which has no header
+_SYNTAX = '  File "'  # the first line of a SyntaxError's report, which has no traceback header
 _SENTENCE = "error: "  # how our own errors begin
-_HELD_S = 3.0  # a process that lives on for so long after a traceback has only logged it
-_LAST_WORD_S = 1.0  # the coordinator may say within so long that a sentence of ours has failed the run
+_HELD_S = 3.0  # seconds: a process that lives on for so long after a traceback has only logged it
+_LAST_WORD_S = 1.0  # seconds in which the coordinator may say that this error has failed the run
 _QUIET = ("KeyboardInterrupt", "SystemExit")
 
 
@@ -25,7 +25,7 @@ class Line:
 
 @dataclass(slots=True)
 class _Held:
-    """The lines of a process from the beginning of an error on."""
+    """The lines of a process, from the beginning of an error on."""
 
     began: float
     lines: list[str] = field(default_factory=list)
@@ -33,19 +33,20 @@ class _Held:
 
 @dataclass(slots=True)
 class Output:
-    """The lines of all processes. An error is held back until its process ends, or goes on.
+    """The lines of all processes. An error is held back until its process ends or continues.
 
-    Two processes ended alike if their errors are of one type and came from the same lines of code. A sentence of ours
-    (``error: ...``) is held back a little longer: the line ``failed: ...`` at the end may say the same.
+    Two processes ended alike if their errors have one type and come from the same lines of code. One of our own errors
+    (``error: ...``) is held back a little longer, because the final line ``failed: ...`` may repeat it.
     """
 
-    ending: bool = False  # processes are being ended by us: what they print about that is nobody's concern
+    ending: bool = False  # we are ending the processes: do not show what they print about that
     _held: dict[str, _Held] = field(default_factory=dict)
-    _shown: dict[str, list[str]] = field(default_factory=dict)  # by kind of error: who ended with it
-    _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)  # when it ended, who, the lines
+    _shown: dict[str, list[str]] = field(default_factory=dict)  # kind of error -> the processes that ended with it
+    # (when it ended, the process, its lines)
+    _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)
 
     def line(self, process: str, text: str, now: float) -> list[Line]:
-        """`process` has printed a line: what to show now."""
+        """`process` has printed a line. Returns the lines to show now."""
         held = self._held.get(process)
         if held is None and (text == _TRACEBACK or text.startswith((_SENTENCE, _SYNTAX))):
             held = self._held[process] = _Held(now)
@@ -55,11 +56,11 @@ class Output:
         return []
 
     def ended(self, process: str, now: float, *, well: bool = False) -> list[Line]:
-        """`process` has ended, with status 0 if `well`: what to show of its last words now."""
+        """`process` has ended, with status 0 if `well`. Returns which of its held lines to show now."""
         held = self._held.pop(process, None)
         if held is None:
             return []
-        if well and not self.ending:  # it only printed something that looks like an error, as "error: 0.25"
+        if well and not self.ending:  # it only printed something that looks like an error, such as "error: 0.25"
             return [Line(process, text) for text in held.lines]
         kind = _kind(held.lines)
         if kind in _QUIET or (self.ending and kind not in self._shown):
@@ -74,8 +75,7 @@ class Output:
         return [Line(process, text) for text in held.lines]
 
     def due(self, now: float) -> list[Line]:
-        """The lines of processes that have gone on after an error, and the sentences of those that did not end the
-        run."""
+        """Return the held lines of processes that continued after an error, and the errors that did not end the run."""
         late = [process for process, held in self._held.items() if now - held.began > _HELD_S]
         shown = [Line(process, text) for process in late for text in self._held.pop(process).lines]
         while self._sentences and now - self._sentences[0][0] > _LAST_WORD_S:
@@ -84,19 +84,19 @@ class Output:
         return shown
 
     def sentence_of(self, process: str) -> str:
-        """The sentence of ours that `process` has ended with; "" if it ended in another way."""
+        """Return the error message of ours that `process` ended with; "" if it ended in another way."""
         kinds = (kind for kind, alike in self._shown.items() if process in alike and kind.startswith(_SENTENCE))
         return next(kinds, "").removeprefix(_SENTENCE)
 
     def rest(self, failure: str) -> list[Line]:
-        """At the end of the run: the sentences that were held back, without what `failure` says."""
+        """At the end of the run: return the held error messages, without those that `failure` repeats."""
         said = {f"{_SENTENCE}{line}" for line in _told(failure)} | set(_told(failure))
         left = [Line(process, text) for _, process, lines in self._sentences for text in lines if text not in said]
         self._sentences.clear()
         return left
 
     def summary(self) -> list[str]:
-        """Of each error that several workers ended with: a sentence that says so."""
+        """Return a sentence for each error that several workers ended with."""
         return [
             f"{', '.join(others)} ended with the same error as {first}"
             for first, *others in self._shown.values() if others
@@ -104,13 +104,13 @@ class Output:
 
 
 def _told(failure: str) -> list[str]:
-    """The lines of ``worker1: a sentence``, with and without the name."""
+    """Return the lines of ``worker1: a sentence``, with and without the name."""
     lines = failure.splitlines()
     return [*lines, *(line.partition(": ")[2] for line in lines[:1])]
 
 
 def _kind(lines: list[str]) -> str:
-    """The places in the code and the type of the error; for our own errors the sentence itself."""
+    """Return the places in the code and the type of the error; for our own errors the message."""
     if lines[0].startswith(_SENTENCE):
         return lines[0]
     last = next((n for n in range(len(lines) - 1, -1, -1) if lines[n].startswith("  ")), -1)

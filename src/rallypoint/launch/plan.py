@@ -1,4 +1,4 @@
-"""What to start: the plan of a run, kept in its folder as ``run.json`` so that the run can go on."""
+"""The plan of a run: what to start. It is kept in the run's folder as ``run.json``, so that the run can be resumed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         worker: the argv of every worker process.
-        script: the part of `worker` that is the user's script; "" when it is none. See `kept`.
-        workers: (least, most): below the least the job waits, above the most workers stand by.
-        workers_start: how many begin.
-        standby: so many more are started, imported and connected.
+        script: the part of `worker` that is the user's script; "" if there is none. See `kept`.
+        workers: (least, most): with fewer than the least the job waits; workers above the most stand by.
+        workers_start: how many workers to start with.
+        standby: how many more are started, imported and connected.
         folder: the run's folder.
         bind: ``host:port`` at which the coordinator listens. Servers listen at the same host, each at a free port.
-        advertise: ``host`` or ``host:port`` that others connect to instead; "" for where the coordinator listens.
-        resume: the snapshot to go on from; "" for a new run.
+        advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
+        resume: the snapshot to continue from; "" for a new run.
     """
 
     worker: tuple[str, ...]
@@ -55,9 +55,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:
-    """``4`` or ``2:8`` as ((least, most), how many to begin with). ConfigError when it is neither.
+    """Parse ``4`` or ``2:8`` to ((least, most), how many to start with). Raises ConfigError when it is neither.
 
-    A plain number is what the job begins with; it goes on with fewer while some are gone. Of a range the least begin.
+    With a plain number the job starts with so many workers, and continues with fewer while some are gone. With a range
+    it starts with the least.
     """
     least, colon, most = text.partition(":")
     if not (least.isdigit() and (most.isdigit() or not colon)) or int(least) < 1 or (colon and int(most) < int(least)):
@@ -68,7 +69,7 @@ def parse_workers(text: str) -> tuple[tuple[int, int], int]:
 
 
 def resized(plan: Launch, workers: int, servers: int) -> Launch:
-    """The plan with other numbers of processes; 0: as many as before."""
+    """Return the plan with other numbers of processes; 0: unchanged."""
     if workers:
         plan = msgspec.structs.replace(plan, workers=(min(plan.workers[0], workers), workers), workers_start=workers)
     if servers:
@@ -77,7 +78,7 @@ def resized(plan: Launch, workers: int, servers: int) -> Launch:
 
 
 def write_plan(plan: Launch) -> None:
-    """Keep the plan in the run's folder, whole or not at all. UsageError when it cannot be written."""
+    """Write the plan to the run's folder, atomically. Raises UsageError when it cannot be written."""
     path = Path(plan.folder) / RUN_FILE
     fresh = path.with_suffix(".new")
     try:
@@ -88,7 +89,7 @@ def write_plan(plan: Launch) -> None:
 
 
 def read_plan(folder: Path) -> Launch:
-    """The plan of an earlier run. DataError when there is none."""
+    """Return the plan of an earlier run. Raises DataError when there is none."""
     try:
         return msgspec.json.decode((folder / RUN_FILE).read_bytes(), type=Launch)
     except FileNotFoundError:
@@ -98,9 +99,9 @@ def read_plan(folder: Path) -> Launch:
 
 
 def coordinator_arguments(plan: Launch, address: str = "") -> tuple[str, ...]:
-    """The arguments of ``rallypoint coordinator``.
+    """Return the arguments of ``rallypoint coordinator``.
 
-    `address`: where members have connected to an earlier coordinator of this run; then its journal goes on.
+    `address`: where members connected to an earlier coordinator of this run. Then its journal is continued.
     """
     first, last = plan.trace_steps if plan.trace else (0, 0)
     terms = {
@@ -123,17 +124,17 @@ def coordinator_arguments(plan: Launch, address: str = "") -> tuple[str, ...]:
 
 
 def server_arguments(plan: Launch) -> tuple[str, ...]:
-    """The arguments of ``rallypoint server``: it listens at a free port of the coordinator's host."""
+    """Return the arguments of ``rallypoint server``: it listens at a free port of the coordinator's host."""
     advertise = _host(plan.advertise) if plan.advertise else ""
     return ("--bind", f"{_host(plan.bind)}:0", *(["--advertise", advertise] if advertise else []))
 
 
 def _bind_again(bind: str, address: str) -> str:
-    """Where a coordinator listens that takes over from one that members have reached at `address`."""
+    """Return where a coordinator listens that takes over from one that members reached at `address`."""
     return bind if not bind.endswith(":0") else f"{_host(bind)}:{address.rpartition(':')[2]}"
 
 
 def _host(address: str) -> str:
-    """``10.0.0.7`` of ``10.0.0.7:4700`` and of ``10.0.0.7``."""
+    """Return ``10.0.0.7`` for ``10.0.0.7:4700`` and for ``10.0.0.7``."""
     host, _, port = address.rpartition(":")
     return host if host and port.isdigit() else address

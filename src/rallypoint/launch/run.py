@@ -1,4 +1,4 @@
-"""One run on a cluster: carries decisions from the `Supervisor` to a `Cluster`, shows progress, ends every process."""
+"""One run on a cluster: applies the `Supervisor`'s decisions to a `Cluster`, shows progress, ends every process."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
 
 LIMITS = Limits()
-_GRACE_S = 5.0  # for processes to end by themselves once the job is over
-_ERROR_S = 1.0  # ... for other workers to end with the error that one has ended with
+_GRACE_S = 5.0  # seconds in which processes may end by themselves after the job
+_ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S = 0.02
-_SILENCE_S = 5.0  # after so long a wait says what it waits for
+_SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
 Intervene = Callable[["ClusterRun"], None]
 
 
 class OutputClosed(Exception):
-    """Nobody reads what is printed any more."""
+    """Nobody reads our output any more."""
 
 
 class ClusterRun:
     """One run on a cluster; a context manager that ends all of its processes."""
 
     def __init__(self, plan: Launch, console: RunConsole, cluster: Cluster, edited: Sequence[str] = ()) -> None:
-        """`edited`: files of the user's that are known to differ from the copies that the run keeps."""
+        """`edited`: the user's files that are known to differ from the copies that the run keeps."""
         self.plan, self.console, self.cluster = plan, console, cluster
         limits = LIMITS if plan.restart else Limits(restart=False)
         self.supervisor = Supervisor({"worker": plan.workers[1] + plan.standby, "server": plan.servers}, limits)
@@ -66,11 +66,11 @@ class ClusterRun:
         self._end()
         self.console.close()
 
-    # ---- what others may ask, and do ----
+    # ---- queries and commands for others ----
 
     @property
     def workers_wanted(self) -> int:
-        """How many workers should run, standby included."""
+        """How many workers should run, standby workers included."""
         return self.supervisor.wanted["worker"]
 
     @property
@@ -79,11 +79,11 @@ class ClusterRun:
         return self.supervisor.wanted["server"]
 
     def of_role(self, role: str) -> list[Handle]:
-        """The processes of a role that have not ended, the oldest first."""
+        """Return the running processes of a role, the oldest first."""
         return [handle for handle in self.handles.values() if handle.command.role == role and handle.exit() is None]
 
     def resize(self, workers: int) -> None:
-        """Let so many workers compute from now on."""
+        """Let this many workers compute from now on."""
         assert self._observer is not None
         self._observer.send(Resize(workers))
         self._resized(Resize(workers))
@@ -91,7 +91,7 @@ class ClusterRun:
     # ---- the loop ----
 
     def watch(self, intervene: Intervene) -> int:
-        """Run until the job is over: the exit status."""
+        """Run until the job is over. Returns the exit status."""
         with noted() as interrupts:
             self._do(self.supervisor.begin(time.monotonic()))
             while not (self._is_over or self.console.failure or self.failure):
@@ -101,7 +101,8 @@ class ClusterRun:
                     raise OutputClosed
                 self._look()
                 if self._observer is not None:
-                    self.console.warn_of_silence(2 * _SILENCE_S)  # it says what it waits for more often than that
+                    # The coordinator reports its own waits more often than that
+                    self.console.warn_of_silence(2 * _SILENCE_S)
                     intervene(self)
                 time.sleep(_POLL_S)
         self._wait()
@@ -112,7 +113,7 @@ class ClusterRun:
         return self._over or self.console.finished
 
     def _look(self) -> None:
-        """What has happened, what is to be done about it."""
+        """Look for events, pass them to the supervisor, apply its decisions."""
         self._relay()
         if self._observer is None and self._address:
             self._observe()
@@ -126,7 +127,7 @@ class ClusterRun:
         self._do(self.supervisor.due(time.monotonic()))
 
     def _ended(self) -> list[tuple[str, Exit]]:
-        """The processes that have ended since the last time."""
+        """Return the processes that have ended since the last call."""
         ended = [(name, how) for name, handle in self.handles.items() if (how := handle.exit()) is not None]
         self._relay()
         for name, how in ended:
@@ -149,7 +150,7 @@ class ClusterRun:
                     self.failure = reason
                 case Over():
                     self._over = True
-                    self.console.show(Finished())  # our link to it may have been down when it said so
+                    self.console.show(Finished())  # the link may have been down when the coordinator sent this
 
     def _resized(self, size: Resize) -> None:
         wanted = {"worker": size.workers + self.plan.standby} if size.workers else {}
@@ -157,7 +158,7 @@ class ClusterRun:
         self._do(self.supervisor.resized(wanted, time.monotonic()))
         self.plan = resized(self.plan, size.workers, size.servers)
         try:
-            write_plan(self.plan)  # a later `rallypoint resume` begins with this size
+            write_plan(self.plan)  # a later `rallypoint resume` starts with this size
         except UsageError as error:
             self.console.console.print(f"[yellow]{escape(str(error))}: the new size is for this run only[/yellow]")
 
@@ -196,7 +197,7 @@ class ClusterRun:
         self._do(self.supervisor.listening(time.monotonic()))
 
     def _observe(self) -> None:
-        """Connect to the coordinator; if it has just died, the next one will be there soon."""
+        """Connect to the coordinator. If it has just died, the next one will listen soon."""
         with contextlib.suppress(LinkError):
             observer = CoordinatorLink(
                 transport=TcpTransport(), address=self._address, me=Identity("observer", "launcher", self._token),
@@ -218,7 +219,7 @@ class ClusterRun:
                 self._listening(line.removeprefix(environment.LISTENS_AT))
             else:
                 self._show(self._output.line(name, line, time.monotonic()))
-        if not (self._is_over or self.console.failure or self.failure):  # else they are about to end
+        if not (self._is_over or self.console.failure or self.failure):  # otherwise they are about to end
             self._show(self._output.due(time.monotonic()))
 
     def _show(self, lines: Sequence[Line]) -> None:
@@ -228,7 +229,7 @@ class ClusterRun:
     # ---- the end ----
 
     def _wait(self) -> None:
-        """Until workers have ended by themselves: to save the model, or with the error that ends the job."""
+        """Wait until workers have ended by themselves: to save the model, or with the error that ends the job."""
         began = said = time.monotonic()
         while left := self._worth_waiting_for(time.monotonic() - began):
             self._ended()
@@ -241,7 +242,7 @@ class ClusterRun:
     def _worth_waiting_for(self, waited: float) -> list[Handle]:
         workers = self.of_role("worker")
         took_part = [handle for handle in workers if handle.command.name in self.supervisor.took_part]
-        if self._is_over:  # who has only just been started has nothing to do here
+        if self._is_over:  # a worker that was only just started has nothing to do here
             return took_part
         if self.console.failure:
             culprit = self.console.failure.partition(":")[0]
@@ -250,7 +251,7 @@ class ClusterRun:
         return workers if waited < _ERROR_S else []
 
     def _end(self) -> None:
-        """Servers and the coordinator may take a moment to close their files; then every process is killed."""
+        """Let servers and the coordinator close their files for a moment, then kill every process."""
         self._output.ending = not (self._is_over or self.console.failure or self.failure)
         if self._is_over or self.console.failure:
             deadline = time.monotonic() + _GRACE_S
@@ -259,7 +260,7 @@ class ClusterRun:
         self._ended()
         self._output.ending = True
         if self._observer is not None:
-            self._observer.close()  # else the coordinator would announce each of the deaths that follow
+            self._observer.close()  # otherwise the coordinator would announce each of the following deaths
             self._observer = None
         for handle in self.handles.values():
             handle.signal(signal.SIGCONT)
@@ -278,7 +279,7 @@ class ClusterRun:
         reason = self.console.failure or self.failure or "; ".join(self._endings)
         name = reason.partition(" ")[0]
         if not self.console.failure and (sentence := self._output.sentence_of(name)):
-            reason = f"{name}: {sentence}"  # what the coordinator would have said, had it been faster
+            reason = f"{name}: {sentence}"  # what the coordinator would have reported, had it been faster
         self._show(self._output.rest(reason))
         for sentence in self._output.summary():
             self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)

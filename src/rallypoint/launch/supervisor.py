@@ -1,9 +1,9 @@
-"""What should run, what has died, what to start: the launcher's decisions.
+"""The launcher's decisions: which processes should run, which have died, which to start.
 
-Pure: no process, thread or clock. Events come in (a process was started, has ended; a new size is wanted), `due(now)`
-says what is to be done at that time (seconds, of any clock that only rises).
+Pure: no process, thread or clock. Events come in (a process was started, a process has ended, a new size is requested).
+`due(now)` returns what to do at that time (seconds, of any clock that only rises).
 
-A process that dies by a signal is started again: the coordinator under its name, servers and workers under new ones.
+A process that dies by a signal is started again: the coordinator under its name, servers and workers under new names.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from rallypoint.launch.cluster import Exit
 
-_PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # before a process is started again, after the first, second, ... quick death
-_LAST_WORD_S = 0.5  # the coordinator's own words about an ending may still be on their way
+_PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # seconds before a process is started again, after the first, second, ... quick death
+_LAST_WORD_S = 0.5  # seconds in which the coordinator's message about an ending may still arrive
 COORDINATOR = "coordinator"
 
 
@@ -29,28 +29,28 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Tell this process to hand its work over and to go (SIGTERM)."""
+    """Tell this process to give up its work and exit (SIGTERM)."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Warn:
-    """Tell the user."""
+    """Show the user a warning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The run cannot go on."""
+    """The run cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The coordinator has ended well: the job is over."""
+    """The coordinator has ended without error: the job is over."""
 
 
 Decision = Start | Drain | Warn | Fail | Over
@@ -58,13 +58,13 @@ Decision = Start | Drain | Warn | Fail | Over
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop starting again.
+    """When to stop restarting processes.
 
     Attributes:
-        restart: start again what died; else the first death fails the run.
-        quick_s: a process that dies within so many seconds of its start died quickly.
-        quick_deaths: so many quick deaths of one role in a row are answered; one more fails the run.
-        listen_s: the first coordinator may take so long until it listens (it may import from a cold disk).
+        restart: restart what died; otherwise the first death fails the run.
+        quick_s: a process that dies within this many seconds of its start has died quickly.
+        quick_deaths: so many quick deaths of one role in a row are answered by a restart; one more fails the run.
+        listen_s: seconds that the first coordinator may take until it listens (it may import from a cold disk).
     """
 
     restart: bool = True
@@ -82,7 +82,7 @@ class _Process:
 
 @dataclass(slots=True)
 class Supervisor:
-    """The processes of one run. `wanted` is how many servers and workers should run, standby workers included."""
+    """The processes of one run. `wanted`: how many servers and workers should run, standby workers included."""
 
     wanted: dict[str, int]
     limits: Limits = field(default_factory=Limits)
@@ -98,18 +98,18 @@ class Supervisor:
     # ---- events ----
 
     def begin(self, now: float) -> list[Decision]:
-        """The coordinator first: the others must know its address."""
+        """Start the coordinator. The others must know its address first."""
         return [self._start(COORDINATOR, now)]
 
     def listening(self, now: float) -> list[Decision]:
-        """The coordinator listens. The first time, everybody else is started."""
+        """The coordinator listens. The first time, start all other processes."""
         if self._listening:
             return []
         self._listening = True
         return [self._start(role, now) for role in ("server", "worker") for _ in range(self.wanted[role])]
 
     def members(self, names: Iterable[str]) -> None:
-        """These are members of the job."""
+        """Note these names as members of the job."""
         self.took_part.update(names)
 
     def ended(self, name: str, how: Exit, now: float) -> list[Decision]:
@@ -118,7 +118,7 @@ class Supervisor:
         if process.role == COORDINATOR and how.status == 0:
             return [Over()]
         if process.draining:
-            return []  # it was told to go, and has not counted since
+            return []  # it was told to exit, and is not counted since then
         if how.status == 0:
             self._one_less(process.role)
             return []  # it has left by itself
@@ -127,7 +127,7 @@ class Supervisor:
         return self._died(name, process, how, now)
 
     def resized(self, wanted: Mapping[str, int], now: float) -> list[Decision]:
-        """So many servers and workers are to run from now on: starts some, or tells the newest to go."""
+        """`wanted` servers and workers should run from now on: start some, or tell the newest to exit."""
         self.wanted.update(wanted)
         decisions: list[Decision] = []
         for role in ("server", "worker"):
@@ -140,7 +140,7 @@ class Supervisor:
         return decisions
 
     def due(self, now: float) -> list[Decision]:
-        """What is to be done by now."""
+        """Return the decisions that are due at `now`."""
         if self._failing is not None and now >= self._failing[0]:
             return [Fail(self._failing[1])]
         first = self.running.get(COORDINATOR)
@@ -165,11 +165,11 @@ class Supervisor:
         return sum(p.role == role and not p.draining for p in self.running.values())
 
     def _one_less(self, role: str) -> None:
-        """One that counted is not replaced; those that died and are to be started again still are."""
+        """Count one process less: this one is not replaced. Processes that died before are still restarted."""
         self.wanted[role] = max(0, self.wanted[role] - 1)
 
     def _failed(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
-        """It ended by itself, in an error."""
+        """The process ended by itself, with an error."""
         others = [n for n, p in self.running.items() if p.role == "worker" and n in self.took_part]
         if process.role == "worker" and name not in self.took_part and others:
             self._one_less("worker")
@@ -189,7 +189,7 @@ class Supervisor:
         return [Warn(f"{name} {how}: starting another")]
 
     def _lonely(self, now: float) -> list[Decision]:
-        """Fail when no worker is left and none is to come; the word that the job is over may be on its way."""
+        """Fail when no worker runs and none will be started. First wait, because the job may just have ended."""
         coming = not self._listening or "worker" in self._start_at or self._failing is not None
         if coming or any(p.role == "worker" for p in self.running.values()):
             self._lonely_since = None

@@ -1,6 +1,6 @@
-"""Ready-made models that train out of the box: `python -m rallypoint.recipes.gpt`, or `rallypoint train gpt`.
+"""Ready-made models to train: `python -m rallypoint.recipes.gpt`, or `rallypoint train gpt`.
 
-Here is the list of them, and what their command lines share.
+This module holds the list of recipes, and what their command lines share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from rallypoint.errors import ConfigError, RallypointError
 
-# At run time torch and typer are imported where they are used: listing the recipes stays instant.
+# torch and typer are imported only where they are used, so listing the recipes is fast.
 if TYPE_CHECKING:
     import torch
     import typer
@@ -33,7 +33,10 @@ __all__ = ["DESCRIPTIONS", "RECIPES", "choose_device", "exit_status"]
 
 
 def choose_device(name: str) -> torch.device:
-    """The device called `name`; "auto" is a GPU if there is one. Raises `ConfigError` for a device that is not here."""
+    """Return the device called `name`; "auto" is a GPU if there is one.
+
+    Raises `ConfigError` for a device that is missing.
+    """
     import torch
 
     if name == "auto":
@@ -48,7 +51,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def as_typed(path: str | Path) -> str:
-    """A path as one would type it here: relative if it lies below the current folder."""
+    """Return a path as one would type it here: relative if it lies below the current folder."""
     try:
         return shlex.quote(str(Path(path).absolute().relative_to(Path.cwd())))
     except ValueError:
@@ -58,7 +61,7 @@ def as_typed(path: str | Path) -> str:
 def exit_status(app: typer.Typer, argv: list[str] | None, *, program: str) -> int:
     """Run a recipe's command line on `argv` (default: this process's) and return its exit status.
 
-    Errors that Rallypoint raises on purpose are a sentence on stderr and status 1: their traceback explains nothing.
+    An error of Rallypoint is printed as a sentence on stderr, with status 1 and without a traceback.
     """
     try:
         app(args=argv, prog_name=program)

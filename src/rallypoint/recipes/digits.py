@@ -14,10 +14,10 @@ VALIDATION_EVERY = 5
 
 
 def load_digits() -> tuple[TensorDataset, TensorDataset]:
-    """The training and the validation images: samples (x, y) with x float32 [1, 8, 8] in [0, 1] and y int64.
+    """Return the training and the validation images: samples (x, y) with x float32 [1, 8, 8] in [0, 1] and y int64.
 
     Alpaydin and Kaynak 1998. The split is by position, so every process makes the same one. Raises `DataError` when
-    scikit-learn, which brings the images, is not installed.
+    scikit-learn, which contains the images, is not installed.
     """
     images, labels = _read()
     held_out = torch.arange(len(images)) % VALIDATION_EVERY == VALIDATION_EVERY - 1
@@ -26,7 +26,7 @@ def load_digits() -> tuple[TensorDataset, TensorDataset]:
 
 def _read() -> tuple[Tensor, Tensor]:
     try:
-        # Imported here: it takes a second and is an extra that only this recipe needs.
+        # Imported here: it takes a second, and only this recipe needs this optional package.
         from sklearn import datasets
     except ImportError as missing:
         raise DataError("the digits come with scikit-learn: pip install rallypoint[recipes]") from missing

@@ -1,7 +1,7 @@
 """A byte-level GPT: small enough to read in one sitting, real enough to train.
 
-Radford et al. 2019 (GPT-2) with pre-norm blocks, a GELU MLP, learned positions and one matrix for both the input
-and the output embedding. Text is bytes, so there is no tokenizer and every folder of text is already training data.
+Radford et al. 2019 (GPT-2) with pre-norm blocks, a GELU MLP, learned positions and one matrix for both the input and
+the output embedding. Text is bytes, so there is no tokenizer and every folder of text is training data.
 """
 
 import math
@@ -25,11 +25,11 @@ CONFIG_FILE = "model.json"
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT: everything needed to build it again before its weights are loaded.
+    """The shape of a GPT: what is needed to build it before its weights are loaded.
 
-    `width` is the number of features per position and must be a multiple of `heads`; `block` is the longest context
-    in bytes; `dropout` is the probability of dropping an activation while training.
-    Raises `ConfigError` for a shape that cannot be built.
+    `width` is the number of features per position and must be a multiple of `heads`. `block` is the longest context in
+    bytes. `dropout` is the probability of dropping an activation in training. Raises `ConfigError` for a shape that
+    cannot be built.
     """
 
     layers: int = 4
@@ -105,7 +105,7 @@ class GPT(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """GPT-2's: normal(0.02); what is added to the residual stream is scaled down by the number of additions."""
+        """Initialise like GPT-2: normal(0.02); projections into the residual stream are scaled by 1/sqrt(number)."""
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -115,7 +115,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the byte that follows each position; `time` may be at most `config.block`."""
+        """Return the logits of the byte that follows each position; `time` may be at most `config.block`."""
         time = tokens.shape[1]
         x = self.tokens(tokens) + self.positions(torch.arange(time, device=tokens.device))
         x = self.dropout(x)
@@ -125,15 +125,15 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy in nats per byte; `tokens` and `targets` are int64 [batch, time]."""
+        """Return the mean cross-entropy in nats per byte; `tokens` and `targets` are int64 [batch, time]."""
         return functional.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(self, prompt: bytes, n: int, *, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """Continue `prompt` by `n` bytes; the same seed gives the same bytes, whatever the global random state.
+        """Continue `prompt` by `n` bytes. The same seed gives the same bytes, independent of the global random state.
 
-        `temperature` 0 always takes the likeliest byte, 1 samples as the model predicts. An empty prompt starts
-        after a line break.
+        `temperature` 0 always takes the likeliest byte, 1 samples as the model predicts. An empty prompt starts after a
+        line break.
         """
         generator = torch.Generator().manual_seed(seed)
         device = self.tokens.weight.device
@@ -154,7 +154,10 @@ class GPT(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "GPT":
-        """The model that `save` wrote into `folder`, on the CPU, ready to generate; `DataError` if there is none."""
+        """Return the model that `save` wrote into `folder`, on the CPU, in eval mode.
+
+        Raises `DataError` if there is none.
+        """
         try:
             config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=GPTConfig)
             model = cls(config)
@@ -172,7 +175,7 @@ class GPT(nn.Module):
 
 
 def _sample(logits: Tensor, *, temperature: float, generator: torch.Generator) -> int:
-    """One byte from logits [256], drawn on the CPU so that every device gives the same draw."""
+    """Draw one byte from logits [256]. The draw is on the CPU, so every device gives the same byte."""
     logits = logits.float().cpu()
     if temperature <= 0.0:
         return int(logits.argmax())

@@ -1,7 +1,7 @@
 """Train a small ResNet on handwritten digits: `python -m rallypoint.recipes.resnet`.
 
-BatchNorm makes this the recipe with buffers: what they hold after a step is replica 0's, on every worker. Alone, it
-starts a cluster inside its own process; under `rallypoint run --workers 2 --servers 2` every worker runs this same
+This recipe shows buffers, because of BatchNorm: after a step every worker has the buffers of replica 0. Alone, it
+starts a cluster inside its own process. Under `rallypoint run --workers 2 --servers 2` every worker runs this same
 file.
 """
 
@@ -26,7 +26,10 @@ STAGES = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """One training: the model and how to train it. `batch` counts images per replica, `lr` is the highest rate."""
+    """The settings of one training: the model and how to train it.
+
+    `batch`: images per replica; `lr`: the highest rate.
+    """
 
     model: ResNetConfig
     steps: int = 200
@@ -45,7 +48,7 @@ DEFAULTS = Settings(ResNetConfig(channels=CHANNELS, classes=CLASSES))
 
 
 def train(settings: Settings, *, device: torch.device, out: Path | None) -> None:
-    """Train as `settings` say; the lead worker then prints the validation accuracy and saves the model."""
+    """Train with these settings. Afterwards the lead worker prints the validation accuracy and saves the model."""
     train_images, validation_images = load_digits()
     torch.manual_seed(settings.seed)  # Every worker starts from the same weights.
     model = ResNet(settings.model).to(device)
@@ -81,7 +84,7 @@ def train(settings: Settings, *, device: torch.device, out: Path | None) -> None
 
 @torch.no_grad()
 def accuracy(model: ResNet, images: TensorDataset) -> float:
-    """The share of `images`, from 0 to 1, that `model` (in eval mode) puts in the right class."""
+    """Return the share of `images`, from 0 to 1, that `model` (in eval mode) classifies correctly."""
     device = model.head.weight.device
     x, y = images.tensors
     predicted: Tensor = model(x.to(device)).argmax(dim=1)
@@ -140,7 +143,7 @@ def _command(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train as `argv` (default: the command line) says; returns the exit status."""
+    """Train as `argv` (default: the command line) says. Returns the exit status."""
     return exit_status(app, argv, program=PROGRAM)
 
 

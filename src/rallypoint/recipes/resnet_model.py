@@ -1,7 +1,7 @@
-"""A small ResNet for small images, with BatchNorm: the model whose buffers are state too.
+"""A small ResNet for small images, with BatchNorm, whose buffers are state too.
 
-He et al. 2015 in the form for small images (their section 4.2): a 3x3 stem, stages of basic blocks that halve the
-image and double the width, the mean over the image, one linear layer.
+He et al. 2015 in the form for small images (their section 4.2): a 3x3 stem, stages of basic blocks that halve the image
+and double the width, the mean over the image, one linear layer.
 """
 
 from dataclasses import dataclass
@@ -76,14 +76,14 @@ class ResNet(nn.Module):
         self.head = nn.Linear(inputs, config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The logits of each image; any size from 2x2 up will do."""
+        """Return the logits of each image. Any image size from 2x2 up works."""
         x = functional.relu(self.norm(self.stem(images)))
         x = self.stages(x)
         logits: Tensor = self.head(x.mean(dim=(2, 3)))
         return logits
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        """The mean cross-entropy in nats per image; `labels` is int64 [batch]."""
+        """Return the mean cross-entropy in nats per image; `labels` is int64 [batch]."""
         return functional.cross_entropy(self(images), labels)
 
     def save(self, folder: Path) -> None:
@@ -94,7 +94,10 @@ class ResNet(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> "ResNet":
-        """The model that `save` wrote into `folder`, on the CPU, ready to predict; `DataError` if there is none."""
+        """Return the model that `save` wrote into `folder`, on the CPU, in eval mode.
+
+        Raises `DataError` if there is none.
+        """
         try:
             config = msgspec.json.decode((folder / CONFIG_FILE).read_bytes(), type=ResNetConfig)
             model = cls(config)

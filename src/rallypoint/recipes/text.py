@@ -31,8 +31,8 @@ STDLIB_SKIPPED_FOLDERS = SKIPPED_FOLDERS | {"test", "idlelib"}
 class TextDataset(Dataset[tuple[Tensor, Tensor]]):
     """Sample i is the window of `block` bytes that starts at byte i, and the same window one byte later.
 
-    `data` is one uint8 vector; a sample is an int64 pair (x, y), each of shape [block]. Every offset is a sample, so
-    even a short text gives many different batches before a window comes twice.
+    `data` is one uint8 vector. A sample is an int64 pair (x, y), each of shape [block]. Every offset is a sample, so
+    even a short text gives many different batches.
     """
 
     def __init__(self, data: Tensor, *, block: int) -> None:
@@ -56,18 +56,18 @@ class TextDataset(Dataset[tuple[Tensor, Tensor]]):
         return window[:-1], window[1:]
 
     def fixed_windows(self, count: int) -> tuple[Tensor, Tensor]:
-        """At most `count` windows spread evenly over the text, as (x, y) of shape [count, block]: for validation."""
+        """Return at most `count` validation windows, spread evenly over the text, as (x, y) of shape [count, block]."""
         count = min(count, len(self))
         pairs = [self[number * len(self) // count] for number in range(count)]
         return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
 
 
 def load_text(folder: Path | None = None, *, block: int, budget: int = BUDGET) -> tuple[TextDataset, TextDataset]:
-    """The training and the validation text of `folder` (default: the standard library of this Python).
+    """Return the training and the validation text of `folder` (default: the standard library of this Python).
 
     Files are read in the order of their paths until `budget` bytes are reached, so every worker that sees the same
-    files builds the same datasets. With too few files to spare one, validation gets the last twentieth of the bytes.
-    Raises `DataError` when the folder holds no text.
+    files builds the same datasets. With too few files for a validation file, validation gets the last twentieth of the
+    bytes. Raises `DataError` when the folder holds no text.
     """
     files = list_text_files(folder)
     if not files:
@@ -85,12 +85,12 @@ def load_text(folder: Path | None = None, *, block: int, budget: int = BUDGET) -
 
 
 def stdlib_folder() -> Path:
-    """Where the running interpreter keeps its standard library: some 12 MB of Python that is always there."""
+    """Return the folder of the interpreter's standard library: about 12 MB of Python that is always there."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def list_text_files(folder: Path | None = None) -> list[Path]:
-    """The text files under `folder`, ordered by path; hidden folders, caches and installed packages are skipped.
+    """Return the text files under `folder`, ordered by path; hidden folders, caches and installed packages are skipped.
 
     A file is text if its suffix says so or its first KB is UTF-8 without zero bytes.
     """
@@ -100,19 +100,19 @@ def list_text_files(folder: Path | None = None) -> list[Path]:
     for parent, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped]
         found += [Path(parent, name) for name in names if not name.startswith(".")]
-    # Ordered as POSIX text: the order of a directory listing, and of paths on Windows, differs between hosts.
+    # Ordered as POSIX text, because folder listings, and paths on Windows, have other orders.
     ordered = sorted(found, key=lambda path: path.relative_to(root).as_posix())
     return [path for path in ordered if _is_text(path)]
 
 
 def split_files(files: Sequence[Path]) -> tuple[list[Path], list[Path]]:
-    """The files for training and, every 20th, for validation: none of them in both."""
+    """Return the files for training and, every 20th, for validation; no file is in both."""
     train = [path for number, path in enumerate(files, start=1) if number % VALIDATION_EVERY]
     return train, list(files[VALIDATION_EVERY - 1 :: VALIDATION_EVERY])
 
 
 def read_bytes(files: Sequence[Path], *, budget: int) -> Tensor:
-    """The files' bytes one after another, a line break between them, at most `budget`, as one uint8 vector."""
+    """Return the files' bytes one after another, separated by line breaks, at most `budget`, as one uint8 vector."""
     text = bytearray()
     for path in files:
         if len(text) >= budget:
@@ -134,7 +134,7 @@ def _is_text(path: Path) -> bool:
 
 
 def _is_utf8(start: bytes) -> bool:
-    """Whether these bytes begin a UTF-8 text; a character cut off at their end is no objection."""
+    """True if these bytes begin a UTF-8 text; a character may be cut off at their end."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(start)
     except UnicodeDecodeError:

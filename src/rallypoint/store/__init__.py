@@ -1,1 +1,1 @@
-"""Snapshots on any fsspec filesystem: shard files first, then the manifest that makes them one; and their export."""
+"""Snapshots on any fsspec filesystem, and their export: shard files first, then the manifest that commits them."""

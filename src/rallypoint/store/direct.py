@@ -1,8 +1,8 @@
-"""Writing a large local file past the page cache.
+"""Writes a large local file past the page cache.
 
-A snapshot is written once and not read again soon: in the page cache it would only push out what others need, and
-finding and copying into fresh pages costs the processor more than all the rest of a snapshot. So it goes straight from
-our memory to the disk (O_DIRECT), where the system and the file system know how to.
+A snapshot is written once and not read soon. In the page cache it would only evict data that other processes need, and
+allocating and filling fresh pages costs more processor time than the rest of a snapshot. So the bytes go directly from
+our memory to the disk (O_DIRECT), where the system and the filesystem support that.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 BUFFER_BYTES = 4 << 20
-_ALIGNMENT = 4096  # of memory, position and length: at least a logical block of every disk there is
+_ALIGNMENT = 4096  # of memory, position and length: a multiple of every disk's logical block
 _LARGE = 1 << 16
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class DirectFile:
-    """A new file, written from its beginning to its end; a context manager that closes it.
+    """A new file, written from beginning to end; a context manager that closes it.
 
-    Pieces are gathered in `buffer` (see `new_buffer`). FileExistsError when there is one of that name; everything
-    raises OSError as the file system does.
+    Pieces are collected in `buffer` (see `new_buffer`). Raises FileExistsError when a file of that name exists. All
+    methods raise OSError like the filesystem.
     """
 
     def __init__(self, path: str, buffer: mmap) -> None:
@@ -38,8 +38,8 @@ class DirectFile:
         except OSError as error:
             if error.errno != errno.EINVAL or not self._direct:
                 raise
-            self._direct = False  # (in memory, over the network): not here
-            self._descriptor = os.open(path, flags & ~os.O_EXCL, 0o666)  # the failed one may have made it
+            self._direct = False  # not supported here (files in memory, network filesystems)
+            self._descriptor = os.open(path, flags & ~os.O_EXCL, 0o666)  # the failed open may have created the file
 
     def __enter__(self) -> DirectFile:
         return self
@@ -49,7 +49,7 @@ class DirectFile:
         os.close(self._descriptor)
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """The file's next bytes."""
+        """Append `chunk` to the file."""
         rest = memoryview(chunk).cast("B")
         while len(rest):
             taken = min(len(rest), len(self._buffer) - self._filled)
@@ -60,14 +60,14 @@ class DirectFile:
                 self._flush(self._filled)
 
     def sync(self) -> None:
-        """Everything is on the disk when this returns; nothing can be written any more."""
+        """Flush everything to the disk; nothing can be written after that."""
         self._flush(self._filled - self._filled % _ALIGNMENT)
-        self._go_through_the_cache()  # the last bytes fill no block
+        self._go_through_the_cache()  # the last bytes do not fill a block
         self._flush(self._filled)
         os.fsync(self._descriptor)
 
     def _flush(self, count: int) -> None:
-        """Write the first `count` bytes that are gathered."""
+        """Write the first `count` collected bytes."""
         written = 0
         while written < count:
             try:
@@ -75,7 +75,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._direct:
                     raise
-                self._go_through_the_cache()  # its blocks are larger, or the disk was full for a moment
+                self._go_through_the_cache()  # the disk's blocks are larger, or the disk was full for a moment
         left = self._filled - count
         self._buffer[:left] = self._buffer[count : self._filled]
         self._filled = left
@@ -91,12 +91,13 @@ def _copy(chunk: memoryview, to: memoryview) -> None:
     if len(chunk) < _LARGE:
         to[:] = chunk
         return
-    # Unlike a slice's assignment, it lets other threads run. Not imported above: who only commits needs no numpy.
+    # Unlike the assignment of a slice, this lets other threads run. Imported here, because a process that only commits
+    # snapshots needs no numpy.
     from numpy import copyto, frombuffer, uint8
 
     copyto(frombuffer(to, uint8), frombuffer(chunk, uint8))
 
 
 def new_buffer() -> mmap:
-    """Memory that DirectFiles can use, one after the other."""
+    """Return memory for DirectFiles, one after the other."""
     return mmap(-1, BUFFER_BYTES)

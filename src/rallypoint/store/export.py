@@ -1,4 +1,4 @@
-"""A snapshot as ordinary PyTorch: tensors by parameter name, in a safetensors file or a torch.save one."""
+"""A snapshot as ordinary PyTorch: tensors by parameter name, in a safetensors file or a torch.save file."""
 
 from __future__ import annotations
 
@@ -26,18 +26,20 @@ OptimizerState = dict[str, dict[str, torch.Tensor | float]]
 
 
 def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, in their own dtype and shape; names of one tied tensor share its memory.
+    """Return parameters and buffers by name, in their own dtype and shape.
 
-    Frozen parameters are not in a snapshot. Raises DamagedSnapshot when a
-    shard cannot be read or does not fit the layout.
+    The names of one tied tensor share its memory.
+
+    Frozen parameters are not in a snapshot. Raises DamagedSnapshot when a shard cannot be read or does not fit the
+    layout.
     """
     return _Flat(store, manifest, lambda name: name == MASTER).model()
 
 
 def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
-    """Each trained parameter's optimizer state, under its first name.
+    """Return each trained parameter's optimizer state, under the parameter's first name.
 
-    That is tensors of the parameter's shape (as stored: fp32), and numbers.
+    A state is tensors of the parameter's shape (as stored: fp32) and numbers.
 
     Raises DamagedSnapshot when a shard cannot be read, or two shards of one parameter do not agree.
     """
@@ -45,14 +47,17 @@ def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
 
 
 def export_snapshot(location: str, to: Path) -> str:
-    """Write the model of a snapshot to `to`, and say in one line what was written.
+    """Write the model of a snapshot to `to`, and return one line that says what was written.
 
-    `location` is a snapshot's folder or URL, or a store or a run's folder with `snapshots/` in it: then its latest
-    usable snapshot. A name ending in `.safetensors` gets the model, with its version and fingerprint as metadata; `.pt`
-    gets {"model", "optimizer", "step"}, which torch.load reads with weights_only=True: `optimizer` is the state of what
-    the servers apply (under local steps the outer optimizer), `step` the steps of training behind the model.
+    `location` is a snapshot's folder or URL; or a store, or a run's folder with `snapshots/` in it, for its latest
+    usable snapshot.
 
-    Raises ConfigError for another ending, SnapshotError when no usable snapshot is there, SnapshotFailed when `to`
+    If `to` ends in `.safetensors`, it gets the model, with its version and fingerprint as metadata. If it ends in
+    `.pt`, it gets {"model", "optimizer", "step"}, which torch.load reads with weights_only=True: `optimizer` is the
+    state of the optimizer on the servers (under local steps the outer optimizer), `step` the steps of training in the
+    model.
+
+    Raises ConfigError for another ending, SnapshotError when there is no usable snapshot, SnapshotFailed when `to`
     cannot be written.
     """
     if to.suffix not in (".safetensors", ".pt"):
@@ -67,16 +72,17 @@ def export_snapshot(location: str, to: Path) -> str:
         _write(to, lambda path: torch.save(content, path))
     else:
         about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}
-        apart = model | {name: model[name].clone() for name in job.tied if name in model}  # the format shares nothing
+        # Safetensors accepts no shared memory
+        apart = model | {name: model[name].clone() for name in job.tied if name in model}
         _write(to, lambda path: save_file(apart, path, metadata=about))
     return "; ".join([f"wrote {_counted(model)} of {manifest.id} to {to}", *_frozen(job), *said])
 
 
 class _Flat:
-    """Vectors as long as the layout, one for each kind of state, filled shard by shard and cut by tensor."""
+    """Vectors as long as the layout, one for each kind of state. They are filled shard by shard and cut by tensor."""
 
     def __init__(self, store: SnapshotStore, manifest: Manifest, takes: Callable[[str], bool]) -> None:
-        """Reads the snapshot, and of its arrays those whose name `takes` accepts."""
+        """Read the snapshot, and of its arrays only those whose name `takes` accepts."""
         self._name = manifest.id
         self._layout, self._tied = manifest.job.layout, manifest.job.tied
         self._vectors: dict[str, torch.Tensor] = {}
@@ -92,7 +98,7 @@ class _Flat:
         master = record.arrays.get(MASTER)
         if master is None or master.dtype.name != "float32" or master.size != shard.words:
             raise self._damaged(f"shard {shard.index} has no master weights of {shard.words} words")
-        # An array of another length is not one value per element: nothing that could be cut.
+        # An array of another length has not one value for each element, so it cannot be cut.
         mine = [name for name in record.arrays if name.partition(".")[0] != OWN]
         names = [name for name in mine if takes(name) and record.arrays[name].size == shard.words]
         self._present[shard.index] = set(names)
@@ -110,7 +116,7 @@ class _Flat:
             vector = self._vectors[name]
             if vector.dtype != part.dtype:
                 raise self._damaged(f"{name} is {part.dtype} in shard {shard.index} and {vector.dtype} in others")
-            # As bytes: what lies in a shard of buffers is no number, and must not pass through one.
+            # Copied as bytes: a shard of buffers holds any dtype, and must not be converted as numbers.
             vector[shard.start : shard.stop].view(torch.uint8).copy_(part.view(torch.uint8))
 
     def model(self) -> dict[str, torch.Tensor]:
@@ -147,7 +153,7 @@ class _Flat:
         return state
 
     def _agreed(self, tensor: str, shards: list[int]) -> dict[str, torch.Tensor | float]:
-        """The numbers in a tensor's optimizer state, which are those of all of its shards."""
+        """The numbers in a tensor's optimizer state, which all of its shards must share."""
         first = shards[0]
         for other in shards[1:]:
             if self._present[other] != self._present[first] or self._scalars[other] != self._scalars[first]:
@@ -159,7 +165,7 @@ class _Flat:
 
 
 def _find(location: str) -> tuple[SnapshotStore, Manifest, list[str]]:
-    """The snapshot that `location` means, and sentences on those that were passed over."""
+    """Return the snapshot that `location` names, and sentences about the ones that were skipped."""
     place = location.rstrip("/")
     root, slash, name = place.rpartition("/")
     if age(name) is not None:
@@ -176,7 +182,7 @@ def _find(location: str) -> tuple[SnapshotStore, Manifest, list[str]]:
 
 
 def _write(to: Path, write: Callable[[Path], None]) -> None:
-    """`to` as a whole file: written under another name, then renamed."""
+    """Write `to` as a whole: under another name first, then renamed."""
     partial = to.with_name(f".{to.name}.{uuid.uuid4().hex}.partial")
     try:
         to.parent.mkdir(parents=True, exist_ok=True)

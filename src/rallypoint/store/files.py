@@ -1,4 +1,4 @@
-"""Whole files on any fsspec filesystem: a file is there in full or not at all, and on disk it outlives a power cut."""
+"""Whole files on any fsspec filesystem: a file exists completely or not at all, and on disk it survives a power cut."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Chunk = bytes | memoryview
 
 
 class Files:
-    """The files below one URL or local path. Paths are relative to it, parts joined by `/`.
+    """The files below one URL or local path. Paths are relative to it, with parts joined by `/`.
 
-    On a local filesystem a file is written under another name, flushed to the disk and then renamed. On a remote one
-    it is one put, which object stores make atomic. Methods raise OSError as the filesystem does.
+    On a local filesystem a file is written under another name, flushed to the disk and then renamed. On a remote one it
+    is one put, which object stores make atomic. All methods raise OSError like the filesystem.
     """
 
     def __init__(self, url: str) -> None:
@@ -35,7 +35,8 @@ class Files:
             raise ConfigError(f"{url} is no place for snapshots: {error}") from None
         self._root: str = root.rstrip("/")
         self._local = isinstance(self._fs, LocalFileSystem)
-        self._buffers: list[mmap] = []  # of closed files: memory that the system has to clear costs more than a copy
+        # Of closed files, to use again: the system would clear fresh memory, which costs more than a copy
+        self._buffers: list[mmap] = []
 
     def where(self, path: str = "") -> str:
         """The full name, for messages: a plain path for a local filesystem, a URL for others."""
@@ -44,8 +45,10 @@ class Files:
 
     @contextmanager
     def writing(self, path: str) -> Iterator[Callable[[Chunk], object]]:
-        """Write a file whole, in place of any that has its name, in pieces that are given to what this yields (only a
-        remote filesystem's wait in memory). What a failure leaves half written is removed."""
+        """Write a whole file, replacing any of that name. Yields a function that takes the next piece.
+
+        Only a remote filesystem keeps the pieces in memory. A failure removes what was written.
+        """
         folder = path.rpartition("/")[0]
         self._make_folder(self._full(folder))
         if self._local:
@@ -59,7 +62,7 @@ class Files:
     @contextmanager
     def _writing_locally(self, path: str) -> Iterator[Callable[[Chunk], object]]:
         folder, _, name = path.rpartition("/")
-        # A name of its own for every writer: one that was paused and replaced must not write into our file.
+        # Each writer has a name of its own: a writer that was paused and replaced must not write into our file.
         partial = self._full(f"{folder}/.{name}.{uuid.uuid4().hex}{_PARTIAL}".lstrip("/"))
         try:
             buffer = self._buffers.pop()
@@ -79,20 +82,20 @@ class Files:
         _sync_folder(self._full(folder))
 
     def get(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Bytes `start..stop` of a file, or all of it; fewer where the file ends earlier."""
+        """Return the bytes `start..stop` of a file, or all of it; fewer where the file ends earlier."""
         return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
 
     def size(self, path: str) -> int:
-        """Bytes of a file."""
+        """Return a file's size in bytes."""
         return int(self._fs.info(self._full(path))["size"])
 
     def exists(self, path: str) -> bool:
         return bool(self._fs.exists(self._full(path)))
 
     def names(self, folder: str = "") -> list[str]:
-        """Names of the files and folders directly in `folder`; none when it is not there."""
+        """Return the names of the files and folders directly in `folder`; none when it does not exist."""
         full = self._full(folder)
-        self._fs.invalidate_cache()  # others write here too
+        self._fs.invalidate_cache()  # other processes write here too
         try:
             found = self._fs.ls(full, detail=False)
         except (FileNotFoundError, NotADirectoryError):
@@ -100,19 +103,19 @@ class Files:
         return sorted(name for name in (path.rstrip("/").rpartition("/")[2] for path in found) if name)
 
     def remove(self, path: str) -> None:
-        """Remove a file, for good also across a power cut; nothing happens when there is none."""
+        """Remove a file, also across a power cut. Does nothing when there is none."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm_file(self._full(path))
             if self._local:
                 _sync_folder(self._full(path).rpartition("/")[0])
 
     def remove_folder(self, folder: str) -> None:
-        """Remove a folder with all that is in it; nothing happens when there is none."""
+        """Remove a folder with everything in it. Does nothing when there is none."""
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._full(folder), recursive=True)
 
     def sweep(self, name: str) -> None:
-        """Remove what killed writers of the file `name`, directly below the root, left half written."""
+        """Remove the partial files that killed writers of `name`, directly below the root, have left."""
         for found in self.names():
             if found.startswith(f".{name}.") and found.endswith(_PARTIAL):
                 self.remove(found)
@@ -132,9 +135,9 @@ class Files:
 
 
 def _sync_folder(full: str) -> None:
-    """A file's name is in its folder, which has to reach the disk too."""
+    """Flush a folder to the disk: it holds the names of its files."""
     if not hasattr(os, "O_DIRECTORY"):
-        return  # Windows: folders cannot be opened, and its renames need no help
+        return  # Windows: folders cannot be opened, and renames need no flush
     descriptor = os.open(full, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

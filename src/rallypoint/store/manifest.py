@@ -1,4 +1,4 @@
-"""What a snapshot is made of, as one small self-checking file: written last, it is what makes a snapshot exist."""
+"""The manifest of a snapshot: one small file with its own checksum. It is written last, and it commits the snapshot."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Compression = Literal["none", "zstd", "zstd-planes"]
 
 FORMAT = 2
 _ID = re.compile(r"step-(\d{8,18})-(\d{1,9})")
-_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.shards")  # a plain name: never a path out of the snapshot's folder
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.shards")  # a plain name: it cannot lead out of the snapshot's folder
 
 
 class ShardEntry(msgspec.Struct, frozen=True):
-    """Where one encoded shard lies: bytes `offset` to `offset + length` of `file`; `checksum` is `checksum_of` them."""
+    """The place of one encoded shard: bytes `offset` to `offset + length` of `file`, with their `checksum_of`."""
 
     file: str
     offset: int
@@ -40,11 +40,11 @@ class Manifest(msgspec.Struct, frozen=True):
         version: updates that every shard has had.
         record: the JobRecord as msgspec builtins; see `job`.
         created: unix time, seconds.
-        metrics: what was known of the model's quality then, such as {"loss": 2.1}.
+        metrics: the model's quality, as far as known then, such as {"loss": 2.1}.
         compression: how the records were encoded.
         shards: shard index -> where its record lies.
-        files: file name -> size in bytes. The shards of a file cover it without gap.
-        format: of this file and the records.
+        files: file name -> size in bytes. The shards of a file cover it without gaps.
+        format: number of the format of this file and the records.
     """
 
     id: str
@@ -59,15 +59,18 @@ class Manifest(msgspec.Struct, frozen=True):
 
     @property
     def job(self) -> JobRecord:
-        """The job that the snapshot is of. DamagedSnapshot when the record is none, ConfigError when it is an older
-        version's that cannot go on."""
+        """The job of this snapshot.
+
+        Raises DamagedSnapshot when the record is invalid, ConfigError when it is from an older version of the package
+        that cannot be continued.
+        """
         try:
             return kept_record(self.record, f"snapshot {self.id}")
         except msgspec.ValidationError as error:
             raise DamagedSnapshot(f"snapshot {self.id} is damaged: its job record is wrong: {error}") from None
 
     def missing(self) -> list[int]:
-        """Shards of the job's layout that the snapshot lacks."""
+        """Return the shards of the job's layout that the snapshot lacks."""
         return [shard.index for shard in self.job.layout.shards if shard.index not in self.shards]
 
 
@@ -76,20 +79,20 @@ class _Format(msgspec.Struct):
 
 
 def snapshot_id(version: int, attempt: int) -> str:
-    """The name of a snapshot: `step-00000042-1`. An attempt is one try at writing a version, counted from 1."""
+    """Return the name of a snapshot: `step-00000042-1`. An attempt is one try to write a version, counted from 1."""
     if version < 0 or attempt < 0:
         raise UsageError(f"a snapshot of version {version}, attempt {attempt} is impossible: both count upward from 0")
     return f"step-{version:08d}-{attempt}"
 
 
 def age(identifier: str) -> tuple[int, int] | None:
-    """(version, attempt) of a snapshot's name, which sort from old to new; None when it is no such name."""
+    """Return (version, attempt) of a snapshot's name, which sorts from old to new; None for any other name."""
     match = _ID.fullmatch(identifier)
     return (int(match[1]), int(match[2])) if match else None
 
 
 def checksum_of(*chunks: bytes | memoryview) -> str:
-    """XXH3 of 16 bytes, in hex, of the chunks one after the other: it finds damage, and is no proof of who wrote it."""
+    """Return the 16-byte XXH3 of the concatenated chunks, in hex. It detects damage; it proves no author."""
     state = xxhash.xxh3_128()
     for chunk in chunks:
         state.update(chunk)
@@ -97,15 +100,15 @@ def checksum_of(*chunks: bytes | memoryview) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as bytes: the checksum of the rest on the first line, then JSON.
+    """Return the manifest as bytes: the checksum of the rest on the first line, then JSON.
 
-    Metrics that are not finite are left out: JSON cannot write them, and none of them could be the best.
+    Leaves out metrics that are not finite: JSON cannot hold them, and such a snapshot can never be the best. Raises
     UsageError when anything else cannot be written exactly.
     """
     finite = {name: value for name, value in manifest.metrics.items() if math.isfinite(value)}
     plain = msgspec.to_builtins(msgspec.structs.replace(manifest, metrics=finite), str_keys=True)
     try:
-        body = json.dumps(plain, allow_nan=False).encode()  # msgspec would write a NaN as null, in silence
+        body = json.dumps(plain, allow_nan=False).encode()  # msgspec would silently write a NaN as null
     except ValueError:
         raise UsageError(f"snapshot {manifest.id}: the job's configuration has a NaN or infinite setting") from None
     return checksum_of(body).encode() + b"\n" + body
@@ -116,9 +119,9 @@ build_now(JobRecord)
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """The manifest in `data`.
+    """Return the manifest in `data`.
 
-    Raises DamagedSnapshot when it is not exactly what was written, SnapshotError when its format is not ours.
+    Raises DamagedSnapshot when the data is not exactly what was written, SnapshotError for a format that is not ours.
     """
     written, _, body = data.partition(b"\n")
     if written != checksum_of(body).encode():
@@ -149,7 +152,7 @@ def _sound(manifest: Manifest) -> Manifest:
 
 
 def shards_by_file(manifest: Manifest) -> dict[str, list[tuple[int, ShardEntry]]]:
-    """The shards that each file holds, in the file's order."""
+    """Return the shards in each file, in the file's order."""
     inside: dict[str, list[tuple[int, ShardEntry]]] = {}
     for shard, entry in sorted(manifest.shards.items(), key=lambda item: item[1].offset):
         inside.setdefault(entry.file, []).append((shard, entry))

@@ -2,7 +2,8 @@
 
     magic "RPS1", length of the head (u32, little-endian), head (msgpack), every array as stored, in that order
 
-Little-endian throughout. Nothing in it can run code: dtypes come from a fixed table and every length is checked.
+Everything is little-endian. Nothing in a record can run code: dtypes come from a fixed table and every length is
+checked.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import zstandard
 from rallypoint.errors import ConfigError, DamagedSnapshot, UsageError
 from rallypoint.store.manifest import Compression
 
-MAX_ARRAY_BYTES = 1 << 30  # far above any shard; keeps a forged head from asking for all memory
+MAX_ARRAY_BYTES = 1 << 30  # far above any shard; a forged head cannot make us allocate all memory
 _MAGIC = b"RPS1"
-_STATE = "memory-"  # (the name on disk)
+_STATE = "memory-"  # the prefix on disk of codec states
 _PREFIX = struct.Struct("<4sI")
-_ZSTD_LEVEL = 1  # trained weights are nearly noise: higher levels cost time and find nothing more
+_ZSTD_LEVEL = 1  # trained weights are nearly noise: higher levels cost time and save nothing more
 _DTYPES = {
     "float64": "<f8", "float32": "<f4", "float16": "<f2",
     "int64": "<i8", "int32": "<i4", "int16": "<i2", "int8": "|i1", "uint8": "|u1",
@@ -38,10 +39,10 @@ class ShardRecord:
     Attributes:
         shard: its index in the layout.
         version: updates it has had.
-        arrays: contiguous 1-D arrays by name: "master", and what the optimizer keeps ("exp_avg", ...).
+        arrays: contiguous 1-D arrays by name: "master", and the optimizer's ("exp_avg", ...).
         scalars: numbers of the optimizer, such as {"step": 12.0}.
         clocks: the next step of each replica, in a streaming job.
-        codec_states: of the shard, by replica, as of this version (`codec/state.py`): uint8.
+        codec_states: replica -> its codec state for this shard at this version (`codec/state.py`), uint8.
     """
 
     shard: int
@@ -53,7 +54,7 @@ class ShardRecord:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return sum(array.nbytes for array in (*self.arrays.values(), *self.codec_states.values()))
 
 
@@ -74,22 +75,22 @@ class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     scalars: dict[str, float]
     arrays: list[_Stored]
     clocks: tuple[_Count, ...] = ()
-    memories: tuple[_Count, ...] = ()  # the replicas whose codec states are the last of the arrays
+    memories: tuple[_Count, ...] = ()  # the replicas whose codec states are the last arrays
 
 
 _heads = msgspec.msgpack.Decoder(_Head)
 
 
 def encode_record(record: ShardRecord, compression: Compression) -> bytes:
-    """The record as bytes: see `encode_chunks`."""
+    """Return the record as bytes; see `encode_chunks`."""
     return b"".join(encode_chunks(record, compression))
 
 
 def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes | memoryview]:
-    """The record as bytes in several pieces, of which uncompressed arrays are the record's own memory.
+    """Return the record as bytes in several pieces. Pieces of uncompressed arrays are the record's own memory.
 
-    `zstd-planes` groups the bytes of equal weight first: sign and exponent compress, noise does not. Raises ConfigError
-    for an unknown compression, UsageError for an array that cannot be written.
+    `zstd-planes` first groups bytes of equal weight: sign and exponent compress well, the noisy mantissa does not.
+    Raises ConfigError for an unknown compression, UsageError for an array that cannot be written.
     """
     if compression not in get_args(Compression):
         raise ConfigError(f"compression {compression!r} is unknown: use one of {', '.join(get_args(Compression))}")
@@ -107,7 +108,7 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
 
 
 def decode_record(data: bytes) -> ShardRecord:
-    """The record in `data`, in writable arrays of its own. DamagedSnapshot when it is not exactly one record."""
+    """Return the record in `data`, in new writable arrays. Raises DamagedSnapshot when it is not exactly one record."""
     view = memoryview(data)
     head, position = _read_head(view)
     if sum(stored.nbytes for stored in head.arrays) != len(view) - position:
@@ -129,7 +130,7 @@ def decode_record(data: bytes) -> ShardRecord:
 
 
 def _read_head(view: memoryview) -> tuple[_Head, int]:
-    """The head, and where the payload begins."""
+    """Return the head, and the position where the payload begins."""
     if len(view) < _PREFIX.size:
         raise DamagedSnapshot(f"a shard record of {len(view)} bytes is too short to be one")
     magic, length = _PREFIX.unpack_from(view)
@@ -158,7 +159,7 @@ def _store(array: Array, compression: Compression) -> bytes | memoryview:
         return raw.data
     if compression == "zstd-planes":
         raw = np.ascontiguousarray(raw.reshape(-1, array.itemsize).T)
-    # One compressor per call: they are not safe to share between threads. Our own checksum covers the result.
+    # A new compressor per call: threads must not share one. Our own checksum covers the result.
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False).compress(raw.data)
 
 
@@ -181,7 +182,10 @@ def _restore(stored: _Stored, payload: memoryview, compression: Compression) -> 
 
 
 def _inflate(name: str, payload: memoryview, nbytes: int) -> bytes:
-    """zstd's one frame, of exactly `nbytes`: the frame's own word is checked before any memory is taken for it."""
+    """Decompress one zstd frame of exactly `nbytes`.
+
+    The size in the frame is checked before memory is allocated for it.
+    """
     try:
         promised = zstandard.get_frame_parameters(payload).content_size
         if promised != nbytes or nbytes > MAX_ARRAY_BYTES:

@@ -1,4 +1,4 @@
-"""Which snapshots are newest, and which stay: decisions only, made on names and manifests."""
+"""Which snapshots are newest and which are kept: pure decisions on names and manifests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from rallypoint.store.manifest import Manifest, age
 
 
 class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which snapshots stay. A snapshot stays if any of these wants it; the newest usable one always does.
+    """Which snapshots are kept. A snapshot is kept if any of these rules asks for it; the newest usable one always is.
 
     Attributes:
-        keep_last: this many of the newest.
-        keep_every: those whose version is a multiple of it; 0 for none.
-        keep_best: the one with the best value of this metric; "" for none.
+        keep_last: keep this many of the newest.
+        keep_every: keep those whose version is a multiple of this number; 0 for none.
+        keep_best: keep the one with the best value of this metric; "" for none.
         best_is: whether the smallest or the largest value is the best.
     """
 
@@ -34,16 +34,16 @@ class Retention(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def newest_first(identifiers: Iterable[str], latest: str | None) -> list[str]:
-    """Snapshots' names: the one that `latest` names, those before it, then those after it.
+    """Order snapshot names: the one that `latest` names, then those before it, then those after it.
 
-    There are some after it when a job went on from an older snapshot: they belong to the course that was given up.
+    There are some after it when the job went on from an older snapshot. They belong to the abandoned course of the job.
     """
     bound = order(latest) if latest is not None else None
     return sorted(identifiers, key=lambda name: (bound is None or order(name) <= bound, order(name)), reverse=True)
 
 
 def wanted(newest: Sequence[Manifest], retention: Retention) -> set[str]:
-    """Names of those snapshots (newest first) that the retention asks for."""
+    """Return the names of the snapshots (given newest first) that the retention keeps."""
     names = {manifest.id for manifest in newest[: retention.keep_last]}
     if retention.keep_every:
         names |= {manifest.id for manifest in newest if manifest.version % retention.keep_every == 0}
@@ -56,7 +56,7 @@ def wanted(newest: Sequence[Manifest], retention: Retention) -> set[str]:
 
 
 def order(identifier: str) -> tuple[int, int]:
-    """(version, attempt) of what is known to be a snapshot's name."""
+    """Return (version, attempt) of a valid snapshot name."""
     found = age(identifier)
     assert found is not None, f"{identifier} is no snapshot's name"
     return found

@@ -1,4 +1,4 @@
-"""Reading a store that fails for a moment: try again, say so, give up with what to do."""
+"""Repeats reads of a store that fails temporarily, reports each error, and finally raises one that says what to do."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rallypoint.errors import RallypointError, SnapshotError
 
 log = logging.getLogger("rallypoint")
 
-DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # before each further try
-READ_AGAIN_S = (0.05, 0.2, 1.0)  # before each further try after the disk's read error
+DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before each further try
+READ_AGAIN_S = (0.05, 0.2, 1.0)  # seconds before each further try after a read error of the disk
 _T = TypeVar("_T")
 
 
 class StoreSilent(SnapshotError):
-    """The filesystem of the snapshots did not answer; it may the next time."""
+    """The filesystem of the snapshots did not answer. It may answer the next time."""
 
 
 def patiently(
     call: Callable[[], _T], say: Callable[[str], None], doing: str, pause: Callable[[float], object] | None = None
 ) -> _T:
-    """`call()`, again after a transient error: `len(DELAYS_S)` times, after longer and longer pauses.
+    """Return `call()`, repeated after a transient error up to `len(DELAYS_S)` times, with growing pauses.
 
-    `say` gets a sentence for each error, `pause` (default: `time.sleep`) the seconds to wait before the next try; what
-    `pause` raises ends the tries. What is damaged or of another format is raised at once, and so is the last
-    error, as a SnapshotError with what to do.
+    `say` gets a sentence for each error. `pause` (default: `time.sleep`) gets the seconds to wait before the next try;
+    an exception from it ends the tries. Damage and a wrong format are raised at once. The last transient error is
+    raised as a SnapshotError that says what to do.
     """
     for delay in DELAYS_S:
         try:
             return call()
-        except Exception as error:  # a remote filesystem raises anything
+        except Exception as error:  # remote filesystems raise exceptions of any type
             if not _is_transient(error):
                 raise
             say(f"{doing}: {_sentence(error)}; trying again in {delay:g} s")
@@ -50,10 +50,10 @@ def patiently(
 
 
 def read_again(call: Callable[[], _T]) -> _T:
-    """`call()`, again after a read error of the disk (EIO): `len(READ_AGAIN_S)` times, after short pauses.
+    """Return `call()`, repeated after a read error of the disk (EIO): `len(READ_AGAIN_S)` times, with short pauses.
 
-    Raises the last OSError, and every other error at once. What was read and has the wrong checksum is damage: reading
-    it again would not help.
+    Raises the last OSError, and every other error at once. A wrong checksum is damage, which a second read would not
+    repair.
     """
     for pause in READ_AGAIN_S:
         try:

@@ -1,10 +1,10 @@
-"""The snapshots of one job on any fsspec filesystem: written in parts, committed at once, never trusted unchecked.
+"""The snapshots of one job on any fsspec filesystem: written in parts, committed at once, verified when read.
 
     <root>/latest                                 the newest committed snapshot's name, and the name's checksum
     <root>/step-00000042-1/<part>-<n>.shards      encoded shard records, one after the other
     <root>/step-00000042-1/manifest.json          written last: a folder without it is no snapshot
 
-Importing this module loads neither torch nor numpy: who only commits and cleans up needs none.
+Importing this module loads neither torch nor numpy, because a process that only commits and cleans up needs none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one writer added to a snapshot: its files (name -> size in bytes) and where in them each shard lies."""
+    """What one writer added to a snapshot: its files (name -> size in bytes), and where each shard lies in them."""
 
     files: dict[str, int]
     shards: dict[int, ShardEntry]
@@ -55,7 +55,7 @@ class Part(msgspec.Struct, frozen=True):
 class SnapshotStore:
     """The snapshots below one URL (`s3://bucket/run/snapshots`, `memory://x`) or local path.
 
-    Any number of processes may write parts and read; one at a time commits and retains. Snapshots are ordered by
+    Any number of processes may write parts and read; only one at a time may commit and retain. Snapshots are ordered by
     version, then attempt. Reading raises SnapshotError when the filesystem does not answer.
     """
 
@@ -68,8 +68,8 @@ class SnapshotStore:
     def write_part(self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression) -> Part:
         """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
 
-        Records are taken one by one, each when the one before it has been written. On any failure the part's files are
-        removed again. Raises SnapshotFailed when the filesystem refuses (disk full, no permission).
+        Takes one record after the other, each when the one before it has been written. Removes the part's files on any
+        failure. Raises SnapshotFailed when the filesystem refuses (disk full, no permission).
         """
         _check_names(snapshot_id, part)
         files: dict[str, int] = {}
@@ -83,14 +83,14 @@ class SnapshotStore:
                 files[name] = sum(entry.length for entry in entries.values())
                 shards |= entries
         except BaseException:
-            for name in files:  # the disk may be full: leave nothing behind that nobody will need
+            for name in files:  # the disk may be full: remove what nobody will need
                 with contextlib.suppress(OSError):
                     self._files.remove(f"{snapshot_id}/{name}")
             raise
         return Part(files, shards)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a snapshot of parts that are all written. From here on it survives anything.
+        """Commit a snapshot whose parts are all written. After that it is durable.
 
         Raises SnapshotFailed when a shard of the layout is missing or the filesystem refuses.
         """
@@ -101,14 +101,14 @@ class SnapshotStore:
             )
         data = encode_manifest(manifest)
         try:
-            decode_manifest(data)  # what could not be read again must not become the newest snapshot
+            decode_manifest(data)  # a manifest that cannot be read again must not become the newest snapshot
         except SnapshotError as error:
             raise SnapshotFailed(f"snapshot {manifest.id} is not committed: {error}") from None
         self._put(manifest.id, f"{manifest.id}/{_MANIFEST}", data)
         self._put(manifest.id, _LATEST, _latest_text(manifest.id))
 
     def amend(self, manifest: Manifest) -> bool:
-        """Write a committed snapshot's manifest once more, with other metrics; False if the snapshot is gone.
+        """Write a committed snapshot's manifest again, with other metrics. Returns False if the snapshot is gone.
 
         Raises SnapshotFailed when the filesystem refuses.
         """
@@ -118,7 +118,10 @@ class SnapshotStore:
         return True
 
     def discard(self, snapshot_id: str) -> None:
-        """Delete a snapshot or an attempt at one, the manifest first: half deleted is not committed."""
+        """Delete a snapshot, or an attempt at one.
+
+        The manifest goes first, so a half-deleted snapshot is not committed.
+        """
         _check_names(snapshot_id)
         with self._deleting(snapshot_id):
             self._files.remove(f"{snapshot_id}/{_MANIFEST}")
@@ -127,10 +130,10 @@ class SnapshotStore:
     # Reading
 
     def latest_usable(self, say: Callable[[str], None]) -> Manifest | None:
-        """The newest committed snapshot of which every byte verifies; None when there is none.
+        """Return the newest committed snapshot whose bytes all verify; None when there is none.
 
-        `say` gets one sentence for each snapshot that is passed over. Raises SnapshotError when one is of a format
-        that this version cannot read: going on from an older one would throw work away.
+        `say` gets one sentence for each snapshot that is skipped. Raises SnapshotError when one has a format that this
+        version cannot read: using an older one would lose work.
         """
         candidates = self._newest_first(say)
         for position, snapshot_id in enumerate(candidates):
@@ -145,11 +148,14 @@ class SnapshotStore:
         return None
 
     def manifests(self) -> list[Manifest]:
-        """All snapshots that are committed and whose manifest can be read, oldest first."""
+        """Return all committed snapshots whose manifest can be read, oldest first."""
         return self._survey()[0]
 
     def load(self, snapshot_id: str) -> Manifest:
-        """The manifest of a committed snapshot. DamagedSnapshot when it is missing or not what was written."""
+        """Return the manifest of a committed snapshot.
+
+        Raises DamagedSnapshot when it is missing or not what was written.
+        """
         _check_names(snapshot_id)
         with self._reading(snapshot_id, _MANIFEST):
             data = read_again(lambda: self._files.get(f"{snapshot_id}/{_MANIFEST}"))
@@ -164,9 +170,10 @@ class SnapshotStore:
         return manifest
 
     def read(self, manifest: Manifest, shards: Iterable[int]) -> Iterator[ShardRecord]:
-        """The records of some shards, in the order asked for, each checked; only their bytes are read.
+        """Return the verified records of some shards, in the given order; only their bytes are read.
 
-        Raises DamagedSnapshot naming the snapshot, the file and the shard; SnapshotError for a shard it does not have.
+        Raises DamagedSnapshot naming the snapshot, the file and the shard; SnapshotError for a shard that it does not
+        have.
         """
         from rallypoint.store.record import decode_record  # needs numpy, which importing this module must not
 
@@ -188,7 +195,10 @@ class SnapshotStore:
             yield record
 
     def verify(self, manifest: Manifest) -> None:
-        """Read every byte of a snapshot. DamagedSnapshot naming the first file and shard that is not as written."""
+        """Read every byte of a snapshot.
+
+        Raises DamagedSnapshot naming the first file and shard that is not as written.
+        """
         if missing := manifest.missing():
             raise DamagedSnapshot(_damage(manifest.id, _MANIFEST, f"it has no shard {missing[0]}"))
         self._check_sizes(manifest)
@@ -199,11 +209,11 @@ class SnapshotStore:
     # Cleaning up
 
     def retain(self, retention: Retention, keep: Collection[str] = (), *, thorough: bool = True) -> None:
-        """Delete the snapshots that neither `retention` nor `keep` (names) wants, and older attempts never committed.
+        """Delete the snapshots that neither `retention` nor `keep` (names) asks for, and older uncommitted attempts.
 
-        The newest usable snapshot stays whatever is asked for. To know it, the newest is read in full before anything
-        is deleted; `thorough=False` looks only at its files' sizes, for a filesystem where reading is dear. Raises
-        SnapshotFailed when something cannot be deleted.
+        The newest usable snapshot is always kept. To find it, the newest one is read in full before anything is
+        deleted. With `thorough=False` only its files' sizes are checked, for a filesystem where reading is expensive.
+        Raises SnapshotFailed when something cannot be deleted.
         """
         committed, attempts = self._survey()
         by_id = {manifest.id: manifest for manifest in committed}
@@ -222,15 +232,15 @@ class SnapshotStore:
         check = self.verify if thorough else self._check_sizes
         usable = next((manifest.id for manifest in newest if _passes(check, manifest)), None)
         if usable is None:
-            return  # nothing is sound: the user may still rescue something
+            return  # no snapshot is usable: delete nothing, the user may still rescue something
         for snapshot_id in unwanted:
             if snapshot_id != usable:
                 self.discard(snapshot_id)
 
-    # What is there
+    # What exists
 
     def _newest_first(self, say: Callable[[str], None]) -> list[str]:
-        """Names of the committed snapshots, also of damaged ones, in the order in which to try them."""
+        """Return the names of the committed snapshots, damaged ones too, in the order in which to try them."""
         committed = [name for name in self._folders() if self._is_committed(name)]
         latest = self._latest(say)
         if committed and latest is not None and latest not in committed:
@@ -249,9 +259,9 @@ class SnapshotStore:
         return None
 
     def _survey(self) -> tuple[list[Manifest], list[str]]:
-        """Committed snapshots and other folders of attempts, both oldest first.
+        """Return the committed snapshots and the folders of other attempts, both oldest first.
 
-        What cannot be read now, or is of another format, is in neither: it is not ours to judge.
+        Leaves out what cannot be read now or has another format, so nobody deletes it.
         """
         committed, attempts = [], []
         for snapshot_id in self._folders():
@@ -313,7 +323,7 @@ class SnapshotStore:
 
     @contextmanager
     def _reading(self, snapshot_id: str, file: str) -> Iterator[None]:
-        """In a snapshot, a missing file and a disk that goes on failing are damage; a silent filesystem is not."""
+        """Raise DamagedSnapshot for a missing file or a disk that keeps failing, StoreSilent for other errors."""
         try:
             yield
         except OSError as error:
@@ -327,7 +337,7 @@ class SnapshotStore:
 def _write_file(
     file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object]
 ) -> dict[int, ShardEntry]:
-    """Encoded records, one after the other, until the file is full or there are no more: where each shard lies."""
+    """Write encoded records until the file is full or there are no more. Returns where each shard lies."""
     from rallypoint.store.record import encode_chunks  # needs numpy, which importing this module must not
 
     entries: dict[int, ShardEntry] = {}
@@ -353,7 +363,7 @@ def _passes(check: Callable[[Manifest], None], manifest: Manifest) -> bool:
 
 
 def _latest_text(snapshot_id: str) -> bytes:
-    """The name, and a checksum: one changed digit could otherwise name another snapshot."""
+    """The content of `latest`: the name and its checksum. Without one, a changed digit could name another snapshot."""
     return f"{snapshot_id}\n{checksum_of(snapshot_id.encode())}\n".encode()
 
 

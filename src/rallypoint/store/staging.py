@@ -1,7 +1,7 @@
-"""Copies of shards on their way to the store, in memory that is reused.
+"""Copies of shards on their way to the store, in reused memory.
 
-A server copies a shard right before it changes it, and workers wait for that: fresh memory, whose every page the system
-has to find and clear first, makes the copy several times as slow.
+A server copies a shard right before it changes the shard, and workers wait for that. Fresh memory would make the copy
+several times as slow, because the system must find and clear each page first.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ KEPT_BYTES = 512 << 20
 
 
 class Staging:
-    """Lends memory to copies, and takes it back: any thread may do either. At most `KEPT_BYTES` are kept unused."""
+    """Lends memory to copies and takes it back; any thread may do either. Keeps at most `KEPT_BYTES` unused."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free: dict[tuple[str, int], list[Array]] = {}
-        self._lent: WeakValueDictionary[int, Array] = WeakValueDictionary()  # what nobody gives back is gone
+        self._lent: WeakValueDictionary[int, Array] = WeakValueDictionary()  # what nobody gives back is freed
         self._kept = 0
 
     def copy(self, record: ShardRecord) -> ShardRecord:
-        """The record with arrays that nobody else changes, until it is given back."""
+        """Return the record with arrays of its own, valid until `give_back`."""
         return replace(
             record, arrays={name: self._copy(array) for name, array in record.arrays.items()},
             scalars=dict(record.scalars),
         )  # fmt: skip
 
     def give_back(self, record: ShardRecord) -> None:
-        """Nobody reads this copy any more. (Records that are no copies from here are left alone.)"""
+        """Take back the memory of a copy that nobody reads any more.
+
+        Does nothing for a record that is no copy from here.
+        """
         with self._lock:
             for array in record.arrays.values():
                 if self._lent.pop(id(array), None) is not None and self._kept + array.nbytes <= KEPT_BYTES:

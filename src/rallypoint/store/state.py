@@ -1,4 +1,4 @@
-"""A shard's whole state on its way from one worker to others (AllReduce): is it what it says it is?"""
+"""A shard's whole state that one worker sends to others (AllReduce): reads and checks it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rallypoint.optim.flat import state_names
 from rallypoint.store.record import ShardRecord, decode_record
 
 MASTER = "master"
-OWN = "own"  # the names of what an optimizer of the user's own keeps begin like that
+OWN = "own"  # the prefix of array names that belong to a user's own optimizer
 
 
 def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int, config: JobConfig) -> ShardRecord:
-    """The record in `data`, of that shard at that version: parameters and moments as fp32, one for each word; of an
-    optimizer of the user's own whatever it keeps, as bytes.
+    """Return the record in `data`: the state of that shard at that version.
 
-    ProtocolError when it is something else (I9).
+    It holds parameters and moments as fp32, one value for each word; for a user's own optimizer its state as bytes.
+    Raises ProtocolError when the data is anything else (I9).
     """
     try:
         record = decode_record(bytes(data))

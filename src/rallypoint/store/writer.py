@@ -1,7 +1,7 @@
-"""One member's part of a snapshot: its shards are copied at their version, and stored from a thread.
+"""One member's part of a snapshot: a thread stores the shards, each copied at the snapshot's version.
 
-Copy-on-write: a shard is copied when its owner has nothing else to do and the store has caught up, or else right before
-its next update; nobody waits for the store.
+Copy-on-write: a shard is copied when its owner is idle and the store has caught up, at the latest right before the
+shard's next update. Nobody waits for the store.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.staging import Staging
 
-_NICE = 10  # compressing for a snapshot shall not take the processor from a step
-AHEAD_BYTES = 64 << 20  # enough that the disk is never idle; more would be copied into memory that nobody has used yet
+_NICE = 10  # compression for a snapshot must not take processor time from a step
+AHEAD_BYTES = 64 << 20  # enough to keep the disk busy; more would be copied into fresh memory
 
 
 class _Abandoned(RallypointError):
-    """The snapshot is not wanted any more."""
+    """The snapshot is not needed any more."""
 
 
 @dataclass(slots=True)
 class _Job:
-    """One snapshot that is being stored. `unwritten` are the bytes of records that wait or are being written."""
+    """One snapshot in progress. `unwritten`: bytes of the records that wait or are being written."""
 
     snapshot: str
     shards: int
@@ -39,7 +39,7 @@ class _Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, nbytes: int) -> None:
-        """So many bytes more, or less."""
+        """Add `nbytes` (negative: subtract) to `unwritten`."""
         with self.lock:
             self.unwritten += nbytes
 
@@ -63,28 +63,28 @@ class SnapshotWriter:
         self._thread.start()
 
     def begin(self, snapshot: str, shards: int) -> None:
-        """A snapshot of so many shards of ours begins; one that is still under way is abandoned."""
+        """Begin a snapshot with `shards` shards of ours. Abandons one that is still in progress."""
         self.abandon()
         self._current = _Job(snapshot, shards)
         self._jobs.put(self._current)
 
     @property
     def wants_more(self) -> bool:
-        """Would the store soon have nothing to write?"""
+        """True if the store will soon have nothing to write."""
         return self._current is not None and self._current.unwritten < AHEAD_BYTES
 
     def copy(self, record: ShardRecord) -> ShardRecord:
-        """A record with arrays of its own, to be `put`: in memory that is used again for the next one."""
+        """Return a copy of the record, to be `put`, in memory that is reused afterwards."""
         return self._staging.copy(record)
 
     def put(self, record: ShardRecord) -> None:
-        """One of the shards (its arrays are ours from now on)."""
+        """Store one shard's record. The writer owns its arrays from now on."""
         if self._current is not None:
             self._current.count(record.nbytes)
             self._current.records.put(record)
 
     def abandon(self) -> None:
-        """What is under way is not wanted any more."""
+        """Stop storing the snapshot in progress."""
         if self._current is not None:
             self._current.records.put(None)
             self._current = None
@@ -104,7 +104,8 @@ class SnapshotWriter:
                 part = self._store.write_part(snapshot, self._part, self._records_of(job), self._compression)
             except _Abandoned:
                 continue
-            except Exception as error:  # a remote filesystem raises anything; unanswered, everybody would wait for it
+            # Remote filesystems raise exceptions of any type; without an answer the job would wait for ever
+            except Exception as error:
                 known = isinstance(error, (RallypointError, OSError))
                 self._tell(NotStored(snapshot, str(error) if known else f"{type(error).__name__}: {error}"))
                 continue
@@ -117,6 +118,6 @@ class SnapshotWriter:
             if record is None:
                 raise _Abandoned("a newer snapshot, or a new view, has come")
             yield record
-            job.count(-record.nbytes)  # it has been written when the next one is asked for
+            job.count(-record.nbytes)  # the next record is requested after this one has been written
             self._staging.give_back(record)
             self.caught_up()

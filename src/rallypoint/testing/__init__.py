@@ -1,1 +1,1 @@
-"""Public test tools: a plain-PyTorch reference, real process clusters, contract suites, hosts in network namespaces."""
+"""Public test tools: plain-PyTorch references, clusters of real processes, contract suites, network namespaces."""

@@ -1,13 +1,13 @@
-"""A laboratory network on one machine: hosts as network namespaces, joined by links of a known rate.
+"""A test network on one machine: hosts as network namespaces, connected by links of a known rate.
 
 Each host is a namespace with one interface, ``eth0``, whose veth peer is a port of a bridge. The bridge lives in a
-namespace of its own (the switch), so the root namespace never gets an interface, an address or a route, and two labs
-may use the same addresses at once. A token bucket (tbf) on both ends of each link limits both directions::
+namespace of its own (the switch). So the root namespace never gets an interface, an address or a route, and two labs
+may use the same addresses at once. A token bucket (tbf) at both ends of each link limits both directions::
 
     with Netlab(hosts=2, rate_mbit=200.0) as lab:
         lab.hosts[0].run(["ping", "-c", "1", lab.hosts[1].address], timeout=5)
 
-What a lab made is gone when its ``with`` block ends, however it ends. Only a SIGKILL of this process leaves something:
+The end of the ``with`` block removes everything that the lab made. Only a SIGKILL of this process leaves something:
 namespaces named ``rp-*``, which ``ip netns del`` removes.
 """
 
@@ -36,14 +36,14 @@ _KILL_SECONDS = 10.0
 
 
 class NetlabUnavailable(RallypointError):
-    """This machine cannot make a lab; the message says which command failed and what a lab needs."""
+    """This machine cannot make a lab. The message says which command failed and what a lab needs."""
 
 
 class Host:
     """One host of a lab.
 
-    ``name`` is its namespace, ``address`` its IPv4 address, and ``folder`` a private folder for its files: namespaces
-    share the file system, so whatever two hosts would write under the same name belongs there.
+    ``name`` is its namespace, ``address`` its IPv4 address, ``folder`` a private folder for its files. Namespaces share
+    the file system, so a file that two hosts would write under the same name belongs there.
     """
 
     def __init__(self, name: str, address: str, folder: Path, *, switch: str, port: str) -> None:
@@ -58,9 +58,9 @@ class Host:
         return f"Host({self.name!r}, {self.address!r})"
 
     def popen(self, argv: Sequence[str], **popen_kwargs: Any) -> subprocess.Popen[Any]:
-        """Start ``argv`` on this host, in its own session; what still runs when the lab ends is killed and reaped.
+        """Start ``argv`` on this host, in its own session. If it still runs when the lab ends, it is killed and reaped.
 
-        The keywords are those of ``subprocess.Popen``. Its pid is that of the command: ``ip netns exec`` execs.
+        The keywords are those of ``subprocess.Popen``. The pid is the command's, because ``ip netns exec`` execs.
         """
         command = ["ip", "netns", "exec", self.name, *argv]
         process: subprocess.Popen[Any] = subprocess.Popen(command, start_new_session=True, **popen_kwargs)
@@ -70,13 +70,13 @@ class Host:
     def run(self, argv: Sequence[str], timeout: float | None = None) -> subprocess.CompletedProcess[str]:
         """Run ``argv`` on this host to its end; returns its exit status and its output as text.
 
-        Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds, with the command and its children killed.
+        Raises ``subprocess.TimeoutExpired`` after ``timeout`` seconds; the command and its children are killed.
         """
         pipe = subprocess.PIPE
         with self.popen(argv, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True) as process:
             try:
                 out, err = process.communicate(timeout=timeout)
-            except BaseException:  # a KeyboardInterrupt too: leaving the block waits for the process
+            except BaseException:  # a KeyboardInterrupt too: the end of the block waits for the process
                 _kill_group(process)
                 raise
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
@@ -90,14 +90,14 @@ class Host:
 class Netlab:
     """A context manager: ``hosts`` hosts on one switch, each link limited to ``rate_mbit`` Mbit/s in each direction.
 
-    TCP gets about 0.95 of the rate as payload (headers take the rest). ``rate_mbit=None`` means unlimited. Raises
+    TCP gets about 0.95 of the rate as payload; headers take the rest. ``rate_mbit=None`` means unlimited. Raises
     ``ValueError`` for numbers out of range, and ``NetlabUnavailable`` on entry when this machine cannot make a lab.
     """
 
     def __init__(self, hosts: int, rate_mbit: float | None = None) -> None:
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, not {hosts}")
-        _shape("eth0", rate_mbit)  # refuses a rate that makes no sense here, not half-way through the set-up
+        _shape("eth0", rate_mbit)  # refuse an impossible rate here, not half-way through the set-up
         self.hosts: tuple[Host, ...] = ()
         self._count = hosts
         self._rate = rate_mbit
@@ -108,7 +108,7 @@ class Netlab:
         with ExitStack() as teardown:
             folder = Path(teardown.enter_context(TemporaryDirectory(prefix=f"{lab}-")))
             self.hosts = tuple(_host(lab, number, folder) for number in range(self._count))
-            # Each undo is registered before its do: a set-up that stops half-way is undone like a whole one.
+            # Register each undo before its action: a set-up that stops half-way is then undone like a whole one.
             teardown.callback(_delete_namespaces, [f"{lab}-sw", *(host.name for host in self.hosts)])
             teardown.callback(_kill_all, self.hosts)
             _build(f"{lab}-sw", self.hosts, self._rate)
@@ -122,7 +122,7 @@ class Netlab:
 
 
 def require() -> None:
-    """Raise ``NetlabUnavailable``, with a sentence saying why, unless this machine can make a (tiny) lab."""
+    """Raise ``NetlabUnavailable``, with the reason, unless this machine can make a (tiny) lab."""
     if not sys.platform.startswith("linux"):
         raise NetlabUnavailable(f"netlab needs Linux network namespaces; this is {sys.platform}")
     with Netlab(hosts=1, rate_mbit=1000.0):
@@ -133,7 +133,7 @@ def require() -> None:
 
 
 def _host(lab: str, number: int, folder: Path) -> Host:
-    """The record of a host and its folder; its namespace comes later."""
+    """Return a host and make its folder; its namespace is made later."""
     own_folder = folder / f"h{number}"
     own_folder.mkdir()
     return Host(f"{lab}-h{number}", f"10.77.0.{number + 1}", own_folder, switch=f"{lab}-sw", port=f"port{number}")
@@ -143,7 +143,7 @@ def _build(switch: str, hosts: Sequence[Host], rate: float | None) -> None:
     _call(["ip", "-batch", "-"], [f"netns add {switch}", *(f"netns add {host.name}" for host in hosts)])
     links = ["link add br0 type bridge", "link set br0 up"]
     for host in hosts:
-        # Born in the switch with its peer in the host: it never passes through the root namespace.
+        # Created in the switch with its peer in the host, so it never passes through the root namespace.
         links.append(f"link add {host._port} type veth peer name eth0 netns {host.name}")
         links.append(f"link set {host._port} master br0 up")
     _call(["ip", "-n", switch, "-batch", "-"], links)
@@ -156,10 +156,10 @@ def _build(switch: str, hosts: Sequence[Host], rate: float | None) -> None:
 
 
 def _addressing(address: str) -> list[str]:
-    """The `ip` lines that bring a host's interfaces up, with cubic as TCP's congestion control between hosts.
+    """Return the `ip` lines that bring a host's interfaces up, with cubic as TCP's congestion control between hosts.
 
-    bbr, the default of some machines, costs several per cent of such a link. The choice sits on the route because the
-    sysctl of a namespace refuses what the root namespace does not list as allowed, and that list is not ours to change.
+    bbr, the default of some machines, costs several per cent of such a link. The choice is set on the route, because a
+    namespace's sysctl accepts only what the root namespace allows, and we must not change that list.
     """
     has_cubic = _CONGESTION_CONTROLS.exists() and "cubic" in _CONGESTION_CONTROLS.read_text().split()
     congestion = " congctl cubic" if has_cubic else ""
@@ -172,19 +172,22 @@ def _addressing(address: str) -> list[str]:
 
 
 def _shape(interface: str, mbit: float | None) -> str:
-    """The `tc` line that limits what leaves ``interface``; a live limit is changed in place, its queue kept."""
+    """Return the `tc` line that limits what leaves ``interface``.
+
+    An existing limit is changed in place and keeps its queue.
+    """
     if mbit is None:
         return f"qdisc replace dev {interface} root noqueue"
     if not 0.01 <= mbit <= 1e6:
         raise ValueError(f"a link's rate is 0.01 to 1000000 Mbit/s, or None for unlimited, not {mbit}")
     bytes_per_second = mbit * 1e6 / 8
-    burst = max(96 * 1024, int(0.0005 * bytes_per_second))  # holds a 64 KiB GSO packet, which tbf would else cut up
+    burst = max(96 * 1024, int(0.0005 * bytes_per_second))  # holds a 64 KiB GSO packet, which tbf would otherwise split
     limit = max(512 * 1024, int(0.010 * bytes_per_second))
     return f"qdisc replace dev {interface} root tbf rate {int(mbit * 1e6)}bit burst {burst} limit {limit}"
 
 
 def _call(argv: Sequence[str], lines: Iterable[str] = ()) -> None:
-    """Run one `ip` or `tc` command, with ``lines`` as its batch; a failure is one sentence."""
+    """Run one `ip` or `tc` command, with ``lines`` as its batch. A failure raises an error of one sentence."""
     batch = "".join(f"{line}\n" for line in lines)
     command = " ".join(argv)
     try:
@@ -208,26 +211,26 @@ def _delete_namespaces(names: Sequence[str]) -> None:
 
 
 def _kill_all(hosts: Sequence[Host]) -> None:
-    """Kill and reap what the hosts started, then whatever those started in sessions of their own."""
+    """Kill and reap the hosts' processes, then the processes that those started in other sessions."""
     processes = [process for host in hosts for process in host._processes]
     for process in processes:
         _kill_group(process)
     for process in processes:
         process.wait(_KILL_SECONDS)
     names = [host.name for host in hosts]
-    while _kill_inhabitants(names):  # again: one may have forked between being seen and being killed
+    while _kill_inhabitants(names):  # repeat: a process may have forked between being seen and being killed
         pass
 
 
 def _kill_group(process: subprocess.Popen[Any]) -> None:
-    """Kill a process with its group, if not reaped yet: until then its pid, which is the group's, is not reused."""
+    """Kill a process and its group unless it is reaped. Until then its pid, which is the group's, is not reused."""
     if process.poll() is None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
 
 def _kill_inhabitants(names: Sequence[str]) -> int:
-    """Kill each process whose network is one of the namespaces ``names``, and wait for its end; how many there were."""
+    """Kill each process in the network namespaces ``names`` and wait for its end. Returns how many there were."""
     inside = {_identity(_NETNS_FOLDER / name) for name in names} - {None}
     killed = 0
     for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
@@ -243,7 +246,7 @@ def _kill_inhabitant(pid: int, inside: set[tuple[int, int] | None]) -> bool:
         return False
     with ExitStack() as stack:
         stack.callback(os.close, descriptor)
-        if _identity(Path(f"/proc/{pid}/ns/net")) not in inside:  # the pid was reused before we held it
+        if _identity(Path(f"/proc/{pid}/ns/net")) not in inside:  # the pid was reused before we opened it
             return False
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(descriptor, signal.SIGKILL)
@@ -255,7 +258,7 @@ def _kill_inhabitant(pid: int, inside: set[tuple[int, int] | None]) -> bool:
 
 
 def _identity(namespace: Path) -> tuple[int, int] | None:
-    """What is the same for two paths to one namespace; None if it is gone (a zombie has none)."""
+    """Return what is the same for two paths to one namespace; None if it is gone (a zombie has none)."""
     try:
         status = namespace.stat()
     except OSError:

@@ -1,6 +1,6 @@
-"""A real cluster for tests: coordinator, servers and workers as processes of this machine, forked from a warm start.
+"""A real cluster for tests: coordinator, servers and workers as processes of this machine, from a fork server.
 
-A fork server imports torch once, so a process costs milliseconds instead of seconds.
+The fork server imports torch once, so a process costs milliseconds instead of seconds.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _TIMEOUT_S = 120.0
 
 
 class ClusterFailed(RallypointError):
-    """A process of the test cluster failed; the message is what it said."""
+    """A process of the test cluster failed. The message is that process's error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process of the cluster, and the pipe on which it says what it has come to."""
+    """One process of the cluster, and the pipe on which it reports its result."""
 
     process: ForkServerProcess
     pipe: Connection
@@ -45,8 +45,9 @@ class Process:
 class ProcessCluster:
     """`workers` worker processes and `servers` server processes around one coordinator; a context manager.
 
-    ``cluster.run(train, *args)`` calls ``train(job, *args)`` (a module-level function) in every worker and returns what
-    they returned, in worker order. ClusterFailed with the first failure's words; all processes are ended either way.
+    ``cluster.run(train, *args)`` calls ``train(job, *args)`` (a module-level function) in every worker and returns the
+    results in worker order. It raises ClusterFailed with the first failure's message. All processes are ended in both
+    cases.
     """
 
     workers: int
@@ -82,7 +83,7 @@ class ProcessCluster:
         return [self.answer(worker) for worker in workers]
 
     def start(self, main: Callable[..., None], *args: Any) -> Process:
-        """A new process that calls ``main(pipe, token, *args)``; it ends with the cluster at the latest."""
+        """Start a process that calls ``main(pipe, token, *args)``. It ends with the cluster at the latest."""
         context = fork_server()
         ours, theirs = context.Pipe()
         process = context.Process(target=_child, args=(theirs, main, self.token, *args), daemon=True)
@@ -93,7 +94,7 @@ class ProcessCluster:
         return started
 
     def answer(self, asked: Process) -> Any:
-        """The next thing that this process says; a failure anywhere else comes first."""
+        """Return the next report of this process. Raises ClusterFailed if any process fails first."""
         failure = None
         if asked.pipe in wait([asked.pipe], self.timeout):
             with suppress(EOFError):
@@ -105,9 +106,10 @@ class ProcessCluster:
 
 
 def fork_server() -> multiprocessing.context.ForkServerContext:
-    """The context whose children have torch and this package imported already.
+    """Return the context whose children have already imported torch and this package.
 
-    There is one fork server for a process: whoever asks multiprocessing itself may be the first, with other imports.
+    There is one fork server for a process. Code that uses multiprocessing directly may start it first, with other
+    imports.
     """
     context = multiprocessing.get_context("forkserver")
     # (torch imports its compiler when the first optimizer is made: more than a second of every process)
@@ -137,14 +139,14 @@ def _coordinator_main(pipe: Connection, token: str, terms: Terms, join_info: Joi
 
 
 def server_main(pipe: Connection, token: str, id: str, address: str) -> None:
-    """What a server's process does."""
+    """The main function of a server's process."""
     run_servers([ServerService(id=id, coordinator=address, token=token)])
 
 
 def worker_main(
     pipe: Connection, token: str, id: str, address: str, train: TrainFunction, args: Sequence[Any]
 ) -> None:
-    """What a worker's process does: ``train(job, *args)``; it says what that has returned."""
+    """The main function of a worker's process: calls ``train(job, *args)`` and reports what it returns."""
     with Job(id=id, coordinator=address, token=token) as job:
         value = train(job, *args)
     pipe.send(("value", value))

@@ -1,8 +1,8 @@
-"""Python programs for tests, forked from the warm start: a whole job through the command line without its cold starts.
+"""Python programs for tests, forked from a warm process: a whole job through the command line without its slow imports.
 
 Importing torch costs each process seconds. `Program` runs ``python -m rallypoint.cli run ...`` in a process that has
-imported torch already, and so do the Python programs that it starts in turn: coordinator, servers and workers. All else
-is as in a cold start: pids, signals, exit statuses, arguments, environment, open files.
+already imported torch. So do the Python programs that it starts in turn: coordinator, servers and workers. Everything
+else is as in a normal start: pids, signals, exit statuses, arguments, environment, open files.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from rallypoint.launch import environment
 from rallypoint.testing.processes import fork_server
 
 _COMM = Path("/proc/self/comm")
-_COMM_BYTES = 15  # the kernel keeps no more of a process's name
+_COMM_BYTES = 15  # the kernel keeps only so many bytes of a process's name
 _start_cold: Any = subprocess.Popen.__dict__["_execute_child"]
 
 
 class Program:
-    """``python ARGUMENTS``, forked warm: Popen's methods, as far as tests of whole programs need them.
+    """``python ARGUMENTS``, forked from a warm process, with the methods of Popen that tests of whole programs need.
 
     arguments: what follows ``python``: ``-m MODULE ...``, ``-c CODE ...`` or ``SCRIPT ...``.
     output: the file to which stdout and stderr are appended.
-    A child that the launcher names (RALLYPOINT_ID) has that name for the system too: ``psutil.Process(pid).name()``.
+    A child that the launcher names (RALLYPOINT_ID) also has that name for the system: ``psutil.Process(pid).name()``.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Program:
 
     @property
     def returncode(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """The exit status, negative for a signal; None while it runs."""
         return self._process.exitcode
 
     def poll(self) -> int | None:
-        """The exit status, or None."""
+        """Return the exit status, or None while it runs."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, once it has ended. subprocess.TimeoutExpired after `timeout` seconds."""
+        """Wait for the end and return the exit status. Raises subprocess.TimeoutExpired after `timeout` seconds."""
         if not wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         self._process.join()
@@ -70,21 +70,22 @@ class Program:
         return self.returncode
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def run_program(
     arguments: Sequence[str], output: Path, *, env: Mapping[str, str], cwd: Path | None = None, timeout: float = 60.0
 ) -> tuple[int, str]:
-    """Run ``python ARGUMENTS`` to its end: its exit status, and what it has written to stdout and stderr.
+    """Run ``python ARGUMENTS`` to its end. Returns its exit status, and what it wrote to stdout and stderr.
 
-    subprocess.TimeoutExpired after `timeout` seconds; the program is killed then, and what it started ends with it.
+    Raises subprocess.TimeoutExpired after `timeout` seconds. Then the program is killed, and the processes that it
+    started end with it.
     """
     output.unlink(missing_ok=True)
     program = Program(arguments, output, env, cwd)
@@ -96,7 +97,7 @@ def run_program(
 
 
 class _ForkedPopen(subprocess.Popen[Any]):
-    """Popen inside a warm program: another Python program is forked from this one, anything else is started as ever."""
+    """Popen inside a warm program: forks another Python program from this one, starts anything else normally."""
 
     def _execute_child(self, *given: Any) -> None:
         call = inspect.signature(_start_cold).bind(self, *given).arguments
@@ -116,13 +117,13 @@ class _ForkedPopen(subprocess.Popen[Any]):
 
 
 def _is_program(argv: Any) -> bool:
-    """Is it ``python -m ...``, ``python -c ...`` or ``python SCRIPT ...``, with no other option of Python's?"""
+    """True for ``python -m ...``, ``python -c ...`` or ``python SCRIPT ...`` without any other option of Python's."""
     given = [] if isinstance(argv, (str, bytes, os.PathLike)) else [os.fspath(word) for word in argv]
     return len(given) > 1 and given[0] == sys.executable and (given[1] in ("-m", "-c") or given[1][:1] != "-")
 
 
 def _begin(arguments: list[str], output: str, env: dict[str, str], cwd: str) -> None:
-    """In the fork server's child: be the program, and fork what it starts."""
+    """In the fork server's child: run the program, and fork the programs that it starts."""
     os.chdir(cwd)
     written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -135,7 +136,7 @@ def _begin(arguments: list[str], output: str, env: dict[str, str], cwd: str) -> 
 
 
 def _become(arguments: list[str], call: Mapping[str, Any]) -> None:
-    """In a child just forked, which has one thread: what an exec would do, then the program."""
+    """In a child just forked, which has one thread: do what an exec would do, then run the program."""
     try:
         for number, given in enumerate(("p2cread", "c2pwrite", "errwrite")):
             if call[given] not in (-1, number):
@@ -154,11 +155,11 @@ def _become(arguments: list[str], call: Mapping[str, Any]) -> None:
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:
-        os._exit(70)  # `_run` does not come back
+        os._exit(70)  # `_run` does not return
 
 
 def _run(arguments: list[str], env: dict[str, str]) -> None:
-    """Run the program in this process, and end the process as the interpreter would."""
+    """Run the program in this process, and end the process like the interpreter would."""
     os.environ.clear()
     os.environ.update(env)
     if (name := env.get(environment.ID)) and _COMM.exists():
@@ -182,7 +183,7 @@ def _run(arguments: list[str], env: dict[str, str]) -> None:
 
 
 def _status(arguments: list[str]) -> int:
-    """Run it; the exit status, negative for the signal that the process is to end by."""
+    """Run the program. Returns the exit status, negative for the signal that the process must end by."""
     first, rest = arguments[0], arguments[1:]
     try:
         if first == "-m":

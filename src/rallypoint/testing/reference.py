@@ -1,8 +1,8 @@
-"""The same job in one process with plain PyTorch: what every synchronous run must equal, byte for byte.
+"""The same job in one process with plain PyTorch: every synchronous run must equal it, byte for byte.
 
-R replicas one after another, summed in replica order, one torch optimizer over the model's own parameters. Only what
-the job's definition fixes is shared with the engine: sample order, seeds, the layout's shards (the clip norm is the
-norm of the shards' norms), the choice of optimizer groups.
+It runs R replicas one after another, sums in replica order, and steps one torch optimizer over the model's own
+parameters. It shares with the engine only what the job's definition fixes: sample order, seeds, the layout's shards
+(the clip norm is the norm of the shards' norms), the choice of optimizer groups.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ WeightFunction = Callable[[int, int], float]
 
 
 class Steps(Protocol):
-    """An optimizer, or a schedule of its rate."""
+    """An optimizer, or a schedule of its learning rate."""
 
     def step(self) -> object:
-        """Once after every step."""
+        """Called once after every step."""
 
 
 OwnOptimizers = Callable[[torch.nn.Module], tuple[Sequence[Steps], Sequence[Steps]]]
@@ -40,9 +40,9 @@ def train_reference(
     model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, *,
     weight_of: WeightFunction | None = None, own: OwnOptimizers | None = None,
 ) -> list[float]:  # fmt: skip
-    """Train `model` in place for `config.steps` updates; the mean loss of every step.
+    """Train `model` in place for `config.steps` updates. Returns the mean loss of every step.
 
-    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``; `own(model)` are the
+    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``. `own(model)` returns the
     optimizers and the schedules that the loop passes as `own_optimizer` and `own_schedule` (AllReduce).
     """
     reference = _Reference(model, dataset, loss_fn, config, weight_of or (lambda step, replica: 1.0))
@@ -143,7 +143,7 @@ class _Reference:
 
 
 def plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """As a user would write it; torch picks its default implementation."""
+    """Return the optimizer as a user would write it; torch chooses its default implementation."""
     match spec:
         case AdamW():
             return torch.optim.AdamW(param_groups, betas=spec.betas, eps=spec.eps, fused=spec.fused or None)

@@ -1,10 +1,10 @@
-"""Local SGD and (streaming) DiLoCo in one process with plain PyTorch: what LocalSteps over Sync must equal.
+"""Local SGD and (streaming) DiLoCo in one process with plain PyTorch: LocalSteps over Sync must equal it.
 
-Algorithm 1 of Douillard et al. (2023), replicas one after the other: an inner optimizer over the model's own parameters
-makes the round's steps, the outer gradient is the weighted mean over replicas of start - local, an outer torch SGD
-applies it. With fragments (Douillard et al., 2025) or periods of groups the replicas' parameters go on from round to
-round, except what is due; with a delay that is mixed in some steps later. As in `reference`, only what the job's
-definition fixes is shared with the engine.
+Algorithm 1 of Douillard et al. (2023), replicas one after the other. An inner optimizer over the model's own parameters
+makes the round's steps. The outer gradient is the weighted mean over replicas of start - local; an outer torch SGD
+applies it. With fragments (Douillard et al., 2025) or periods of groups, the replicas' own parameters continue from
+round to round, except for the shards that are due. With a delay, these are mixed in some steps later. As in
+`reference`, only what the job's definition fixes is shared with the engine.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def train_local_reference(
     model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, *,
     weight_of: WeightFunction | None = None,
 ) -> list[float]:  # fmt: skip
-    """Train `model` in place for `config.steps` steps; the mean loss of every round.
+    """Train `model` in place for `config.steps` steps. Returns the mean loss of every round.
 
-    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``; a replica counts in its
-    round's mean what its steps do on average.
+    `weight_of(step, replica)` is what the loop passes as ``micro.backward(loss, weight=...)``. A replica's weight in
+    its round's mean is the average over its steps.
     """
     assert isinstance(config.sync, LocalSteps)
     kind = _Streaming if config.staggered else _Reference
@@ -112,7 +112,7 @@ class _Reference:
 
 
 class _Streaming(_Reference):
-    """A staggered round: `G` steps of every replica, then the outer step of the shards that are due."""
+    """Staggered rounds: `G` steps of every replica, then the outer step of the shards that are due."""
 
     def __init__(
         self, model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig, mode: LocalSteps,
@@ -130,7 +130,7 @@ class _Streaming(_Reference):
         self.outer.param_groups[0]["lr"] = mode.outer.lr
 
     def vector(self) -> torch.Tensor:
-        """The model's parameters as a flat vector."""
+        """Return the model's parameters as a flat vector."""
         vector = torch.zeros(self.tensors.layout.words)
         for placed in self.tensors.parameters:
             placed.of(vector).copy_(placed.tensor.detach())
@@ -138,7 +138,7 @@ class _Streaming(_Reference):
 
     @torch.no_grad()
     def load(self, vector: torch.Tensor) -> None:
-        """The model becomes a flat vector."""
+        """Load the model's parameters from a flat vector."""
         for placed in self.tensors.parameters:
             placed.tensor.copy_(placed.of(vector))
 
@@ -158,7 +158,7 @@ class _Streaming(_Reference):
             kept = [b.clone() for b in self.buffers] if replica == 0 else kept
             total += weight
             losses.append(loss * weight)
-        self.outer.zero_grad()  # torch leaves a parameter without a gradient alone, its momentum too
+        self.outer.zero_grad()  # without a gradient torch leaves a parameter and its momentum unchanged
         for (_, start), delta in zip(due, sums, strict=True):
             start.grad = delta * (1.0 / total)
         self.outer.step()
@@ -168,11 +168,11 @@ class _Streaming(_Reference):
             for local in self.local:
                 local[shard.start : shard.stop] = values
         copy_all(self.buffers, kept)
-        self.load(self.local[0])  # after the last round, at which all are due, it is every replica's
+        self.load(self.local[0])  # after the last round, which updates all shards, every replica has the same
         return math.fsum(losses) / total
 
     def steps(self, steps: range, replica: int) -> float:
-        """A round's steps of one replica; the sum of their losses."""
+        """Make one replica's steps of a round. Returns the sum of their losses."""
         losses = []
         for index, step in enumerate(steps):
             if index == min(self.mode.delay, len(steps) - 1) and self.late:
@@ -185,7 +185,7 @@ class _Streaming(_Reference):
         return math.fsum(losses)
 
     def periods(self) -> dict[int, tuple[int, int]]:
-        """Of each shard after which steps it is due: those that are `offset` modulo `every`, as (every, offset)."""
+        """Return each shard's (every, offset): it is due after the steps that are `offset` modulo `every`."""
         when, periods = {}, []
         for shard in self.shards:
             group = self.config.groups[shard.group - 2] if shard.group >= 2 else None
@@ -199,6 +199,6 @@ class _Streaming(_Reference):
         return when
 
     def is_due(self, shard: int, end: int) -> bool:
-        """After so many steps: is the shard due, or is it the end of the job?"""
+        """True if the shard is due after `end` steps, or if the job ends there."""
         every, offset = self.when[shard]
         return end == self.config.steps or end % every == offset

@@ -1,6 +1,6 @@
-"""``python -m rallypoint.testing.replay FILE...``: runs a machine's recording again and compares what it answers.
+"""``python -m rallypoint.testing.replay FILE...``: runs a machine's recording again and compares its answers.
 
-A recording is what ``RALLYPOINT_RECORD=FOLDER`` has made a process write (`observe/recording.py`). In a test:
+A process writes a recording when ``RALLYPOINT_RECORD=FOLDER`` is set (`observe/recording.py`). In a test:
 
     replay(Path("worker0-4711.1.recording")).check()
 """
@@ -23,7 +23,7 @@ from rallypoint.testing.story import Told, story
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Call number `number` (from 1) was answered in another way than it was when it was recorded."""
+    """Call number `number` (from 1) had another result than in the recording."""
 
     number: int
     call: str
@@ -36,7 +36,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What a replay came to: the machine after its last call, or where it first did something else."""
+    """The result of a replay: the machine after its last call, or at the first difference."""
 
     path: Path
     name: str
@@ -46,14 +46,14 @@ class Replayed:
     difference: Difference | None = None
 
     def check(self) -> None:
-        """AssertionError with the first difference, if there is one."""
+        """Raise AssertionError with the first difference, if there is one."""
         assert self.difference is None, f"{self.path}, {self.name}: {self.difference}"
 
 
 def replay(path: Path) -> Replayed:
-    """Run a recording again, up to the first difference; after each call the machine's rules are checked.
+    """Run a recording again, up to the first difference; the machine's rules are checked after each call.
 
-    RecordingError when the file is no recording, PackingError when it holds what this version does not know.
+    Raises RecordingError when the file is no recording, PackingError when it holds what this version does not know.
     """
     first, calls = read(path)
     machine = unpack(first.state)
@@ -66,7 +66,7 @@ def replay(path: Path) -> Replayed:
 
 
 def told(path: Path) -> Iterator[Told]:
-    """All that a recording tells, in order."""
+    """Yield all calls of a recording, in order."""
     _, calls = read(path)
     for number, call in enumerate(calls, 1):
         result = call.result if call.raised else unpack(call.result)
@@ -74,7 +74,7 @@ def told(path: Path) -> Iterator[Told]:
 
 
 def recordings(paths: list[Path]) -> list[Path]:
-    """The files themselves, and those that are in folders."""
+    """Return the files themselves, and the recordings inside folders."""
     found: list[Path] = []
     for path in paths:
         found += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
@@ -82,7 +82,7 @@ def recordings(paths: list[Path]) -> list[Path]:
 
 
 def _call(machine: Any, call: Call) -> tuple[Any, bool]:
-    """What the machine answers now, and whether it raised that."""
+    """Make the call. Returns the result or the exception, and whether it was raised."""
     if call.method not in changing_methods(type(machine)):
         raise RecordingError(f"a {type(machine).__name__} has no {call.method}(): replay it with the same version")
     arguments = [unpack(argument) for argument in call.arguments]
@@ -92,20 +92,20 @@ def _call(machine: Any, call: Call) -> tuple[Any, bool]:
         validate = getattr(machine, "validate", None)
         if validate is not None:
             validate()
-    except Exception as error:  # a machine that fails is what one wants to see
+    except Exception as error:  # an exception of the machine is a result to compare
         return f"{type(error).__name__}: {error}", True
     return result, False
 
 
 def _difference(number: int, call: Call, got: Any, raised: bool) -> Difference | None:
-    """What was answered otherwise than recorded. RecordingError when the two cannot even be compared."""
+    """Return how the result differs from the recorded one. Raises RecordingError when the two cannot be compared."""
     try:
         if raised == call.raised and _same(call, got):
             return None
         return Difference(number, _said(call), _answer(call), str(got) if raised else repr(got))
     except RallypointError:
         raise
-    except Exception as error:  # a value that lacks a field breaks its own class's __eq__ and __repr__
+    except Exception as error:  # if a value lacks a field, its class's __eq__ and __repr__ fail
         raise RecordingError(f"the recording is damaged: call {number} cannot be compared: {error}") from None
 
 

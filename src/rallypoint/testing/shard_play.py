@@ -1,6 +1,6 @@
-"""One shard under a policy, played with a worker for each replica and perhaps a backup: every effect is checked.
+"""One shard under a policy, simulated with a worker for each replica and optionally a backup. Every effect is checked.
 
-What the policies' contract suite runs (`testing/contracts/policies.py`); the whole cluster is in `testing/simulation`.
+The policies' contract suite (`testing/contracts/policies.py`) runs it. For the whole cluster see `testing/simulation`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.shard.machine import ShardMachine
 
 ACTIONS = ("push", "push", "push", "push again", "push late", "push early", "ask", "go", "ack", "ack", "fold")
-_END = "end"  # a follower that contributes nothing and wants the end of the job
+_END = "end"  # a follower that does not contribute and waits for the end of the job
 Name = tuple[int, int]  # (step, replica): a contribution
 
 
 def missing(machine: ShardMachine) -> list[int]:
-    """The replicas whose next contribution has not arrived."""
+    """Return the replicas whose next contribution has not arrived."""
     return [replica for replica in range(machine.expected) if not machine.knows(replica)]
 
 
 class PolicyBroken(AssertionError):
-    """A shard under this policy does what it must not."""
+    """The policy made a shard do something forbidden."""
 
 
 @dataclass(frozen=True)
 class Cast:
-    """Who plays: `replicas` that contribute `rounds` times each; with `backup` nothing is visible before its word.
+    """The participants: `replicas` contribute `rounds` times each.
 
-    With `skips` (under a streaming policy) some contributions are not finite, and are to change nothing.
+    With `backup`, a version is visible only after its ack.
+
+    With `skips` (under a streaming policy) some contributions are not finite, and must change nothing.
     """
 
     replicas: int
@@ -46,25 +48,27 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What a replica's worker computes from."""
+    """The parameters that a replica's worker computes from."""
 
     clock: int
     version: int
 
 
 class ShardPlay:
-    """A play: call it with actions, then `finish`.
+    """One simulated job: call `act` with actions, then `finish`.
 
-    `bound`: how many steps a replica may be ahead of what it sees of the slowest; None: any. `needed`: so many
-    contributions of a round make an update, under an aligned policy; None under one in which each is counted.
+    `bound`: how many steps a replica may be ahead of the slowest replica that it sees; None: any number. `needed`: how
+    many contributions of a round make an update, under an aligned policy; None under a streaming one, where each
+    counts.
     """
 
     def __init__(self, policy: Policy, cast: Cast, *, bound: int | None, needed: int | None) -> None:
         self.policy, self.cast, self.bound, self.needed = policy, cast, bound, needed
         self.machine = ShardMachine(policy, cast.replicas, rounds=cast.rounds, skips=cast.skips and policy.streaming)
-        self.contents: dict[int, frozenset[Name]] = {0: frozenset()}  # of each version, with what was skipped
+        # Version -> the contributions in it, skipped ones included
+        self.contents: dict[int, frozenset[Name]] = {0: frozenset()}
         self.skipped: set[Name] = set()
-        self.steps: list[int] = []  # of each update, its place in the schedule
+        self.steps: list[int] = []  # for each update its place in the schedule
         self._tickets: dict[int, Name] = {}
         self._out: Counter[int] = Counter()
         self._sum: list[Name] = []
@@ -92,7 +96,7 @@ class ShardPlay:
     # ---- what may happen ----
 
     def act(self, action: str, which: int) -> None:
-        """Let something happen to a replica, or to something that has been sent."""
+        """Make one action happen to a replica, or to something that was sent."""
         replica = which % self.cast.replicas
         match action:
             case "push":
@@ -115,7 +119,7 @@ class ShardPlay:
                 self._fold()
 
     def finish(self) -> None:
-        """Let everything arrive; PolicyBroken unless the job then ends, and every contribution is accounted for."""
+        """Deliver everything. Raises PolicyBroken unless the job ends and every contribution is accounted for."""
         for _ in range(2 * self.cast.replicas * (self.cast.rounds + 1)):
             for replica in range(self.cast.replicas):
                 self._push(replica)
@@ -128,7 +132,7 @@ class ShardPlay:
         self._check_accounts()
 
     def _push(self, replica: int) -> None:
-        """The replica's worker, if it has parameters, contributes its next step and wants to go on."""
+        """The replica's worker, if it has parameters, contributes its next step and asks for the next parameters."""
         if (held := self._held.pop(replica, None)) is None:
             return
         finite = not self.cast.skips or (held.clock * 5 + replica) % 7 != 3
@@ -161,7 +165,7 @@ class ShardPlay:
             self._gathering = False
             self._handle(shard_events.Fold())
 
-    # ---- what comes of it ----
+    # ---- the effects ----
 
     def _handle(self, event: shard_events.Event) -> None:
         for effect in self.machine.handle(event):
@@ -220,7 +224,7 @@ class ShardPlay:
             self._under_way.append(apply.version)
 
     def _published(self, version: int) -> None:
-        """Under an aligned policy everybody goes on from here, those too who were too slow."""
+        """Under an aligned policy all replicas continue from this version, also those that were too slow for it."""
         self._check_visible(version)
         self._held = {r: _Held(version, version) for r in range(self.cast.replicas) if version < self.cast.rounds}
 
@@ -243,7 +247,7 @@ class ShardPlay:
                 self._held[reply.replica] = _Held(reply.clock, reply.version)
 
     def _clock_in(self, version: int, replica: int) -> int:
-        """The first step of which this version does not have the replica's contribution."""
+        """Return the first step of the replica whose contribution is not in this version."""
         return next(step for step in itertools.count() if (step, replica) not in self.contents[version])
 
     def _check_visible(self, version: int) -> None:
@@ -273,7 +277,7 @@ class ShardPlay:
 def play(
     policy: Policy, cast: Cast, actions: Iterable[tuple[str, int]], *, bound: int | None, needed: int | None
 ) -> ShardPlay:
-    """Play these actions to the end of the job. PolicyBroken when the policy does not hold what all of them promise."""
+    """Run these actions to the end of the job. Raises PolicyBroken when the policy breaks a promise of all policies."""
     shard_play = ShardPlay(policy, cast, bound=bound, needed=needed)
     for action, which in actions:
         shard_play.act(action, which)
@@ -282,7 +286,7 @@ def play(
 
 
 def in_order(cast: Cast) -> Sequence[tuple[str, int]]:
-    """A schedule in which nothing is late."""
+    """Return a schedule in which nothing is late."""
     return [("push", replica) for _ in range(cast.rounds) for replica in range(cast.replicas)]
 
 

@@ -1,4 +1,4 @@
-"""What concerned one shard, out of a machine's recording: every change has a cause that can be asked for."""
+"""The story of one shard, from a machine's recording: every change with its cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.core.view import View
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """One call of a machine, as it was recorded."""
+    """One recorded call of a machine."""
 
     number: int
     time: float
@@ -25,9 +25,9 @@ class Told:
 
 
 def story(told: Iterable[Told], shard: int) -> list[str]:
-    """A line for each call that concerned the shard, and below it a line for each effect on that shard.
+    """Return a line for each call that concerned the shard, and below it a line for each effect on that shard.
 
-    Of a view only the shard's homes are told, and only when it has others than in the view before.
+    Of a view only the shard's homes are shown, and only when they differ from the view before.
     """
     lines: list[str] = []
     homes = ""
@@ -45,7 +45,7 @@ def story(told: Iterable[Told], shard: int) -> list[str]:
 
 
 def concerns(value: Any, shard: int) -> bool:
-    """Does a `shard` or `shards` in it name this shard?"""
+    """True if a `shard` or `shards` field in the value names this shard."""
     for part in _parts(value):
         if getattr(part, "shard", None) == shard or (_is_collection(part) and shard in part.shards):
             return True
@@ -57,7 +57,7 @@ def _is_collection(part: Any) -> bool:
 
 
 def _is_about(call: Told, shard: int) -> bool:
-    """A machine of many shards is told the shard first: `handle(3, event)`."""
+    """A machine of many shards gets the shard first: `handle(3, event)`."""
     about = call.method == "handle" and len(call.arguments) == 2 and call.arguments[0] == shard
     return about or any(concerns(argument, shard) for argument in call.arguments)
 
@@ -67,10 +67,10 @@ def _effects(result: Any) -> list[Any]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The value, and what is in it."""
+    """Yield the value and everything in it."""
     yield value
     if isinstance(value, View):
-        return  # it names every shard
+        return  # a view names every shard
     if isinstance(value, msgspec.Struct):
         inner: Iterable[Any] = (getattr(value, name) for name in value.__struct_fields__)
     elif is_dataclass(value):

@@ -1,1 +1,1 @@
-"""The worker's side: the user's loop, gradient hooks, links to the servers. Owns nothing that cannot be lost."""
+"""The worker's side: the user's loop, the gradient hooks, the links to the servers. A worker's loss loses nothing."""

@@ -1,4 +1,4 @@
-"""A model's tensors and their places in the flat vector: parameters that are trained, buffers that are shared."""
+"""A model's tensors and their places in the flat vector: trained parameters and shared buffers."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ class Placed:
     entry: Entry
 
     def of(self, vector: torch.Tensor) -> torch.Tensor:
-        """This tensor's part of a flat fp32 vector, in the tensor's shape (and, for a buffer, its dtype)."""
+        """Return this tensor's part of a flat fp32 vector, in the tensor's shape (a buffer's also in its dtype)."""
         return self.of_part(vector, 0)
 
     def words(self) -> torch.Tensor:
-        """The tensor as its words of the flat vector, 1-D fp32; a parameter's are a view where that can be."""
+        """Return the tensor as its words of the flat vector: 1-D fp32.
+
+        For a contiguous fp32 parameter this is a view.
+        """
         if self.entry.spec.group >= 0:
             return self.tensor.detach().reshape(-1)
         words = torch.zeros(self.entry.stop - self.entry.start)
@@ -39,11 +42,11 @@ class Placed:
         """Set the part of a parameter that begins at word `start` of the vector (1-D fp32 values)."""
         words, first = self.words(), start - self.entry.start
         words[first : first + len(values)].copy_(values)
-        if words.data_ptr() != self.tensor.data_ptr():  # it is not contiguous: these were a copy
+        if words.data_ptr() != self.tensor.data_ptr():  # not contiguous: `words` is a copy
             self.tensor.copy_(words.view(self.tensor.shape))
 
     def of_part(self, vector: torch.Tensor, start: int) -> torch.Tensor:
-        """As `of`, but `vector` begins at word `start` of the flat vector."""
+        """Like `of`, for a `vector` whose first word is word `start` of the flat vector."""
         words = vector[self.entry.start - start : self.entry.stop - start]
         if self.entry.spec.group >= 0:
             return words.view(self.entry.spec.shape)
@@ -54,9 +57,9 @@ class Placed:
 class ModelTensors:
     """The trainable parameters (tied ones once), the shared buffers and the frozen parameters of a model.
 
-    Persistent buffers (BatchNorm statistics and the like) are shared; others are the model's own. `tables` are the
-    modules that use each of the layout's tables; `tied` has the further names of tensors that have several: name ->
-    name in the layout. ModelError for a model or a table that cannot be trained like that.
+    Persistent buffers (for example BatchNorm statistics) are shared; the other buffers stay private to this worker.
+    `tables` has, for each of the layout's tables, the modules that use it. `tied` maps each further name of a tied
+    tensor to its name in the layout. Raises ModelError when the model or a table cannot be trained like this.
     """
 
     def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
@@ -84,7 +87,10 @@ class ModelTensors:
         self.tied = {n: names[id(t)] for n, t in kept.items() if n not in known and id(t) in names}
 
     def frozen_hashes(self) -> dict[str, str]:
-        """A hash of every frozen parameter's bytes: frozen parameters are not sent, so all must have the same."""
+        """Return a hash of every frozen parameter's bytes.
+
+        Frozen parameters are never sent, so all workers must hold the same.
+        """
         return {name: _hash(p) for name, p in self.frozen.items()}
 
     @torch.no_grad()
@@ -104,27 +110,29 @@ class ModelTensors:
         for placed in (*self.parameters, *self.buffers):
             placed.tensor.copy_(placed.of(vector), non_blocking=True)
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the vector will be written again
+            torch.cuda.current_stream(self.device).synchronize()  # the caller reuses the vector after this
 
     @torch.no_grad()
     def read_shards_from(self, vector: torch.Tensor, shards: Sequence[Shard]) -> None:
-        """Copy these shards alone: of a parameter that only begins or ends in them, that part."""
+        """Copy only these shards. Of a parameter that lies partly in them, copy only that part."""
         for shard in shards:
             for placed, start, stop in self.parts_in(shard):
                 placed.write(start, vector[start:stop])
-        if any(shard.role == "buffers" for shard in shards):  # they come together
+        if any(shard.role == "buffers" for shard in shards):  # the buffers' shards always arrive together
             for placed in self.buffers:
                 placed.tensor.copy_(placed.of(vector))
 
     def parts_in(self, shard: Shard) -> list[tuple[Placed, int, int]]:
-        """The parameters in a shard, each with its first word there and the one after its last (of the vector)."""
+        """The parameters in a shard, each with its first word and the word after its last (words of the vector)."""
         touching = [p for p in self.parameters if p.entry.start < shard.stop and shard.start < p.entry.stop]
         return [(p, max(p.entry.start, shard.start), min(p.entry.stop, shard.stop)) for p in touching]
 
 
 def weights_hash(model: torch.nn.Module) -> str:
-    """sha256 over names, dtypes, shapes and bytes of everything in the model's state_dict (of a table: not the bytes,
-    which are not here)."""
+    """Return the sha256 over the names, dtypes, shapes and bytes of the model's state_dict.
+
+    The bytes of tables are left out, because workers do not hold them.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -143,7 +151,7 @@ def _check_model(model: object) -> None:
 
 
 def _check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
-    """ModelError for parameters whose values cannot be read and written as one piece of memory on one device."""
+    """Raise ModelError for a parameter without readable and writable memory of its own, or for several devices."""
     devices: dict[torch.device, str] = {}
     for name, parameter in trained.items():
         if parameter.is_meta:
@@ -166,7 +174,7 @@ def _check_parameters(trained: Mapping[str, torch.nn.Parameter]) -> None:
 
 
 def _tables(model: torch.nn.Module, config: JobConfig) -> dict[str, list[torch.nn.Embedding]]:
-    """The embeddings whose rows are to stay on the servers, by the name of their weight."""
+    """The embeddings whose rows stay on the servers, by the name of their weight."""
     names = {id(weight): name for name, weight in model.named_parameters()}
     tables: dict[str, list[torch.nn.Embedding]] = {}
     for module in model.modules():

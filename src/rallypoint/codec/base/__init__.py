@@ -1,1 +1,1 @@
-"""What codecs are made of: the protocol, payloads, scratch buffers, random bits."""
+"""The parts that codecs share: the protocol, payloads, scratch buffers, random bits."""

@@ -1,4 +1,4 @@
-"""A payload's bytes as tensors, and a codec's arguments, checked."""
+"""A payload's bytes as tensors, and checks of a codec's arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ALIGNMENT = 4  # bytes
 
 
 def checked(values: Tensor) -> Tensor:
-    """The tensor without its graph. UsageError unless it is 1-D, contiguous, fp32 and on the CPU."""
+    """Return the tensor without its graph. Raises UsageError unless it is 1-D, contiguous, fp32 and on the CPU."""
     if values.dtype is not torch.float32 or values.dim() != 1 or values.device.type != "cpu":
         raise UsageError(
             f"a codec works on 1-D float32 tensors on the CPU, not on {values.dim()}-D {values.dtype} on "
@@ -27,7 +27,7 @@ def checked(values: Tensor) -> Tensor:
 
 
 def room(out: memoryview, nbytes: int) -> Tensor:
-    """The first `nbytes` of `out` as uint8. UsageError when it is too small, read-only or not aligned."""
+    """Return the first `nbytes` of `out` as uint8. Raises UsageError when it is too small, read-only or not aligned."""
     if out.readonly or not out.c_contiguous or out.nbytes < nbytes:
         raise UsageError(f"a payload of {nbytes} bytes does not fit a buffer of {out.nbytes}: it must be writable too")
     if not nbytes:
@@ -39,7 +39,7 @@ def room(out: memoryview, nbytes: int) -> Tensor:
 
 
 def body_of(payload: memoryview) -> Tensor:
-    """A payload's bytes as uint8, on a 4-byte boundary: in place where possible."""
+    """Return a payload's bytes as uint8 on a 4-byte boundary, without a copy where possible."""
     if not payload.nbytes:
         return torch.empty(0, dtype=torch.uint8)
     if not payload.readonly and payload.c_contiguous:
@@ -50,34 +50,37 @@ def body_of(payload: memoryview) -> Tensor:
 
 
 def body_of_exactly(payload: memoryview, nbytes: int, words: int) -> Tensor:
-    """`body_of`, or ProtocolError when the payload is not `nbytes` long."""
+    """Return `body_of(payload)`. Raises ProtocolError when the payload is not `nbytes` long."""
     if payload.nbytes != nbytes:
         raise ProtocolError(f"a payload of {payload.nbytes} bytes for {words} words: {nbytes} were expected")
     return body_of(payload)
 
 
 def all_finite(values: Tensor) -> bool:
-    """Is there neither NaN nor infinity? One pass: a sum is finite only if its terms are, save for an overflow."""
+    """True if there is neither NaN nor infinity.
+
+    Usually one pass: a sum is finite only if its terms are, save for overflow.
+    """
     if math.isfinite(float(values.sum())):
         return True
     return all(bool(torch.isfinite(values[start:stop]).all()) for start, stop in pieces(values.numel()))
 
 
 def require_finite(values: Tensor, format_name: str) -> None:
-    """NonFinitePayload unless all values are finite."""
+    """Raise NonFinitePayload unless all values are finite."""
     if not all_finite(values):
         raise nonfinite(format_name)
 
 
 def nonfinite(format_name: str) -> NonFinitePayload:
-    """The error to raise."""
+    """Return the error to raise for values that are not finite."""
     return NonFinitePayload(
         f"the values to send hold NaN or infinity, which {format_name} cannot carry: skip the step, or send it raw"
     )
 
 
 def within(numbers: Tensor, low: float, high: float, what: str) -> None:
-    """ProtocolError unless every one of `numbers` is in low..high; NaN never is."""
+    """Raise ProtocolError unless every one of `numbers` is in low..high (a NaN never is)."""
     if numbers.numel():
         least, most = float(numbers.amin()), float(numbers.amax())
         if not (low <= least and most <= high):

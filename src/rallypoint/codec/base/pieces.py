@@ -1,4 +1,4 @@
-"""The frame that fixed-size formats share: piece by piece, each read on its own."""
+"""The base of codecs of fixed size: they encode and decode piece by piece, independently."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rallypoint.codec.base.scratch import Scratch, pieces
 
 
 class PieceCodec(ABC):
-    """A codec whose payload has a length known beforehand and can be written and read in pieces.
+    """A codec whose payload has a fixed length and can be written and read in pieces.
 
-    Scratch: buffer 0 belongs to `decode_add`, the others (and 0 while writing) to the format.
+    Scratch: `decode_add` uses buffer 0; the format uses the others, and buffer 0 while writing.
     """
 
     code: int
@@ -26,18 +26,18 @@ class PieceCodec(ABC):
 
     @abstractmethod
     def bytes_for(self, words: int) -> int:
-        """Exactly the bytes that `words` words take."""
+        """Return exactly the bytes that `words` words take."""
 
     @abstractmethod
     def _write(self, values: Tensor, body: Tensor, start: int, words: int, bits: Bits) -> None:
-        """Encode `values`, which begin at word `start` of `words`, into their place in `body`."""
+        """Encode `values`, which start at word `start` of `words`, into their place in `body`."""
 
     @abstractmethod
     def _read(self, body: Tensor, target: Tensor, start: int, words: int) -> None:
-        """Decode the piece that begins at word `start` of `words` and is as long as `target` into it."""
+        """Decode into `target` the piece that starts at word `start` of `words` and has `target`'s length."""
 
     def _check(self, body: Tensor, words: int) -> None:  # noqa: B027 - most formats cannot say anything impossible
-        """ProtocolError when a payload of the right length says something impossible."""
+        """Raise ProtocolError when a payload of the right length holds impossible values."""
 
     def encode(self, values: Tensor, out: memoryview, *, seed: int) -> int:
         values = checked(values)

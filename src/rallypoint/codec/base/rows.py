@@ -1,8 +1,8 @@
-"""Rows of a table and their gradients as payloads: what goes over the wire is what a batch touches.
+"""Rows of a table and their gradients as payloads: only the rows that a batch uses are sent.
 
     count (u32), `count` row numbers within the part (u32, ascending), `count` rows of fp32 values
 
-Little-endian, no padding. A payload of no rows is its count.
+Little-endian, no padding. A payload of no rows is only its count.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ _HEAD = 4
 
 
 def gradient_bytes(count: int, columns: int) -> int:
-    """The bytes of a payload of `count` rows of `columns` values."""
+    """Return the bytes of a payload of `count` rows of `columns` values."""
     return _HEAD + count * (_ID.itemsize + 4 * columns)
 
 
 def encode_gradient(ids: torch.Tensor, values: torch.Tensor, into: memoryview | None = None) -> memoryview:
-    """The rows `ids` (1-D int64, ascending) with `values` (fp32, len(ids) by columns), written `into` memory of
-    `gradient_bytes` or into new memory."""
+    """Encode the rows `ids` (1-D int64, ascending) with `values` (fp32, len(ids) by columns).
+
+    Writes `into` memory of `gradient_bytes`, or into new memory if None.
+    """
     count, columns = len(ids), values.shape[1]
     data = memoryview(bytearray(gradient_bytes(count, columns))) if into is None else into
     words = np.frombuffer(data, _ID)
@@ -34,7 +36,7 @@ def encode_gradient(ids: torch.Tensor, values: torch.Tensor, into: memoryview | 
 
 
 def check_gradient(data: memoryview, rows: int, columns: int) -> None:
-    """ProtocolError unless `data` is a payload for a part of so many rows and columns."""
+    """Raise ProtocolError unless `data` is a payload for a part of `rows` rows and `columns` columns."""
     words = np.frombuffer(data, _ID, len(data) // _ID.itemsize)
     count = int(words[0]) if len(words) else -1
     if count < 0 or count > rows or len(data) != gradient_bytes(count, columns):
@@ -43,13 +45,16 @@ def check_gradient(data: memoryview, rows: int, columns: int) -> None:
 
 
 def check_ids(ids: np.ndarray[tuple[int], np.dtype[np.uint32]], rows: int) -> None:
-    """ProtocolError unless `ids` ascend and are rows of a part that has `rows`."""
+    """Raise ProtocolError unless `ids` are ascending row numbers of a part of `rows` rows."""
     if len(ids) and (int(ids[-1]) >= rows or not bool(np.all(ids[1:] > ids[:-1]))):
         raise ProtocolError(f"row numbers that do not ascend, or not of a part that has {rows} rows")
 
 
 def decode_gradient(data: memoryview, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' numbers (int64), and their values as a view of `data` (fp32, count by columns); `data` was checked."""
+    """Return the row numbers (int64), and the values as a view of `data` (fp32, count by columns).
+
+    Check `data` first.
+    """
     words = np.frombuffer(data, _ID)
     count = int(words[0])
     ids = torch.from_numpy(words[1 : 1 + count].astype(np.int64))
@@ -57,12 +62,12 @@ def decode_gradient(data: memoryview, columns: int) -> tuple[torch.Tensor, torch
 
 
 def encode_ids(ids: torch.Tensor) -> memoryview:
-    """Row numbers (1-D int64) as the payload of a pull."""
+    """Return row numbers (1-D int64) as the payload of a pull."""
     return memoryview(bytearray(ids.numpy().astype(_ID).tobytes()))
 
 
 def decode_ids(data: bytearray, rows: int) -> torch.Tensor:
-    """The row numbers (int64) that a pull of a part of `rows` rows names. ProtocolError if it cannot be."""
+    """Return the row numbers (int64) of a pull from a part of `rows` rows. Raises ProtocolError if they are invalid."""
     if len(data) % _ID.itemsize:
         raise ProtocolError(f"{len(data)} bytes that claim to be row numbers")
     ids = np.frombuffer(data, _ID)
@@ -73,7 +78,7 @@ def decode_ids(data: bytearray, rows: int) -> torch.Tensor:
 class RowSum:
     """A sum of gradients of few rows: `ids` (int64, ascending) and `values` (fp32, len(ids) by columns).
 
-    Row by row it is summed in the order of `add`, so its values are those of the same sum over the whole table.
+    Each row is summed in the order of the `add` calls, so the values equal those of the same sum over the whole table.
     """
 
     def __init__(self, columns: int) -> None:
@@ -81,7 +86,7 @@ class RowSum:
         self.values = torch.empty(0, columns)
 
     def add(self, ids: torch.Tensor, values: torch.Tensor) -> None:
-        """Add the rows `ids` (ascending, each once); `values` may be changed by what is added later."""
+        """Add the rows `ids` (ascending, each once). Later calls may change the memory of `values`."""
         if not len(self.ids):
             self.ids, self.values = ids, values
             return

@@ -1,4 +1,4 @@
-"""Scratch buffers: long shards are worked through in pieces that stay in a core's cache."""
+"""Scratch buffers: codecs process long shards in pieces that stay in a core's cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BUFFERS = 3
 
 
 class Scratch:
-    """Three buffers of one piece (512 KiB each), a mask (128 KiB) and a whole shard's words, made when first used.
+    """Three buffers of one piece (512 KiB each), a mask (128 KiB) and a whole shard's words, allocated on first use.
 
     Codecs that run on the same thread can share one.
     """
@@ -23,26 +23,29 @@ class Scratch:
         self._whole = torch.empty(0)
 
     def floats(self, which: int, words: int) -> Tensor:
-        """The first `words` fp32 words of buffer `which` (0 to 2); at most a piece, contents anything."""
+        """Return the first `words` fp32 words of buffer `which` (0 to 2), at most a piece; contents undefined."""
         buffer = self._floats[which]
         if buffer is None:
             buffer = self._floats[which] = torch.empty(PIECE_WORDS, dtype=torch.float32)
         return buffer[:words]
 
     def mask(self, words: int) -> Tensor:
-        """The first `words` booleans of the mask."""
+        """Return the first `words` booleans of the mask; the contents are undefined."""
         if self._mask is None:
             self._mask = torch.empty(PIECE_WORDS, dtype=torch.bool)
         return self._mask[:words]
 
     def whole(self, words: int) -> Tensor:
-        """`words` fp32 words, however many; contents anything. What wraps a codec uses it, and no codec itself."""
+        """Return `words` fp32 words, any number; contents undefined.
+
+        For wrappers around a codec, not for codecs themselves.
+        """
         if self._whole.numel() < words:
             self._whole = torch.empty(words)
         return self._whole[:words]
 
 
 def pieces(words: int) -> Iterator[tuple[int, int]]:
-    """The ranges (start, stop) of at most PIECE_WORDS that make up `words`."""
+    """Yield the ranges (start, stop) of at most PIECE_WORDS that make up `words`."""
     for start in range(0, words, PIECE_WORDS):
         yield start, min(start + PIECE_WORDS, words)

@@ -1,1 +1,1 @@
-"""Who computes which replica: evenly, or by measured speed (pure)."""
+"""Assigns replicas to workers: evenly, or by measured speed (pure)."""

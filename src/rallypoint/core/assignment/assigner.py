@@ -1,4 +1,4 @@
-"""Who computes which replica while a job runs: evenly, or by the workers' speeds where that has been seen to pay."""
+"""Assigns replicas while a job runs: evenly, or by the workers' speeds if that has made steps shorter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Assigned = Mapping[str, tuple[int, ...]]
 
 @dataclass(slots=True)
 class Assigner:
-    """Knows the workers' speeds, and the assignment that is on trial."""
+    """Knows the workers' speeds and the assignment on trial. Every `now` is in seconds."""
 
     _speeds: Speeds = field(default_factory=Speeds)
     _trial: Trial = field(default_factory=Trial)
@@ -24,20 +24,20 @@ class Assigner:
     # ---- what is seen ----
 
     def computed(self, report: Progress, replicas: int, now: float) -> None:
-        """A worker has computed one of a step's `replicas`."""
+        """Note that a worker has computed one of a step's `replicas` replicas."""
         if self._speeds.computed(report.worker, report.step, report.replica, report.seconds, now):
             self._trial.computed(report.step, replicas, now)
 
     def forget(self, worker: str) -> None:
-        """The worker is gone."""
+        """Drop what is known of a worker that is gone."""
         self._speeds.forget(worker)
 
     def others_compute(self) -> None:
-        """Somebody came or went: what rounds took says nothing about those that follow."""
+        """Measure rounds anew: other workers compute now."""
         self._trial.restart()
 
     def restart(self) -> None:
-        """Steps will be computed again."""
+        """Start anew: a new generation begins, and steps will be computed again."""
         self._speeds.restart()
         self._trial.restart()
 
@@ -46,9 +46,9 @@ class Assigner:
     def assignments(
         self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, *, by_speed: bool
     ) -> tuple[Assignment, ...]:
-        """The assignments when others compute than do now, with these `assigned`.
+        """The assignments after workers came or went. `assigned` is the present one, `furthest` the highest step seen.
 
-        They follow speeds only where replicas may move `by_speed`, and where that has paid.
+        They follow speeds only if `by_speed` is True (replicas may move) and the last trial has paid.
         """
         speeds = self._speeds if self._trial.paid and by_speed else Speeds()
         return following_assignments(assigned, workers, replicas, furthest, speeds)
@@ -56,10 +56,10 @@ class Assigner:
     def better(
         self, assigned: Assigned, workers: Sequence[str], replicas: int, furthest: int, now: float
     ) -> tuple[str, tuple[Assignment, ...]] | None:
-        """Other assignments among the same workers, and why; None when nothing is to change.
+        """(why, assignments) if the same workers should have other replicas; None if nothing should change.
 
-        By speed, if a worker has become slower or faster than its assignment assumes; or the former one, if the trial
-        has not paid.
+        The new assignment follows the speeds, if the present one is uneven for them; or it is the former one, if the
+        trial has not paid.
         """
         start = furthest + AHEAD
         if (former := self._trial.verdict(now, start)) is not None:
@@ -80,5 +80,5 @@ class Assigner:
     def straggler(
         self, assigned: Assigned, furthest: int, workers: Sequence[str], now: float
     ) -> tuple[str, int, int] | None:
-        """(idle worker, step, replica): a replica of the `furthest` step that is late, and who could compute it too."""
+        """(idle worker, step, replica): a late replica of step `furthest`, and a worker that could compute it too."""
         return self._speeds.straggler(assigned, furthest, workers, now)

@@ -1,8 +1,8 @@
-"""Does assigning replicas by the workers' speeds pay? Each such assignment is a trial, kept if rounds become shorter.
+"""Tests whether assigning replicas by the workers' speeds pays: a new assignment is kept only if rounds get shorter.
 
-A speed is measured while others compute. Workers that share a machine's cores slow each other down, and whichever
-happens to begin first looks fast: then replicas would move for nothing, or worse. What counts is how long a round,
-all R replicas of a step, takes before the assignment and after it.
+A speed is measured while other workers compute too. Workers that share a machine's cores slow each other down, and the
+one that begins first looks fast: then moving replicas gains nothing. So a trial compares how long a round (all R
+replicas of a step) takes before the new assignment and after it.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dataclasses import dataclass, field
 
 Assigned = Mapping[str, tuple[int, ...]]
 
-ROUNDS = 4  # that are measured before an assignment, and of it;
-SECONDS = 2.0  # and they last at least so long
-PAUSE_S, _LONGEST_PAUSE_S = 30.0, 1920.0  # after one that has not paid; twice as long after each further one
-_PAID = 0.95  # times as long as before that a round may take
+ROUNDS = 4  # at least so many rounds are measured before a new assignment, and after it,
+SECONDS = 2.0  # for at least so many seconds
+PAUSE_S, _LONGEST_PAUSE_S = 30.0, 1920.0  # seconds between a trial that did not pay and the next; doubles each time
+_PAID = 0.95  # a trial pays if a round takes at most so many times as long as before
 
 
 @dataclass(slots=True)
 class Trial:
-    """The assignment on trial, if there is one. `paid`: the last one has, so speeds count from then on."""
+    """The assignment on trial, if there is one. `paid`: the last trial has paid. Every `now` is in seconds."""
 
     paid: bool = False
-    _former: Assigned | None = None  # to be returned to
-    _before: float = 0.0  # seconds of a round then
+    _former: Assigned | None = None  # the assignment to return to if the trial does not pay
+    _before: float = 0.0  # seconds of a round under `_former`
     _start: int = 0  # rounds are measured from this step on
     _computed: int = 0  # replicas of the round in progress
-    _ends: deque[float] = field(default_factory=deque)  # of the last rounds
+    _ends: deque[float] = field(default_factory=deque)  # when the last rounds ended
     _pause: float = PAUSE_S
     _not_before: float = 0.0
 
     def computed(self, step: int, replicas: int, now: float) -> None:
-        """One more of a round's `replicas` has been computed, for the first time."""
+        """Note that one more of a round's `replicas` replicas has been computed, for the first time."""
         if step < self._start:
             return
         self._computed += 1
@@ -45,19 +45,20 @@ class Trial:
             self._ends.popleft()
 
     def round(self, now: float) -> float | None:
-        """Seconds of a round, which another assignment would have to beat.
+        """The seconds of a round, which a new assignment has to beat.
 
-        None while it is not known, or while none is to be tried yet.
+        None while that is not known, while a trial is in progress, or during the pause after one that did not pay.
         """
         return self._seconds() if self._former is None and now >= self._not_before else None
 
     def begin(self, former: Assigned, seconds: float, start: int) -> None:
-        """Another assignment than `former`, whose rounds took so many seconds, counts from step `start` on."""
+        """Begin a trial: a new assignment counts from step `start` on. Rounds took `seconds` under `former`."""
         self._former, self._before = former, seconds
         self._measure_from(start)
 
     def verdict(self, now: float, start: int) -> Assigned | None:
-        """The assignment to return to from step `start` on, once it is known that the one on trial has not paid."""
+        """The former assignment, to return to from step `start` on, if the trial has ended and did not pay; else None.
+        """
         seconds = self._seconds()
         if self._former is None or seconds is None:
             return None
@@ -72,7 +73,7 @@ class Trial:
         return former
 
     def restart(self) -> None:
-        """Somebody came or went, or steps are computed again: what was measured says nothing about what follows."""
+        """End the trial and measure anew: other workers compute, or steps are computed again."""
         self._former = None
         self._measure_from(0)
 
@@ -81,7 +82,7 @@ class Trial:
         self._ends.clear()
 
     def _seconds(self) -> float | None:
-        """Of a round; None while too few have been measured."""
+        """The mean seconds of a round; None while too few have been measured."""
         if len(self._ends) <= ROUNDS or self._ends[-1] - self._ends[0] < SECONDS:
             return None
         return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)

@@ -1,4 +1,4 @@
-"""The job as the coordinator sees it: its members, the view in force, how far it has come."""
+"""What the coordinator knows of the job: its members, the view in force, the furthest step."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from rallypoint.core.view import View, ViewNumber
 
 @dataclass(slots=True)
 class Course:
-    """The job as the coordinator sees it now.
+    """What the coordinator knows of the job now.
 
     Attributes:
-        phase: where the job is.
-        record: what the workers have proposed; None before the first has.
-        begun: the first weights are stored, or a step has been computed: nobody could upload them a second time.
-        furthest: the highest step that a report of the current generation named; -1 before the first.
-        workers_max: so many workers compute at most.
-        revision: rises whenever `state()` has changed in something that the next coordinator must know.
-        last_word: how the job ended.
-        now: seconds, as the last Tick said.
-        strategies: what follows from the record: see `strategies_for`.
+        terms: how the cluster is to behave.
+        views: the view in force, and how the next one is made.
+        phase: the phase of the job.
+        begun: the first weights are stored, or a step has been computed. From then on they cannot be uploaded again.
+        furthest: the highest step that a report of this generation named; -1 before the first.
+        workers_max: the most workers that compute; more stand by.
+        revision: rises whenever `state()` has changed in something that the next coordinator needs.
+        last_word: how the job ended; None while it goes on.
+        now: the time of the last Tick, in seconds.
+        members: the workers and servers that are here.
+        record: the job's record; None before a worker has proposed one.
+        strategies: what depends on the record: see `strategies_for`.
     """
 
     terms: Terms
@@ -45,31 +48,32 @@ class Course:
     strategies: Strategies = field(default_factory=Strategies)
 
     def describe(self, record: JobRecord | None) -> None:
-        """Take up (or forget) the job's record, and choose the strategies that follow from it."""
+        """Set (or with None drop) the job's record, and choose the strategies that depend on it."""
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         self.views.replication = self.recovery.replication(self.terms.replication)
 
     def changed(self) -> None:
-        """Something has changed that the next coordinator must know."""
+        """Raise `revision`: something has changed that the next coordinator needs."""
         self.revision += 1
 
     def end(self, word: Finish | Abort) -> list[Effect]:
-        """The job is over, and this is its last word."""
+        """End the job with this last word. Returns the effects to run."""
         self.phase, self.last_word = Phase.OVER, word
         self.changed()
         return [word]
 
     def has_state(self, worker: str, version: int) -> None:
-        """A worker says that it has come to this version, or further."""
+        """A worker reports that it has reached `version`."""
         if worker in self.members.workers:
             self.revision += self.recovery.has(worker, version)
 
     def may_report(self, worker: str, step: int) -> bool:
-        """Has this worker brought the job's model, and has the job such a step? Who has not can have computed none."""
+        """True if a report of `step` from `worker` can be true: it has proposed the record, and the job has that step.
+        """
         return worker in self.members.present and self.record is not None and 0 <= step < self.record.rounds
 
     def state(self) -> ClusterState:
-        """What the next coordinator has to know."""
+        """What the next coordinator needs to go on."""
         return ClusterState(
             self.record, self.view, tuple(sorted(self.views.caught_up)), self.members.incarnations, self.views.epoch,
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
@@ -77,7 +81,7 @@ class Course:
 
     @property
     def recovery(self) -> Recovery:
-        """Who holds the model's state, and how it is found again."""
+        """The strategy of this job for lost state."""
         return self.strategies.recovery
 
     @property
@@ -87,22 +91,22 @@ class Course:
 
     @property
     def replicas(self) -> int:
-        """R. The record must be known."""
+        """R, the number of replicas. Call it only when the record is known."""
         assert self.record is not None
         return int(self.record.config["replicas"])
 
     @property
     def storing_first_weights(self) -> bool:
-        """Nothing is computed before version 0 is stored: nobody could upload those weights a second time."""
+        """True while the job waits until version 0 is in a snapshot: those weights cannot be uploaded a second time."""
         return self.terms.snapshots and not self.begun
 
     @property
     def workers_to_begin(self) -> int:
-        """Once the job has begun some may have left for good: as many as it needs to go on are enough."""
+        """The workers to wait for before computing: `workers_start`; `workers_min` once there has been a view."""
         return self.terms.workers_min if self.views.begun else self.terms.workers_start
 
     def active(self) -> list[str]:
-        """The workers that compute, the longest ready first; the others stand by."""
+        """The workers that compute, those that are ready longest first; the others stand by."""
         return self.members.active(self.terms.workers_min, self.workers_max)
 
     def computing(self) -> list[str]:
@@ -111,5 +115,5 @@ class Course:
         return [worker for worker in self.active() if view is not None and view.takes_part(worker, self.furthest + 1)]
 
     def is_current(self, generation: ViewNumber) -> bool:
-        """Does a claim made in this generation count? One of an older generation is stale (I10)."""
+        """True if a claim made in `generation` counts; one of an older generation is stale (I10)."""
         return self.view is not None and self.view.generation == generation

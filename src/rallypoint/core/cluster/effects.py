@@ -1,4 +1,4 @@
-"""Effects of the coordinator's machine: what members are to be told, what is to become of snapshots, the last word."""
+"""Effects of the coordinator's machine: messages to members, steps of a snapshot, the end of the job."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from rallypoint.core.view import View
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Tell this member why it cannot take part, or no longer, and let it go."""
+    """Tell this member why it cannot take part (any more), then close its connection."""
 
     member: str
     reason: str
-    final: bool = False  # it need not come back
+    final: bool = False  # it would be refused again
 
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """A server that was told to go holds nothing any more: let it go."""
+    """Tell a server that was asked to leave that it may end: no shard needs it any more."""
 
     server: str
 
@@ -52,7 +52,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Assist:
-    """Ask an idle worker for a straggler's replica."""
+    """Ask an idle worker to compute a straggler's replica too."""
 
     worker: str
     step: int
@@ -61,7 +61,7 @@ class Assist:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Ask these members for a snapshot: servers, each for what it holds, or stateful workers, each for a share."""
+    """Ask `writers` for a snapshot: servers for the shards that each holds, workers (AllReduce) for a share each."""
 
     snapshot: str
     version: int
@@ -78,24 +78,24 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class FindSnapshot:
-    """Look for the newest usable snapshot; the answer is Found."""
+    """Look for the newest usable snapshot; the event `Found` is the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Say:
-    """A sentence for the people who watch."""
+    """Tell the observers a sentence."""
 
     text: str
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Every worker is done, and everybody may go home. `lead` saves the model."""
+    """Tell all members that the job has finished. The worker `lead` saves the model."""
 
     lead: str
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """The job cannot go on."""
+    """Tell all members that the job cannot go on, and why."""
 
     reason: str
 

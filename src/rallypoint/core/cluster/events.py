@@ -1,4 +1,4 @@
-"""Events of the coordinator's machine: who comes, goes and reports, what became of snapshots, what time it is."""
+"""Events of the coordinator's machine: members join, report and leave; results of snapshots; the time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rallypoint.core.view import Member, ViewNumber
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A server or a worker said hello; `member.incarnation` is what it was given before, 0 if nothing."""
+    """A server or a worker connected; `member.incarnation` is what it was given before, 0 if it is new."""
 
     member: Member
     role: str  # "server" or "worker"
@@ -27,7 +27,7 @@ class Proposed:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A worker has computed a replica of `step` in `seconds`, in that generation; it is `now`."""
+    """A worker has computed a replica of `step` in `seconds`, in that generation; the time is `now`, in seconds."""
 
     worker: str
     step: int
@@ -39,8 +39,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class CaughtUp:
-    """A primary's backup of these shards, as they met in that view, holds all that it has published, and will from
-    now on."""
+    """A primary says that the backups of these shards hold all that it has published (they have caught up).
+
+    `backups`: shard -> the view in which the primary and that backup were paired (`View.paired`).
+    """
 
     server: str
     backups: Mapping[int, ViewNumber]
@@ -48,14 +50,14 @@ class CaughtUp:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A member was told to go: a worker hands its replicas back, a server its shards."""
+    """A member was told to leave: the next view moves its replicas or shards to others."""
 
     member: str
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A worker holds the last version, in that generation."""
+    """A worker has installed the last version, in that generation."""
 
     worker: str
     generation: ViewNumber
@@ -63,7 +65,7 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A member's connection ended; `reason` is what is known of it."""
+    """A member's connection ended; `reason` says why, as far as known."""
 
     member: str
     reason: str
@@ -71,7 +73,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A member gave up and says why."""
+    """A member cannot go on and says why: the job ends."""
 
     member: str
     reason: str
@@ -79,33 +81,33 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """A sign of life."""
+    """A member sent a sign of life."""
 
     member: str
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """It is `now`, in seconds."""
+    """The time is `now`, in seconds of a clock that never goes back."""
 
     now: float
 
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """So many workers are to compute at most from now on."""
+    """From now on at most `workers` workers compute."""
 
     workers: int
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotWanted:
-    """Somebody asks for a snapshot."""
+    """A user asks for a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A server has stored these shards of a snapshot."""
+    """The member `server` (a server, or a worker under AllReduce) has stored these shards of a snapshot."""
 
     server: str
     snapshot: str
@@ -114,11 +116,11 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotLost:
-    """A server could not take its part of a snapshot, or the manifest could not be written."""
+    """A member could not store its part of a snapshot, or the manifest could not be written."""
 
     snapshot: str
     reason: str
-    passed: int = -1  # a shard was at this version already
+    passed: int = -1  # the version of a shard that was past the snapshot's version already; else -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +132,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest usable snapshot; "" if there is none."""
+    """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none."""
 
     snapshot: str
     version: int = -1

@@ -1,4 +1,4 @@
-"""What must be true of the coordinator's machine after every event; AssertionError with a sentence where it is not."""
+"""What must be true of the coordinator's machine after every event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rallypoint.core.view import View
 
 
 def check_course(course: Course, before: View | None) -> None:
-    """AssertionError unless the course makes sense, where `before` was the view in force at the last check."""
+    """Raise AssertionError with a sentence if an invariant does not hold; `before`: the view at the last check."""
     _check_members(course)
     assert (course.phase is Phase.OVER) == (course.last_word is not None), f"{course.phase}, {course.last_word}"
     if course.view is None:

@@ -1,9 +1,16 @@
-"""The coordinator's machine: members join, report and leave; views, snapshots and the last word follow.
+"""The coordinator's machine: members join, report and leave; it publishes views, takes snapshots and ends the job.
 
-Pure: events come in (`core.cluster.events`), effects go out (`core.cluster.effects`), time comes with Tick. It ties
-together the nouns of this folder: `course` (what is known), `membership` (who is here), `succession` (which view
-follows), `snapshots`, `assigner` (who computes what). What must survive the coordinator is in `state()`; the shell
-writes it down whenever `revision` has risen, before it runs any effect (I7).
+Pure: events go in (`core.cluster.events`), effects come out (`core.cluster.effects`), time comes with `Tick`.
+Its parts:
+
+    course      what the coordinator knows of the job
+    membership  the workers and servers that are here
+    succession  which view follows the one in force
+    snapshots   when to take a snapshot
+    assigner    which worker computes which replicas
+
+`state()` is what the next coordinator needs. The shell writes it to the journal whenever `revision` has risen, before
+it runs any effect (I7).
 """
 
 from __future__ import annotations
@@ -27,8 +34,14 @@ from rallypoint.core.view import Member, View
 
 @dataclass(slots=True)
 class ClusterMachine:
-    """One job. `recovered` is the state that an earlier coordinator left; `resume` a record, a snapshot and its
-    version to go on from."""
+    """The coordinator's decisions in one job. The caller makes one call at a time.
+
+    Attributes:
+        terms: how the cluster is to behave.
+        recovered: the state that an earlier coordinator left in the journal; None if there was none.
+        resume: (record, snapshot, version) of the snapshot to go on from; None to start with first weights.
+        course: what the coordinator knows of the job.
+    """
 
     terms: Terms
     recovered: ClusterState | None = None
@@ -59,8 +72,8 @@ class ClusterMachine:
         course.members.incarnations = state.incarnations
         course.changed()
         if self.resume is not None:
-            return  # whoever was there is gone; only the numbers go on
-        # Without a record everybody had gone before anything was computed: the view is of nobody.
+            return  # a resumed job has new members; only the incarnations count on
+        # Without a record, all members had left before anything was computed: do not use their view.
         course.views.view = state.view if state.record is not None else None
         course.views.caught_up = set(state.caught_up)
         course.describe(state.record)
@@ -76,17 +89,17 @@ class ClusterMachine:
     # ---- questions the shell asks ----
 
     def state(self) -> ClusterState:
-        """To be written down when `revision` has risen."""
+        """What the next coordinator needs. Write it to the journal when `revision` has risen."""
         return self.course.state()
 
     @property
     def revision(self) -> int:
-        """Rises whenever the next coordinator has to know more."""
+        """Rises whenever `state()` has changed in something that the next coordinator needs."""
         return self.course.revision
 
     @property
     def phase(self) -> Phase:
-        """Where the job is."""
+        """The phase of the job."""
         return self.course.phase
 
     @property
@@ -106,30 +119,31 @@ class ClusterMachine:
 
     @property
     def exposed(self) -> int:
-        """How many shards would be lost with one server."""
+        """The number of shards that would be lost with the loss of one server."""
         return self.course.recovery.exposed(self.course.views.exposed)
 
     @property
     def handed_over(self) -> bool:
-        """Did the generation in force begin with a version that workers had reached? Then no earlier step is stale."""
+        """True if this generation goes on from a version that workers had reached: reports of steps before it count.
+        """
         return self.course.begun and self.view is not None and self.course.recovery.hands_over(self.view)
 
     def waiting_for(self) -> str | None:
-        """What the job waits for as a whole, as a phrase (I8); None when it is a step."""
+        """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
         course = self.course
         if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, self.terms)):
             return phrase
         return awaited(course.phase, course.members, self.terms, course.workers_to_begin)
 
     def validate(self) -> None:
-        """AssertionError with a sentence if an invariant does not hold. For use between any two events."""
+        """Raise AssertionError with a sentence if an invariant does not hold. Call it between any two events."""
         check_course(self.course, self._checked)
         self._checked = self.course.view
 
     # ---- events ----
 
     def handle(self, event: events.Event) -> list[Effect]:
-        """Take one event; the effects are to be run in order."""
+        """Take one event; return the effects, to be run in order."""
         course = self.course
         if course.phase is Phase.OVER:
             return [Refuse(event.member.id, "the job is over")] if isinstance(event, events.Joined) else []
@@ -174,9 +188,9 @@ class ClusterMachine:
         if members.is_back(member, role):
             return self._returned(member)
         effects: list[Effect] = []
-        if members.is_taken(member.id, role):  # by an old process: it is gone, whether or not we have noticed
+        if members.is_taken(member.id, role):  # the old process is gone, even if its connection still looks open
             effects += self._left(member.id, "another process came under its name")
-        course.recovery.gone(member.id)  # whoever had that name
+        course.recovery.gone(member.id)  # the state that a process of this id had is gone with that process
         effects.append(Admit(member.id, members.join(member, role)))
         if role == "server" and course.record is not None and course.phase is not Phase.GATHERING:
             effects.append(Prepare(member.id, course.record))
@@ -188,7 +202,7 @@ class ClusterMachine:
         return [*effects, *(self._succession.recover() if recovering else self._succession.advance())]
 
     def _returned(self, member: Member) -> list[Effect]:
-        """A member that outlived the coordinator before us."""
+        """A member of an earlier coordinator's view has connected again: the same process."""
         self.course.members.awaited.discard(member.id)
         effects: list[Effect] = [Admit(member.id, member.incarnation)]
         if self.view is not None:
@@ -218,7 +232,7 @@ class ClusterMachine:
         sentence = f"{worker} on {host} brought {why} ({worker} is here, {other} is there)"
         if self.phase is Phase.GATHERING:
             return self.course.end(Abort(sentence))
-        members.remove(worker)  # a late one cannot end a job that runs well without it
+        members.remove(worker)  # a worker that joins late must not end a job that runs without it
         return [Refuse(worker, sentence, final=True), Say(f"refused: {sentence}")]
 
     def _begin_when_gathered(self) -> list[Effect]:
@@ -257,7 +271,7 @@ class ClusterMachine:
     # ---- progress and time ----
 
     def _progress(self, event: events.Progress) -> list[Effect]:
-        """Only a worker of the job can have computed a step, and only one that the job has."""
+        """A report counts if it is of this generation, from a worker of the job, and of a step that the job has."""
         course = self.course
         course.members.heard(event.worker, course.now)
         if not course.is_current(event.generation) or not course.may_report(event.worker, event.step):
@@ -293,14 +307,14 @@ class ClusterMachine:
         effects: list[Effect] = []
         for member, seconds in course.members.silent(now, self.terms.heartbeat):
             if course.phase is Phase.OVER:
-                break  # the one before was the last that the end waited for
+                break  # the job ended with the loss of the member before
             why = f"no sign of life for {seconds:.1f} s"
             effects.append(Refuse(member, f"given up: {why}"))
             course.members.give_up(member, now + self.terms.heartbeat)
             effects += self._left(member, why)
         if course.phase is Phase.RUNNING:
             if course.storing_first_weights and self._snapshots.taking is None and not course.members.awaited:
-                effects += self._succession.new_generation("")  # a coordinator before us had just begun
+                effects += self._succession.new_generation("")  # an earlier coordinator was lost at the start
             effects += self._succession.improve()
             effects += self._snapshot_event(events.Tick(now))
         return effects

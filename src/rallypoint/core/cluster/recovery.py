@@ -1,9 +1,9 @@
-"""Who holds the model's state, and how the job finds it again when some of it is lost: two strategies.
+"""Two strategies for lost state: who holds the model's state, and how the job goes on when some of it is lost.
 
-`ServersHoldState`: shards are lost with their servers; then the job goes back to the last snapshot.
-`WorkersHoldState` (AllReduce): each worker has all of the state and servers have none of it, so nothing moves between
-servers. Whenever a worker without the state is to take part, or servers come or go, a new generation begins from what
-one worker uploads. It loses the step in progress.
+`ServersHoldState`: each shard is on its server. If it is lost with it, the job goes back to the last snapshot.
+`WorkersHoldState` (AllReduce): each worker has the whole state, and servers have none. A new generation begins when a
+worker without the state is to take part, or when servers come or go: one worker uploads the state, and all others start
+from it. The step in progress is lost.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from rallypoint.core.view import Assignment, View
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Somebody has to come first."""
+    """Wait until more members have joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class FromSnapshot:
-    """Go back to the newest snapshot; `lost` says what was lost."""
+    """Go back to the newest snapshot; `lost` is the sentence that says what was lost."""
 
     lost: str
 
 
 @dataclass(frozen=True, slots=True)
 class FromWorker:
-    """All go on from `version`, which `uploader` has."""
+    """Go on from `version`: the worker `uploader` has it and uploads it."""
 
     uploader: str
     version: int
@@ -44,68 +44,69 @@ Plan = Wait | FromSnapshot | FromWorker
 class Recovery(Protocol):
     """The strategy of one job, chosen once from its record (`strategies_for`).
 
-    A strategy that knows nothing of workers is `ServersHoldState`: copy it to write another.
+    `ServersHoldState` is the simplest implementation: copy it to write another.
     """
 
-    no_snapshot: str  # why the job ends when its state is lost and there is no snapshot
-    workers_end_it: bool  # can workers that come end a recovery? Servers always can
-    workers_store: bool  # workers write snapshots, not servers
+    no_snapshot: str  # the reason of the Abort when the state is lost and there is no snapshot
+    workers_end_it: bool  # True if a worker that joins can end a recovery; a server always can
+    workers_store: bool  # True if workers write snapshots instead of servers
 
     @property
     def reached(self) -> Mapping[str, int]:
-        """The workers that have the state, with the version that each has reached: for the journal."""
+        """For the journal: worker that has the state -> the version that it has reached."""
 
     def recovered(self, reached: Mapping[str, int], *, moved: bool) -> None:
-        """An earlier coordinator knew this; `moved`: something has been computed under its view."""
+        """Take over `reached` from the journal; `moved`: a step may have been computed in this generation."""
 
     def replication(self, wanted: int) -> int:
-        """How many servers are to hold each shard."""
+        """The number of servers that hold each shard, where the terms ask for `wanted`."""
 
     def exposed(self, shards: int) -> int:
-        """Of so many shards without a backup that has caught up, how many would be lost with one server."""
+        """The number of shards that the loss of one server could lose; `shards` have no backup that has caught up."""
 
     def has(self, worker: str, version: int) -> bool:
-        """`worker` says that it has come to `version`; True if the journal should know."""
+        """`worker` reports that it has reached `version`. Returns True if the journal has to be written."""
 
     def gone(self, worker: str) -> bool:
-        """`worker` is gone; True if the journal should know."""
+        """`worker` is gone. Returns True if the journal has to be written."""
 
     def uploaded(self, worker: str) -> None:
         """`worker` has uploaded the first weights."""
 
     def begins(self, *, stored: bool) -> None:
-        """A new generation begins; `stored`: from a snapshot."""
+        """A new generation begins; `stored`: it starts from a snapshot."""
 
     def published(self, view: View) -> None:
         """`view` is in force."""
 
     def ends_with(self, worker: str, view: View) -> bool:
-        """Has what this generation begins with been lost with `worker`?"""
+        """True if the loss of `worker` has lost the state with which the generation of `view` begins."""
 
     def needs_new_generation(
         self, before: View, assignments: Sequence[Assignment], members: Membership, *, ending: bool
     ) -> bool:
-        """May a view with these assignments and members not simply follow `before`?"""
+        """True if a view with these assignments and members needs a new generation, instead of following `before`."""
 
     def plan(self, members: Membership, active: Sequence[str], computing: Sequence[str]) -> Plan:
-        """How the job goes on after a loss."""
+        """How the job goes on after a loss. `active`: the workers that may compute; `computing`: those that did."""
 
     def first_writers(self, uploader: str, servers: Sequence[str]) -> list[str]:
-        """Who writes the snapshot of version 0."""
+        """The members that write the snapshot of version 0."""
 
     def writers(self, servers: Sequence[str], computing: Sequence[str]) -> list[str]:
-        """Who writes a snapshot."""
+        """The members that write any later snapshot."""
 
     def awaited(self, members: Membership, terms: Terms) -> str:
-        """What a recovery waits for, as a phrase; "" for a snapshot or servers."""
+        """A phrase for what a recovery waits for; "" if that is a snapshot or servers."""
 
     def hands_over(self, view: View) -> bool:
-        """Does the generation of `view` go on from a version that was reached before it? Then no step is stale."""
+        """True if the generation of `view` goes on from a version that workers reached: reports of steps before it
+        still count."""
 
 
 @dataclass(slots=True)
 class ServersHoldState:
-    """Shards are the servers': each is lost if its primary dies before a backup has caught up."""
+    """Servers hold the state. A shard is lost if its primary dies while no backup has caught up."""
 
     no_snapshot: str = (
         "parameters were lost with their servers and there is no snapshot to go back to: set replication to 2, or "
@@ -168,7 +169,7 @@ class ServersHoldState:
 
 @dataclass(slots=True)
 class WorkersHoldState:
-    """The model and its optimizer's state are the workers'; servers only average."""
+    """Workers hold the model and the optimizer's state; servers only average."""
 
     holders: StateHolders = field(default_factory=StateHolders)
     no_snapshot: str = (

@@ -1,4 +1,4 @@
-"""The duty to take snapshots: when one is due, of which version, what of it is missing, when it is given up."""
+"""When to take a snapshot, of which version, which parts of it are missing, and when to give it up."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from rallypoint.core.cluster.events import SnapshotLost
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 
-CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may have passed the version when the word arrives
+CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may be past the version when the request arrives
 SNAPSHOT_PATIENCE = 10  # heartbeats without a part of a snapshot after which it is given up
-_ATTEMPTS = 10_000  # snapshots of one coordinator: their numbers go on where those of the one before ended
+_ATTEMPTS = 10_000  # the most snapshots of one coordinator: no two coordinators use the same number
 
 
-# ---- which version the next one is of: a rule for jobs with rounds, one for streaming jobs ----
+# ---- the version of the next snapshot: a rule for jobs with rounds, one for streaming jobs ----
 
 
 class VersionRule(Protocol):
-    """``rule(record, furthest, last, clocks, ending=...)``: the version, from the furthest step that was reported, the
-    last snapshot's version, each replica's clock, and whether a worker holds the last version."""
+    """``rule(record, furthest, last, clocks, ending=...)`` returns the version of the next snapshot.
+
+    `furthest` is the highest step reported, `last` the last snapshot's version, `clocks` each replica's next step;
+    `ending` is True when a worker holds the last version.
+    """
 
     def __call__(
         self, record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool
@@ -28,14 +31,14 @@ class VersionRule(Protocol):
 
 
 def a_little_ahead(record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool) -> int:
-    """All shards at one version that none of them can have passed yet."""
+    """For jobs with rounds: a version that no shard can be past yet, the same for all shards."""
     return min(furthest + CAPTURE_AHEAD, record.rounds)
 
 
 def slowest_clock(record: JobRecord, furthest: int, last: int, clocks: Mapping[int, int], *, ending: bool) -> int:
-    """Only a name: the step that every replica has come to, as far as is known here.
+    """For streaming jobs: the step that every replica is known to have reached. It only names the snapshot.
 
-    The shards of a streaming job are stored as they are when the word arrives, each with its clocks.
+    Servers store each shard as it is when the request arrives, with the replicas' clocks.
     """
     if ending:
         return record.rounds
@@ -48,7 +51,7 @@ def slowest_clock(record: JobRecord, furthest: int, last: int, clocks: Mapping[i
 
 @dataclass(slots=True)
 class SnapshotInProgress:
-    """A snapshot being taken: the shards of which no part has been stored yet, and when the last part came."""
+    """A snapshot being taken: the shards that are not stored yet, and the time (s) when the last part was stored."""
 
     id: str
     version: int
@@ -58,13 +61,15 @@ class SnapshotInProgress:
 
 @dataclass(slots=True)
 class SnapshotDuty:
-    """At most one snapshot is taken at a time; `epoch` is the coordinator's.
+    """Decides when to take snapshots and tracks the one in progress. At most one is taken at a time.
 
     Attributes:
-        taking: the snapshot under way.
-        wanted: somebody asked for one, or the last one came to nothing.
-        last: the version of the last one, and when it was complete.
-        final: the last version has been stored, cannot be, or need not be.
+        terms: how often to take one.
+        epoch: the coordinator's epoch.
+        taking: the snapshot in progress; None if there is none.
+        wanted: a snapshot is due at once: a user asked for one, or the last one could not be completed.
+        last: the version of the last complete snapshot, and the time (s) when it was complete.
+        final: no snapshot of the last version is needed any more: it is stored, cannot be stored, or was not wanted.
     """
 
     terms: Terms
@@ -74,20 +79,20 @@ class SnapshotDuty:
     last: tuple[int, float] = (0, 0.0)
     final: bool = False
     _attempts: int = 0
-    _clocks: dict[int, int] = field(default_factory=dict)  # of each replica: the step that it has come to
+    _clocks: dict[int, int] = field(default_factory=dict)  # replica -> its next step
 
     def __post_init__(self) -> None:
         self.final = not self.terms.snapshots
 
     def computed(self, step: int, replica: int) -> None:
-        """A replica of `step` has been computed."""
+        """Note that a worker has computed `replica` of `step`."""
         self._clocks[replica] = max(self._clocks.get(replica, 0), step + 1)
 
     def is_due(self, record: JobRecord, furthest: int, now: float, *, ending: bool, lead: int = 0) -> bool:
-        """Is it time for another one, where `furthest` is the furthest step seen and `ending` that somebody is done?
+        """True if it is time to ask for the next snapshot.
 
-        Those that are due by steps are of multiples of `snapshot_steps`, where they can be asked for in time: `lead`
-        steps before.
+        `furthest` is the highest step reported; `ending`: a worker holds the last version. Snapshots by steps are of
+        multiples of `snapshot_steps`; they have to be asked for `lead` steps before that.
         """
         if self.taking is not None or not self.terms.snapshots:
             return False
@@ -99,55 +104,58 @@ class SnapshotDuty:
         return by_steps or by_time or self.wanted or (ending and not self.final)
 
     def next_version(self, record: JobRecord, furthest: int, rule: VersionRule, *, ending: bool) -> int:
-        """Which version the next one is of, by the job's rule."""
+        """The version of the next snapshot, by the job's `rule`."""
         return rule(record, furthest, self.last[0], self._clocks, ending=ending)
 
     def begin(self, version: int, shards: Iterable[int], now: float) -> str:
-        """One of `version` is being taken from now on, in place of any that was; its id."""
+        """Begin a snapshot of `version`, which replaces the one in progress. Returns its id."""
         self._attempts += 1
         id = f"step-{version:08d}-{self.epoch * _ATTEMPTS + self._attempts}"
         self.taking = SnapshotInProgress(id, version, set(shards), now)
         return id
 
     def under_way(self, id: str) -> SnapshotInProgress | None:
-        """The snapshot being taken, if that is its id."""
+        """The snapshot in progress if it has this id, else None."""
         return self.taking if self.taking is not None and self.taking.id == id else None
 
     def stored(self, shards: Iterable[int], now: float) -> bool:
-        """A part of the one under way is in the store; are all?"""
+        """Note that these shards of the snapshot in progress are stored. Returns True if all shards are."""
         assert self.taking is not None
         self.taking.missing -= set(shards)
         self.taking.news = now
         return not self.taking.missing
 
     def complete(self, now: float) -> int:
-        """The one under way is durable; its version."""
+        """Note that the snapshot in progress is complete and durable. Returns its version."""
         assert self.taking is not None
         self.last, self.taking = (self.taking.version, now), None
         return self.last[0]
 
     def lost(self, passed: int) -> int:
-        """The one under way cannot be completed; its version. If a shard had `passed` it (not -1), another is due."""
+        """Drop the snapshot in progress: it cannot be completed. Returns its version.
+
+        If a shard was past that version already (`passed` is not -1), the next snapshot is due at once.
+        """
         assert self.taking is not None
         version, self.taking = self.taking.version, None
         self.wanted = self.wanted or passed >= 0
         return version
 
     def abandon(self) -> None:
-        """Shards have other homes: the one under way, if any, cannot be completed, and the next is due at once."""
+        """Drop the snapshot in progress, if any: shards have moved. The next one is due at once."""
         self.wanted = self.wanted or self.taking is not None
         self.taking = None
 
     def restart(self) -> None:
-        """A new generation begins: whatever was being taken is stale."""
+        """Drop the snapshot in progress and the replicas' clocks: a new generation begins."""
         self.taking = None
         self.final = not self.terms.snapshots
         self._clocks.clear()
 
     def given_up(self, now: float) -> SnapshotLost | None:
-        """What is to be said when no part of the one under way has come for long; then another is due.
+        """The event to handle when no part of the snapshot in progress was stored for too long; else None.
 
-        A server may not have heard, or cannot write.
+        A server may have missed the request, or cannot write. The next snapshot is due at once.
         """
         patience = SNAPSHOT_PATIENCE * self.terms.heartbeat
         if self.taking is None or now - self.taking.news < patience:

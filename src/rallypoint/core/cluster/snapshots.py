@@ -1,4 +1,4 @@
-"""The machine's share of snapshots: asks for one when it is due, commits it when all parts are stored."""
+"""Asks members for a snapshot when one is due, and commits it when all of its parts are stored."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ _NO_FIRST = (
 
 @dataclass(slots=True)
 class Snapshots:
-    """Turns events into the duty's steps and effects. It may set `course.begun`: version 0 is stored, or cannot be."""
+    """Handles the events of snapshots: updates `duty`, returns effects.
+
+    It also sets `course.begun` when version 0 is stored, or cannot be.
+    """
 
     course: Course
     duty: SnapshotDuty
 
     @property
     def taking(self) -> SnapshotInProgress | None:
-        """The snapshot under way."""
+        """The snapshot in progress; None if there is none."""
         return self.duty.taking
 
     @property
     def final(self) -> bool:
-        """The last version has been stored, cannot be, or need not be."""
+        """True if no snapshot of the job's last version is needed any more."""
         return self.duty.final
 
     def handle(self, event: events.Event) -> list[Effect]:
-        """Take a snapshot's event; any other is none of ours."""
+        """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
             case events.SnapshotWanted():
                 self.duty.wanted = True
@@ -50,12 +53,12 @@ class Snapshots:
                 return []
 
     def tick(self) -> list[Effect]:
-        """Give up the snapshot under way if no part of it has come for long; take one if it is due."""
+        """Give up the snapshot in progress if no part of it was stored for too long; take one if it is due."""
         lost = self.duty.given_up(self.course.now)
         return [*([] if lost is None else self._lost(lost)), *self.take_if_due()]
 
     def take_if_due(self) -> list[Effect]:
-        """Begin one if it is time."""
+        """Begin a snapshot if one is due."""
         course = self.course
         if not course.begun or course.phase is not Phase.RUNNING:
             return []
@@ -65,13 +68,13 @@ class Snapshots:
         return self.take() if due else []
 
     def take(self) -> list[Effect]:
-        """Begin one, if everybody who is to write it can hear of it."""
+        """Begin a snapshot now; if one of its writers is not connected yet, as soon as it is."""
         course = self.course
         if course.record is None or course.view is None or self.duty.final:
             return []
         servers = [member.id for member in course.view.servers]
         writers = course.recovery.writers(servers, course.computing())
-        # Those who are still to come back from an earlier coordinator could not hear of it.
+        # Members of an earlier coordinator that have not connected again would miss the request.
         self.duty.wanted = not writers or not course.members.awaited.isdisjoint(writers)
         if self.duty.wanted:
             return []
@@ -80,7 +83,7 @@ class Snapshots:
         return self.capture(version, writers)
 
     def capture(self, version: int, writers: Sequence[str]) -> list[Effect]:
-        """Begin one of `version`, in place of any that is under way."""
+        """Begin a snapshot of `version`, which replaces the one in progress, and ask `writers` for their parts."""
         assert self.course.record is not None
         shards = (shard.index for shard in self.course.record.layout.shards)
         return [Capture(self.duty.begin(version, shards, self.course.now), version, tuple(writers))]
@@ -109,7 +112,7 @@ class Snapshots:
         return said
 
     def _begin(self) -> None:
-        """The first weights are stored, or cannot be: let the workers compute."""
+        """Let the workers compute: the first weights are stored, or cannot be."""
         course = self.course
         course.begun = True
         course.changed()

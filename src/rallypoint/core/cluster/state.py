@@ -1,4 +1,4 @@
-"""Where a job is, what it waits for there, and what of it the next coordinator has to know."""
+"""The phases of a job, what the job waits for in each, and the state that the next coordinator needs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from rallypoint.core.view import View
 
 
 class Phase(enum.Enum):
-    """Where the job is."""
+    """The phase of a job.
+
+        GATHERING -> RUNNING -> OVER
+                     RUNNING <-> RECOVERING
+
+    A job also goes back to GATHERING if a new generation has no server, or no worker for the first weights, and ends
+    (OVER) from every phase when it fails.
+    """
 
     GATHERING = "gathering"  # waiting for members and for the job's record
     RUNNING = "running"
-    RECOVERING = "recovering"  # the state was lost: looking for a snapshot, or for servers to take it
+    RECOVERING = "recovering"  # the model's state was lost: waiting for a snapshot, or for members to upload or take it
     OVER = "over"
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """What the next coordinator has to know."""
+    """What the next coordinator needs; the journal stores it. The fields are those of `Course` and its parts."""
 
     record: JobRecord | None
     view: View | None
@@ -38,7 +45,7 @@ class ClusterState(msgspec.Struct, frozen=True):
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, workers_to_begin: int) -> str | None:
-    """What the job waits for as a whole, as a phrase (I8); None when it is a step."""
+    """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
     workers, servers = len(members.proposed.keys() - members.leaving), len(members.servers)
     match phase:
         case Phase.GATHERING:

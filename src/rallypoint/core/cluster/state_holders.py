@@ -1,4 +1,4 @@
-"""Which workers have the model's state, where workers hold it (AllReduce), and when somebody has to be given it."""
+"""For AllReduce: which workers have the model's state, and when a worker without it needs a new generation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rallypoint.core.view import Assignment, View
 
 @dataclass(slots=True)
 class StateHolders:
-    """What the coordinator knows of who has the state.
+    """The workers that have the state.
 
     Attributes:
-        reached: the workers that have the state, each with the furthest step that it has reported: it is at that
-            version, or at a later one.
-        moved: a replica has been assigned in this generation: the servers may have passed its first version, which a
-            worker that does not follow could not get any more.
-        safe: the first version of this generation is whole on the servers, or in a snapshot.
+        reached: worker that has the state -> the highest step that it has reported. Its model is at that version or
+            a later one.
+        moved: a replica has been assigned in this generation. The servers may be past its first version, and a worker
+            that did not follow from the start cannot get that version any more.
+        safe: the first version of this generation is complete on the servers, or in a snapshot.
     """
 
     reached: dict[str, int] = field(default_factory=dict)
@@ -26,24 +26,25 @@ class StateHolders:
     safe: bool = False
 
     def has(self, worker: str, step: int) -> bool:
-        """`worker` has computed a replica of `step`; True if nothing was known of it."""
+        """Note that `worker` has computed a replica of `step`. Returns True if it was not known to have the state."""
         new = worker not in self.reached
         self.reached[worker] = max(step, self.reached.get(worker, -1))
         self.safe = True
         return new
 
     def uploaded(self, worker: str) -> None:
-        """`worker` has uploaded the first weights, so it has the state; not all may have come to the servers yet."""
+        """Note that `worker` has uploaded the first weights: it has the state. The servers may not have all of it yet.
+        """
         self.reached.setdefault(worker, 0)
 
     def begin(self, *, safe: bool) -> None:
-        """A new generation begins."""
+        """Begin a new generation; `safe`: it starts from a snapshot."""
         self.moved, self.safe = False, safe
 
     def uploader(self, *preferred: Iterable[str]) -> str:
         """Choose the worker that uploads the state: the one with the highest step in the first group that has any.
 
-        "" if none has it.
+        Returns "" if no worker in any group has the state.
         """
         for among in preferred:
             if having := [worker for worker in among if worker in self.reached]:
@@ -53,10 +54,10 @@ class StateHolders:
     def needs_new_generation(
         self, before: View, assignments: Sequence[Assignment], members: Membership, *, ending: bool
     ) -> bool:
-        """May a view with these assignments and members not simply follow `before`?
+        """True if a view with these assignments and members needs a new generation, instead of following `before`.
 
-        A worker surely has the state if it had replicas in every view of this generation, up to the last assignment of
-        each: then it has followed all the time.
+        A worker certainly has the state if it had replicas in the last assignment of every view of this generation:
+        then it has followed all the time.
         """
         if set(before.servers) != set(members.servers.values()):
             return True

@@ -1,4 +1,4 @@
-"""The one place of the coordinator's machine that reads the mode's description: it picks the strategies."""
+"""Chooses the strategies of a job from its mode. No other file of `core/cluster` reads the mode's description."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _SNAPSHOTS: dict[Pace, tuple[VersionRule, int]] = {
 
 @dataclass(slots=True)
 class Strategies:
-    """What follows from a job's record; the defaults are those of a job that is not known yet.
+    """What depends on a job's record. The defaults are for a job whose record is not known yet.
 
     Attributes:
-        recovery: who holds the model's state, and how it is found again.
-        by_speed: replicas may move to a faster worker; not where they leave something of value on their worker.
+        recovery: who holds the model's state, and how the job goes on when some of it is lost.
+        by_speed: replicas may move to a faster worker. False where a replica leaves state on its worker.
         backup_tasks: an idle worker is asked for a straggler's replica.
-        workers_have_codec_states: workers are asked for those when a snapshot is taken.
-        snapshot_version: which version the next snapshot is of.
-        snapshot_lead: so many steps before that version the snapshot is asked for.
+        workers_have_codec_states: a snapshot needs the workers' codec states.
+        snapshot_version: the rule for the version of the next snapshot.
+        snapshot_lead: ask for a snapshot so many steps before its version.
     """
 
     recovery: Recovery = field(default_factory=ServersHoldState)

@@ -1,4 +1,4 @@
-"""Which view follows the one in force: after a join or a loss, at a better assignment, at a new generation."""
+"""Publishes the next view: after a join or a loss, for a better assignment, for a new generation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from rallypoint.core.view import Assignment, View, ViewNumber
 
 @dataclass(slots=True)
 class Succession:
-    """Publishes views. When the model's state is lost it begins a new generation, or looks for a snapshot first."""
+    """Decides which view follows the one in force, and publishes it.
+
+    When the model's state is lost, it begins a new generation; if that needs a snapshot, it looks for one first.
+    """
 
     course: Course
     snapshots: Snapshots
@@ -29,9 +32,9 @@ class Succession:
     # ---- the view that follows ----
 
     def advance(self, *, assignments: tuple[Assignment, ...] | None = None, ending: bool = False) -> list[Effect]:
-        """Publish the view that follows from who is here now, if it says something new.
+        """Publish the view that follows from the members that are here, if it differs from the one in force.
 
-        With `assignments`, these instead of those that follow. `ending`: a worker holds the last version.
+        `assignments` replace those that the assigner would choose. `ending`: a worker holds the last version.
         """
         course = self.course
         if course.phase is Phase.RECOVERING and course.recovery.workers_end_it:
@@ -54,7 +57,7 @@ class Succession:
         return self._publish(view, abandon=view.primary != before.primary)
 
     def caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> list[Effect]:
-        """A primary says that its backups of these shards hold all that it has published."""
+        """A primary says that the backups of these shards have caught up. See `ViewSequence.backups_caught_up`."""
         course = self.course
         if course.view is None or course.phase is not Phase.RUNNING:
             return []
@@ -66,7 +69,7 @@ class Succession:
     # ---- assignments ----
 
     def improve(self) -> list[Effect]:
-        """Assign replicas by the workers' speeds, or as before if that has not paid; help stragglers."""
+        """Assign replicas by the workers' speeds, or as before if that made steps no shorter; help stragglers."""
         return [*self._reassign_if_uneven(), *self._assist_straggler()]
 
     def _assignments(self, before: View | None) -> tuple[Assignment, ...]:
@@ -85,7 +88,7 @@ class Succession:
         if course.view is None or course.record is None or not course.strategies.by_speed:
             return []
         if len(course.view.assignments) > 1 and course.view.assignments[-1].start > course.furthest:
-            return []  # the last change has not come to count yet
+            return []  # the last new assignment has not started yet
         assigned = course.view.assigned(course.furthest + 1)
         better = self.assigner.better(assigned, course.active(), course.replicas, course.furthest, course.now)
         if better is None:
@@ -104,7 +107,7 @@ class Succession:
     # ---- new generations ----
 
     def recover(self, *, ending: bool = False) -> list[Effect]:
-        """The model's state is lost, or somebody has to be given it: begin a new generation, from what is left."""
+        """Begin a new generation from what is left: the state is lost, or a worker without it is to take part."""
         course = self.course
         before, computing = course.phase, course.computing()
         course.members.done.clear()
@@ -122,7 +125,7 @@ class Succession:
                 return self.new_generation("", uploader=uploader, ending=ending)
 
     def found(self, event: events.Found) -> list[Effect]:
-        """The newest usable snapshot is known: begin a new generation from it. Abort if there is none."""
+        """Begin a new generation from the snapshot that was found; end the job if there is none."""
         course = self.course
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
@@ -135,9 +138,10 @@ class Succession:
         return [said, *self.new_generation(event.snapshot)]
 
     def new_generation(self, origin: str, *, uploader: str = "", ending: bool = False) -> list[Effect]:
-        """Publish a view that makes everything before it stale.
+        """Begin a new generation: publish a view that makes everything before it stale.
 
-        All begin from snapshot `origin`, or from what `uploader` (by default the first active worker) uploads.
+        All members start from snapshot `origin`; if that is "", from what the worker `uploader` uploads (by default the
+        active worker with the lowest id).
         """
         course = self.course
         assert course.record is not None
@@ -145,13 +149,13 @@ class Succession:
         self.assigner.restart()
         self.snapshots.duty.restart()
         if not course.members.servers or (origin == "" and not course.active()):
-            course.phase = Phase.GATHERING  # nobody to begin with
+            course.phase = Phase.GATHERING  # wait for members
             return []
         first = uploader or min(course.active(), default="")
         writers = course.recovery.first_writers(first, list(course.members.servers))
         fresh = origin == "" and uploader == "" and course.terms.snapshots
         capture = self.snapshots.capture(0, writers) if fresh else []
-        # A stale assignment says nothing about who has computed what.
+        # Do not start from the old assignment: all replicas are computed again in any case.
         view = course.views.first(
             course.record.layout.shards, course.members, self._assignments(None), uploader=first, origin=origin
         )
@@ -168,7 +172,7 @@ class Succession:
         return [Publish(view, told), *self.dismiss()]
 
     def dismiss(self) -> list[Effect]:
-        """Servers that were told to go may do so when no shard is on them; where workers have the state, at once."""
+        """Let servers that were told to leave go: those without a shard; under AllReduce all of them."""
         view, members = self.course.view, self.course.members
         if view is None:
             return []

@@ -11,16 +11,16 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     """How a job's cluster is to behave.
 
     Attributes:
-        workers_start: workers to wait for before the job begins.
-        workers_min: below so many the job waits.
-        workers_max: so many compute; more stand by.
-        servers: servers to wait for before the job begins.
+        workers_start: the job begins when so many workers are here.
+        workers_min: the job waits while fewer workers are here.
+        workers_max: the most workers that compute; more stand by.
+        servers: the job begins when so many servers are here.
         replication: 2 keeps every shard on a second server too (I4).
         heartbeat: seconds without a sign of life after which a member is given up.
-        backup_tasks: give a straggler's replica to an idle worker too.
-        snapshot_steps, snapshot_seconds: take a snapshot after so many steps of training, or so often; 0: never for
-            that reason.
-        snapshots: take one at the start, at the end and on demand, too.
+        backup_tasks: ask an idle worker for a straggler's replica too.
+        snapshot_steps: take a snapshot every so many steps of training; 0: not by steps.
+        snapshot_seconds: take a snapshot every so many seconds; 0: not by time.
+        snapshots: take snapshots at all; then also at the start, at the end and on demand.
     """
 
     workers_start: int = 1
@@ -36,7 +36,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def features(self) -> frozenset[Feature]:
-        """What the terms ask for that not every mode supports."""
+        """The features that the terms ask for and that not every mode supports."""
         asked = {
             Feature.REPLICATION: self.replication > 1,
             Feature.BACKUP_TASKS: self.backup_tasks,

@@ -1,7 +1,7 @@
-"""How one view follows another when members come and go: who holds which shard, and who computes which replica.
+"""What changes from one view to the next when members come and go: the homes of shards, the assignments of replicas.
 
-A *home* is the server that holds a shard as its primary. `servers` are those that are here now, by id; a server of the
-view that is not among them, or has another incarnation, holds nothing any more.
+A shard's *home* is its primary's server. `servers` are the servers that are here now, by id. A server of the view that
+is not among them, or that has another incarnation, holds nothing any more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rallypoint.core.layout import Shard
 from rallypoint.core.placement import place, place_backups
 from rallypoint.core.view import Assignment, Member, View, ViewNumber, assign_replicas, reassign_orphans
 
-AHEAD = 2  # steps after the furthest one seen from which a new assignment counts, so that nobody computes in vain
-_WORTH_IT = 1.1  # times as long as under a fair assignment that a step may take before replicas move
+AHEAD = 2  # a new assignment starts so many steps after the furthest one seen: no worker has begun that step yet
+_WORTH_IT = 1.1  # replicas move if a step takes more than this times as long as with a fair assignment
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------
@@ -26,7 +26,10 @@ _WORTH_IT = 1.1  # times as long as under a fair assignment that a step may take
 def first_homes(
     shards: Sequence[Shard], servers: Mapping[str, Member], replication: int
 ) -> tuple[dict[int, str], dict[int, str]]:
-    """Primary and backup of every shard where nobody holds anything yet. ValueError when there is no server."""
+    """Primary and backup of every shard at the start of a generation, when no server holds anything.
+
+    Raises ValueError when there is no server.
+    """
     primary = place(shards, sorted(servers))
     return primary, place_backups(shards, list(servers), primary, None, _hosts(servers)) if replication > 1 else {}
 
@@ -34,9 +37,9 @@ def first_homes(
 def surviving_primaries(
     view: View, servers: Mapping[str, Member], caught_up: AbstractSet[int]
 ) -> dict[int, str] | None:
-    """A primary for every shard among those who hold what is needed; None when a shard is lost.
+    """A primary for every shard, among the servers that hold it; None when a shard is lost.
 
-    The backup of a shard that is `caught_up` may be promoted.
+    The primary stays if its server is here. Else the backup becomes primary, if it has `caught_up`.
     """
     alive = _alive(view, servers)
     primary: dict[int, str] = {}
@@ -53,11 +56,10 @@ def rebalanced(
     view: View, primary: Mapping[int, str], shards: Sequence[Shard], servers: Mapping[str, Member],
     caught_up: AbstractSet[int], replication: int, staying: Mapping[str, Member] | None = None,
 ) -> tuple[dict[int, str], dict[int, str]]:  # fmt: skip
-    """Primary and backup of every shard, moved towards an even load from `primary`, the homes that survive.
+    """Primary and backup of every shard for an even load on the servers `staying` (by default all `servers`).
 
-    All of them move to the servers that are `staying`; by default all `servers` are.
-
-    A shard's new home is filled as its backup first. All that move are promoted together, once they have caught up.
+    `primary` are the surviving homes. A shard moves in two views: its new home is its backup first, and becomes its
+    primary when the backups of all moving shards have caught up.
     """
     alive = _alive(view, servers)
     homes = dict(primary)
@@ -73,18 +75,17 @@ def rebalanced(
     if replication < 2:
         return homes, {s: b for s, b in kept.items() if s in moving}
     backups = place_backups(shards, list(staying), homes, kept, _hosts(servers))
-    return homes, backups | {s: wanted[s] for s in moving}  # also where one server stays, too few for backups
+    return homes, backups | {s: wanted[s] for s in moving}  # a moving shard needs its new home also if one server stays
 
 
 def still_caught_up(view: View, before: View, caught_up: AbstractSet[int]) -> set[int]:
-    """Of the shards that have caught up, those with the same two processes in `view` as in the view before."""
+    """The shards of `caught_up` whose primary and backup are the same processes in `view` as in `before`."""
     now, then = _pairs(view), _pairs(before)
     return {shard for shard in caught_up if now[shard] == then[shard]}
 
 
 def pairings(view: View, before: View | None) -> dict[int, ViewNumber]:
-    """Of each shard with a backup, the view in which these two processes became primary and backup: see
-    `View.paired`."""
+    """`View.paired` for `view`: shard -> the number of the view in which this primary and backup became a pair."""
     if before is None:
         return dict.fromkeys(view.backup, view.number)
     now, then = _pairs(view), _pairs(before)
@@ -97,7 +98,7 @@ def _alive(view: View, servers: Mapping[str, Member]) -> set[str]:
 
 
 def _pairs(view: View) -> dict[int, list[Member]]:
-    """Every shard's primary and backup: the processes, not their names."""
+    """Every shard's primary and backup as members: id and incarnation."""
     members = {member.id: member for member in view.servers}
     return {
         shard: [members[name] for name in (home, view.backup.get(shard)) if name in members]
@@ -116,12 +117,13 @@ def following_assignments(
     assigned: Mapping[str, tuple[int, ...]], workers: Sequence[str], replicas: int, furthest: int, speeds: Speeds,
     round: float = 0.0,
 ) -> tuple[Assignment, ...]:  # fmt: skip
-    """Assign the replicas to `workers` (at least one), where `assigned` counts for the next step; {} if none
-    does.
+    """Assign the replicas to `workers` (at least one). `assigned` is the assignment of the next step; {} if none.
 
-    Replicas of those who are gone go to others at once. If that is uneven for the workers' speeds, a fair one
-    follows, which counts from a step a little ahead of the `furthest` one seen. If it is known what a `round` takes,
-    in seconds, what it takes beside computing counts too: no assignment makes that shorter.
+    The replicas of workers that are gone are reassigned at once. If the result is uneven for the workers' speeds, a
+    fair assignment follows, from step `furthest` + AHEAD on.
+
+    `round` is how long a round takes, in seconds; 0 if not known. The part of it that is not computing stays the same
+    under any assignment, so a long one makes a move less worth it.
     """
     rates = speeds.rates(workers)
     fair = assign_replicas(replicas, sorted(workers), rates)
@@ -139,7 +141,7 @@ def following_assignments(
 
 
 def says_nothing_new(view: View, before: View, furthest: int) -> bool:
-    """Does `view` differ from the one before in nothing but its number, and assignments that no longer count?"""
+    """True if `view` differs from `before` only in its number and in assignments that no longer count."""
     pending = any(assignment.start > furthest + 1 for assignment in before.assignments)
     same_assignment = len(view.assignments) < 2 and not pending and view.assigned(0) == before.assigned(furthest + 1)
     assignments = before.assignments if same_assignment else view.assignments

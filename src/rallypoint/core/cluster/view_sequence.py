@@ -1,4 +1,4 @@
-"""The views that a coordinator publishes, one after the other."""
+"""Makes the views that a coordinator publishes, one after the other."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rallypoint.core.view import Assignment, Member, View, ViewNumber
 
 @dataclass(slots=True)
 class ViewSequence:
-    """The view in force and those that may follow it; nothing counts before it is adopted.
+    """The view in force, and the views that may follow it. A view that is made changes nothing before `adopt(view)`.
 
     Attributes:
-        epoch: the coordinator's (I10).
+        epoch: the coordinator's epoch (I10).
         replication: with 2, every shard has a backup.
-        view: the one in force; None before the first.
-        caught_up: the shards whose backup holds all that has been published, and may be promoted.
+        view: the view in force; None before the first.
+        caught_up: the shards whose backup holds all that was published: that backup may become primary.
     """
 
     epoch: int
@@ -32,21 +32,22 @@ class ViewSequence:
 
     @property
     def begun(self) -> bool:
-        """Has there been a view, of this coordinator or of the one before?"""
+        """True if there has been a view, of this coordinator or an earlier one."""
         return self._last.count > 0 or self.view is not None
 
     @property
     def exposed(self) -> int:
-        """How many shards would be lost with one server."""
+        """The number of shards without a backup that has caught up: one server's loss would lose them."""
         return 0 if self.view is None else len(self.view.primary.keys() - self.caught_up)
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
             origin: str
     ) -> View:
-        """A view that makes everything before it stale: all begin from snapshot `origin`, or what `uploader` uploads.
+        """Make a view that begins a new generation: all members start from snapshot `origin`, or, if that is "", from
+        what the worker `uploader` uploads.
 
-        ValueError when there is no server.
+        Raises ValueError when there is no server.
         """
         number = self._next_number()
         primary, backup = first_homes(shards, members.staying, self.replication)
@@ -59,7 +60,7 @@ class ViewSequence:
     def following(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, ending: bool
     ) -> View | None:
-        """The view that follows the one in force from who is here now; None when a shard is lost."""
+        """Make the view that follows the one in force, from the members that are here; None if a shard is lost."""
         assert self.view is not None
         before, servers = self.view, members.servers
         surviving = surviving_primaries(before, servers, self.caught_up)
@@ -75,16 +76,17 @@ class ViewSequence:
         return msgspec.structs.replace(view, paired=pairings(view, before))
 
     def adopt(self, view: View) -> None:
-        """`view` is in force from now on."""
+        """Put `view` in force."""
         goes_on = self.view is not None and self.view.generation == view.generation
         before = self.view if goes_on else None
         self.caught_up = set() if before is None else still_caught_up(view, before, self.caught_up)
         self.view, self._last = view, view.number
 
     def backups_caught_up(self, server: str, backups: Mapping[int, ViewNumber]) -> bool:
-        """`server` says that its backups of these shards, as they met in that view, have caught up; is that new?
+        """Note that `server` says that the backups of these shards have caught up. Returns True if any is new.
 
-        It counts of shards whose primary it is, and whose backup is still the one that it met then.
+        `backups`: shard -> the view in which the two were paired. A claim counts only if `server` is the shard's
+        primary and the pair is still the same.
         """
         assert self.view is not None
         view = self.view

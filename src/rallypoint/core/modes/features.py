@@ -1,4 +1,4 @@
-"""What a job may ask for beside its mode: the rows of the table."""
+"""The features that a job may use in its mode: the rows of the table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import enum
 class Feature(enum.Enum):
     """One thing that a job may use. The value is how a user writes it.
 
-    The features of a job come from its configuration, its model, the terms of its cluster and its script. A script
-    cannot be asked before it runs: what only it decides (`EVALUATION`) is in the table because it works in every mode.
+    A job's features come from its configuration, its model, the terms of its cluster and its script. A feature that
+    only the script decides (`EVALUATION`) cannot be refused before the script runs: it works in every mode.
     """
 
     # the configuration
@@ -45,5 +45,5 @@ class Feature(enum.Enum):
     EVALUATION = "run.every"
 
 
-STAGGERS = frozenset({Feature.FRAGMENTS, Feature.SYNC_EVERY, Feature.DELAY})  # what makes rounds staggered
-UNASKED = frozenset({Feature.BY_SPEED})  # done where the table has it, not where it has not: nobody can ask for it
+STAGGERS = frozenset({Feature.FRAGMENTS, Feature.SYNC_EVERY, Feature.DELAY})  # features that make rounds staggered
+UNASKED = frozenset({Feature.BY_SPEED})  # used wherever the mode supports it: no setting asks for it

@@ -11,7 +11,7 @@ from rallypoint.core.modes.traits import MODES, ModeName
 
 
 def markdown_modes() -> str:
-    """The description of every mode, a line each."""
+    """A Markdown table with the description of every mode, one row each."""
     rows = [
         (
             _mode(traits.name, "rp."),
@@ -28,7 +28,7 @@ def markdown_modes() -> str:
 
 
 def markdown_table() -> str:
-    """What each mode supports: one row for each feature, then the reasons of all that is not supported."""
+    """A Markdown table of what each mode supports, one row for each feature; then why not, and the conflicts."""
     reasons = _reasons()
     rows = [
         (_written(feature), *(_cell(TABLE[feature][mode], reasons) for mode in ModeName)) for feature in Feature
@@ -67,7 +67,7 @@ def _conflicts() -> Iterator[str]:
 
 
 def _mode(mode: ModeName, before: str = "") -> str:
-    """The mode as code; a mode that is a setting with others: the others in words."""
+    """The mode as Markdown code; settings that it is used with follow in words."""
     setting, _, others = mode.value.partition(" with ")
     return f"`{before}{setting}`" + (" with " + " or ".join(f"`{other}`" for other in _names(others)) if others else "")
 

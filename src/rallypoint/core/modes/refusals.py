@@ -1,4 +1,4 @@
-"""Which of a job's features its mode does not support, in sentences."""
+"""The sentences that refuse the features that a job's mode does not support."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 
 
 def refusal(mode: ModeName, features: Set[Feature]) -> str:
-    """The sentence why a job cannot have these `features` in this mode; "" if it can."""
+    """The sentence why a job cannot use these `features` in this mode; "" if it can."""
     return next(_refusals(mode, frozenset(features) - UNASKED), "")
 
 
-# Settings that are a field of one mode's class: the others' classes do not know them.
+# Settings that are fields of one mode's class only.
 _FIELDS = {
     "keep_inner": Feature.FRESH_INNER, "fragments": Feature.FRAGMENTS, "delay": Feature.DELAY, "fold": Feature.FOLD,
     "delay_compensation": Feature.COMPENSATION,
@@ -28,7 +28,7 @@ _TYPES: dict[str, Mode] = {
 
 
 def of_another_mode(sync: Mapping[str, Any]) -> str:
-    """Why `sync`, as data, cannot have a field that only another mode has; "" if it has none of them."""
+    """The sentence that refuses a field of `sync` (as plain data) that only another mode has; "" if there is none."""
     mode, over = _TYPES.get(sync.get("type", "sync")), sync.get("over")
     if mode is None:
         return ""
@@ -43,7 +43,7 @@ def _strange(mode: Mode, fields: Iterable[str]) -> set[Feature]:
 
 
 def why_not(mode: ModeName, feature: Feature, features: Set[Feature] = frozenset()) -> str:
-    """The reason alone why `feature` does not work in this mode beside these others; "" if it does."""
+    """The reason, without the sentence, why `feature` does not work in this mode with `features`; "" if it does."""
     together = frozenset({*features, feature})
     return next((why for pair, why in _unsupported(mode, together) if feature in pair), "")
 
@@ -55,7 +55,7 @@ def _refusals(mode: ModeName, features: frozenset[Feature]) -> Iterator[str]:
 
 
 def _unsupported(mode: ModeName, features: frozenset[Feature]) -> Iterator[tuple[tuple[Feature, ...], str]]:
-    """The features (one, or two that conflict) that are not supported, and why."""
+    """Each feature that is not supported, or pair that conflicts, and why."""
     for feature in Feature:
         if feature in features and (why := _why_not(TABLE[feature][mode], features)):
             yield (feature,), why

@@ -1,4 +1,4 @@
-"""FEATURE x MODE: what works in which mode, and why the rest does not. The only place that says so.
+"""FEATURE x MODE: what works in which mode, and why the rest does not. No other file decides this.
 
 `config` refuses from it, the coordinator refuses a cluster's terms from it, `docs/modes.md` prints it, and
 `tests/modes` runs a job for every cell that is supported.
@@ -15,19 +15,19 @@ from rallypoint.core.modes.traits import ModeName
 
 @dataclass(frozen=True, slots=True)
 class Yes:
-    """It works, and keeps what the mode promises."""
+    """The feature works, and the mode's promises hold with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class No:
-    """It is refused; `why` says the reason, and what to do."""
+    """The feature is refused; `why` says the reason and what to do."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """It works together with another feature; `why` says what to do without."""
+    """The feature works only together with `beside`; `why` says what to do without it."""
 
     beside: Feature
     why: str
@@ -35,7 +35,7 @@ class Only:
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two features that do not go together; in these modes only, where there are any."""
+    """Two features that do not work together, in these modes (by default in all)."""
 
     first: Feature
     second: Feature

@@ -1,4 +1,4 @@
-"""The description of a mode: what all other files have to know of it."""
+"""The description of a mode: all that other files need to know of it."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class Clock(enum.Enum):
 
 
 class Pace(enum.Enum):
-    """How replicas go on."""
+    """Whether replicas go from step to step together."""
 
     ROUNDS = "all of them begin a round together"
     OWN = "each at a clock of its own, so that no version is common to all shards"
 
 
 class Holder(enum.Enum):
-    """Who holds the parameters and the optimizer's state, so that losing the others loses nothing."""
+    """Who holds the parameters and the optimizer's state. Losing members of the other kind loses no state."""
 
     SERVERS = "servers"
     WORKERS = "workers"
@@ -56,7 +56,7 @@ class Contribution(enum.Enum):
 
 
 class Bytes(enum.Enum):
-    """Does the job end with the same bytes, on any number of workers and servers?"""
+    """When the job ends with the same bytes on any number of workers and servers."""
 
     ALWAYS = "whatever is killed"
     UNDISTURBED = "while no worker dies and nothing rolls back"
@@ -64,15 +64,15 @@ class Bytes(enum.Enum):
 
 
 class ModeTraits(msgspec.Struct, frozen=True, kw_only=True):
-    """One mode, as far as anybody but the policies and the workers' sources has to know.
+    """The description of one mode, for all code but the policies and the workers' sources.
 
     Attributes:
         name: the column of the table.
         clock: what a version of the job counts.
         holder: who holds the parameters and the optimizer's state.
         contribution: what a replica pushes.
-        drops: a contribution that comes late may be dropped.
-        bytes: are the bytes at the end promised?
+        drops: a contribution that arrives late may be dropped.
+        bytes: when the same bytes at the end are promised.
         leaves_state: a replica leaves state on the worker that computes it: the inner optimizer's, or a codec's.
     """
 
@@ -86,13 +86,13 @@ class ModeTraits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def pace(self) -> Pace:
-        """How replicas go on."""
+        """Whether replicas go from step to step together."""
         return Pace.OWN if self.clock is Clock.REPLICA else Pace.ROUNDS
 
     @property
     def accounts(self) -> bool:
-        """Do servers tell how many contributions they have applied, folded and dropped? Where only the first is
-        possible they do not."""
+        """True if servers report how many contributions they applied, folded and dropped. False where
+        contributions can only be applied."""
         return self.drops or self.pace is Pace.OWN
 
 
@@ -125,7 +125,7 @@ MODES = {
 
 
 def name_of(sync: Mode, features: Set[Feature] = frozenset()) -> ModeName:
-    """The mode that a job's `sync=` is, with these of its features."""
+    """The mode of a job with this `sync=` setting and these features."""
     match sync:
         case AllReduce():
             return ModeName.ALL_REDUCE

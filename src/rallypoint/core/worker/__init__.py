@@ -1,1 +1,1 @@
-"""The worker's pure machines: aligned and streaming jobs, slots, hand-over of codec states."""
+"""The worker's pure machines: aligned and streaming jobs, slots, codec states."""

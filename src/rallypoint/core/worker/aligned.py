@@ -1,12 +1,15 @@
-"""The worker's machine in an aligned job: what to compute, what to send, which versions to take, when to install them.
+"""The worker's machine in an aligned job: what to compute, what to send, which versions to receive and install.
 
-A version may come while its slot is being written (another worker has computed our replica too): it is discarded then
-and fetched later (I5).
+Example: R = 6, and worker 0 has replicas 0..3 at step 7. It computes each of them from version 7 and sends the
+contributions. When all shards have version 8 it installs version 8, and step 8 begins.
 
-Nothing here is repaired; it is done again (I2). A link that broke, a server that was replaced, a replica that moved:
-each only changes what this worker knows to have reached the shard's primary. Whatever has not is computed and sent once
-more. The model itself holds the version of the step in progress until every shard of the next one has come, so there is
-nothing to rewind for that.
+Recovery is to do the work again (I2). When a link breaks, a server is replaced or a replica moves, this worker marks
+the contributions that may not have reached the shard's primary as not delivered. It then computes and sends them again.
+The model keeps the version of the step in progress until every shard of the next version is here, so the worker can
+always do that.
+
+A version can arrive while its slot is being written (another worker computed the same replica). The machine then
+discards it and fetches it later (I5).
 """
 
 from __future__ import annotations
@@ -49,19 +52,19 @@ from rallypoint.core.worker.versions import Versions
 
 @dataclass(slots=True)
 class WorkerMachine(SlotMachine):
-    """One worker's part in an aligned job, in which `step` is the version that the model holds.
+    """The machine of one worker in an aligned job; `step` is the version that the model holds.
 
-    Versions are the job's here, also in staggered rounds: there a shard's own version goes by the round at which it
-    takes contributions next. Only what is sent has the shard's own number.
+    Versions count the job's rounds here, also where rounds are staggered: the machine converts the shard's own version
+    in a frame to the next round in which the shard takes contributions (`Cadence.round_of`), and back when it sends.
     """
 
     cadence: Cadence = TOGETHER
     _versions: Versions = field(init=False)
     _here: Unanimity = field(init=False)
-    _delivered: list[set[int]] = field(init=False)  # replicas of this step sent to the shard's primary
+    _delivered: list[set[int]] = field(init=False)  # by shard: the replicas of this step that its primary was sent
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
-    _finishing: bool = False  # it still installs a version that became stale, so that the model is whole (`in_order`)
+    _finishing: bool = False  # an install of a now stale version must still end, or the model is mixed (`in_order`)
 
     def __post_init__(self) -> None:
         SlotMachine.__post_init__(self)
@@ -73,10 +76,10 @@ class WorkerMachine(SlotMachine):
 
     @property
     def target(self) -> int:
-        """The version to install next: the following one, or a later one if all have moved on; -1 if unknown.
+        """The version to install next: the following one, or a later one if every shard is past it; -1 if unknown.
 
-        Nobody pushes for step t+1 before having all shards at t+1. So when every shard is known at t+1 or later, the
-        contributions to step t are all in, and this worker's own part of it is needed by nobody.
+        No worker pushes for step t+1 before it has all shards at t+1. So when every shard is at t+1 or later, step t
+        has all of its contributions and needs none from this worker.
         """
         if self._installing >= 0:
             return self._installing
@@ -86,13 +89,13 @@ class WorkerMachine(SlotMachine):
         return -1 if known < 0 else max(self.step + 1, known)
 
     def next_action(self) -> Action | None:
-        """What the main thread is to do now; None when it has to wait."""
+        """The main thread's next action; None when it has to wait. Changes nothing."""
         if self._initialise:
             return Initialise() if self._may_initialise else None
         if self.complete:
             return Install(self.target)
         if not 0 <= self.step < self.steps or self._versions.newest.lowest < 0:
-            return None  # (or nothing has been heard for a while: this step may be long over)
+            return None  # no shard's version is known: this step may be over
         for replica in self.assigned:
             if any(self._needs(shard, replica) for shard in range(self.shards)):
                 return Compute(self.step, replica)
@@ -100,7 +103,7 @@ class WorkerMachine(SlotMachine):
 
     @property
     def complete(self) -> bool:
-        """Is all here that is to be installed next, and the main thread free to do it?"""
+        """True when every shard of `target` is here and the main thread can install it."""
         target = self.target
         if target < 0 or self._computing is not None:
             return False
@@ -108,12 +111,12 @@ class WorkerMachine(SlotMachine):
 
     @property
     def takes_part(self) -> bool:
-        """Does this worker compute anything, now or later?"""
+        """True if this worker has replicas at the step in progress or later."""
         return self.view is not None and self.view.takes_part(self.me, self.step)
 
     @property
     def upcoming(self) -> tuple[int, int] | None:
-        """The step and replica that will be computed first once the next version is installed."""
+        """The (step, replica) that this worker computes first after the next install; None if unknown or none."""
         if not self.following or self.view is None or not 0 <= self.step < self.steps - 1:
             return None
         replicas = self.view.replicas_of(self.me, self.step + 1)
@@ -121,12 +124,12 @@ class WorkerMachine(SlotMachine):
 
     @property
     def assigned(self) -> Sequence[int]:
-        """The replicas to compute at the step in progress, ascending."""
+        """The replicas to compute at the step in progress, ascending; backup tasks included."""
         own = self.view.replicas_of(self.me, self.step) if self.view is not None else ()
         return sorted({*own, *self._assists})
 
     def may_fill(self, shard: int) -> bool | None:
-        """May the gradient be written into the slot now? None: it need not be written at all."""
+        """True if the gradient may be written into the slot now; False: wait; None: nobody needs this gradient."""
         if self._slots[shard] is Slot.FILLING:
             return True
         if shard not in self._wanted or self._versions.newest[shard] > self.step:
@@ -135,22 +138,22 @@ class WorkerMachine(SlotMachine):
 
     @property
     def missing(self) -> list[int]:
-        """Shards whose next version is not here."""
+        """The shards whose version of `target` is not here."""
         target = self.target
         return [shard for shard in range(self.shards) if not self._in_place(shard, target)]
 
     @property
     def changed(self) -> list[int]:
-        """The shards that the install in progress is of: those that the model does not hold already."""
+        """The shards that the install in progress copies: those that the model does not hold already."""
         return [shard for shard in range(self.shards) if self._changes(shard, self._installing)]
 
     @property
     def row_version(self) -> int | None:
-        """The version of which a replica in progress reads rows of tables."""
+        """The version of table rows that the replica in progress reads."""
         return max(0, self.step)
 
     def contributes(self, shard: int, replica: int) -> bool:
-        """Does this replica contribute to that shard at the step in progress?"""
+        """True if `replica` contributes to `shard` at the step in progress."""
         return SlotMachine.contributes(self, shard, replica) and self.cadence.due(shard, self.step)
 
     def _begin_replica(self, replica: int) -> None:
@@ -160,7 +163,7 @@ class WorkerMachine(SlotMachine):
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take one event; the effects are to be run in order."""
+        """Take one event; return the effects, to be run in order."""
         match event:
             case Filled(shard=shard):
                 return self._filled(shard)
@@ -180,7 +183,7 @@ class WorkerMachine(SlotMachine):
             case Installed():
                 return self._installed()
             case ToWait():
-                return []  # no replica is ahead of the others here
+                return []  # only servers of streaming jobs make a replica wait
             case Assisted(step=step, replica=replica):
                 if step == self.step:
                     self._assists.add(replica)
@@ -191,7 +194,7 @@ class WorkerMachine(SlotMachine):
             case LinkLost(server=server):
                 self._links.discard(server)
                 if self._uploads_first_weights() and any(self._versions.newest[s] < 0 for s in self._at([server])):
-                    self._initialise = True  # they may be lost
+                    self._initialise = True  # the uploaded weights may be lost: upload again
                 self._forget(self._at([server]))
                 return []
             case Viewed(view=view):
@@ -211,15 +214,15 @@ class WorkerMachine(SlotMachine):
         if self.view is None or event.view < self.view.generation:
             return [Discard(shard)]
         if event.begins and self.step >= 0:
-            # It begins a generation of which this worker has not heard. With its view the links are made anew, and it
-            # comes again.
+            # It begins a generation whose view this worker has not received yet. The view opens new links, and the
+            # server sends this again.
             return [Discard(shard)]
         before = self.target
         self._versions.exists(shard, version, whole=event.whole)
         target = self.target
         right = self._versions.right(shard, target)
         usable = not self._finishing and (event.whole or self.step >= 0)
-        # Before anything is known of the other shards (the first version, a late joiner), take what comes.
+        # While no version of the other shards is known (at the start, or after joining), take any version that comes.
         expected = version > self._versions.right(shard, self.step) and right in (-1, version)
         if usable and expected and self._versions.has_room(shard, right):
             self._slots[shard] = Slot.LANDING
@@ -229,7 +232,7 @@ class WorkerMachine(SlotMachine):
         return [Discard(shard), *self._seek()]
 
     def _installed(self) -> list[Effect]:
-        if self._installing < 0:  # there was a roll-back meanwhile
+        if self._installing < 0:  # a new generation began during the install
             finishing, self._finishing = self._finishing, False
             return self._seek() if finishing else []
         self.step, self._installing = self._installing, -1
@@ -256,7 +259,7 @@ class WorkerMachine(SlotMachine):
         return [*news, *self._seek()]
 
     def _rewind(self, view: View) -> None:
-        """All members go back to `view.origin`."""
+        """A new generation starts from `view.origin`: drop everything of the old one."""
         self._start_generation(view)
         self._finishing = self._finishing or (self.in_order and self._installing >= 0)
         self._installing = -1
@@ -266,7 +269,7 @@ class WorkerMachine(SlotMachine):
         self._assists.clear()
 
     def _forget(self, shards: Iterable[int]) -> None:
-        """Nothing is known to have reached these shards' primary; what was on its way to or from it is lost."""
+        """The link to these shards' primary is lost: count all contributions as not delivered, all fetches as lost."""
         for shard in shards:
             self._delivered[shard].clear()
             self._versions.asked[shard] = -1
@@ -274,22 +277,22 @@ class WorkerMachine(SlotMachine):
                 self._slots[shard] = Slot.FREE
 
     def _changes(self, shard: int, target: int) -> bool:
-        """Does the target have another version of this shard than the model?"""
+        """True if version `target` has other values in this shard than the model."""
         return self.step < 0 or self.cadence.changes(shard, self.step, target)
 
     def _in_place(self, shard: int, target: int) -> bool:
-        """Is what the target needs of this shard here, in the model or in its slot?"""
+        """True if the shard's values for version `target` are here: in the model, or in the slot."""
         return not self._changes(shard, target) or self._versions.landed(shard, target)
 
     def _needs(self, shard: int, replica: int) -> bool:
-        """Has the shard not had this replica's contribution to the step in progress from us, and may it still?"""
+        """True if this worker still has to send the shard this replica's contribution, and can."""
         return (
             self._versions.newest[shard] <= self.step and replica not in self._delivered[shard]
             and self.contributes(shard, replica) and self._home(shard) in self._links
         )  # fmt: skip
 
     def _seek(self) -> list[Effect]:
-        """Fetch what exists of the target, is not here, and is not coming by itself."""
+        """Fetch the shards of `target` that exist on a server, are not here and have not been fetched."""
         target = self.target
         if target < 0 or not self.following or self._finishing:
             return []
@@ -304,7 +307,7 @@ class WorkerMachine(SlotMachine):
     # ---- invariants ----
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, if an invariant does not hold."""
+        """Raise AssertionError with a sentence if an invariant does not hold."""
         SlotMachine.validate(self)
         self._versions.validate()
         assert self._installing < 0 or self._installing > self.step, f"it goes from {self.step} to {self._installing}"

@@ -1,4 +1,4 @@
-"""Which codec states this worker holds, and what it does with them on a view, a new link, the end of a replica."""
+"""When a worker gives, recalls and drops codec states: at a new view, a new link, the end of a replica."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ from rallypoint.core.worker.slots import Effect, Give, Recall, Release, ResetCod
 
 
 class NoCodecStates:
-    """The job's codecs have no state: any worker may compute any replica at once."""
+    """The interface, for jobs whose codecs have no state: any worker may compute any replica at once."""
 
-    kept = False  # do the job's codecs have states?
-    settled = True  # has everything been taken that this worker had to give?
+    kept = False  # True if the job's codecs have states
+    settled = True  # True when the primaries have acknowledged everything that this worker gave
 
     def ready(self, replica: int) -> bool:
-        """Is all here that there is of this replica?"""
+        """True if this worker has all codec states of `replica`."""
         return True
 
     @property
     def missing(self) -> Mapping[int, AbstractSet[int]]:
-        """Of each replica that is recalled, the shards that have not answered."""
+        """For each replica being recalled, the shards that have not answered."""
         return {}
 
     def may_prepare(self, replica: int | None, paths: Paths) -> bool:
-        """Would `prepare` do anything now?"""
+        """True if `prepare` would return an effect now."""
         return False
 
     def prepare(self, replica: int | None, paths: Paths) -> list[Effect]:
-        """No replica is being computed, and this one (if any) is next: forget what is stale, ask for what is missing.
+        """Between two replicas: drop stale codec states, and recall the missing ones of `replica`, which is next.
 
-        Only the main thread calls it: the encoder is not in use then.
+        Only the main thread calls it, while it computes nothing: the encoder is not in use then.
         """
         return []
 
     def begin(self, replica: int) -> None:
-        """The replica is being computed, also if it is not `ready`: then its codec states are given back at its end."""
+        """The main thread begins to compute `replica`. If it is not `ready`, its states are given back at its end."""
 
     def end(self) -> frozenset[int]:
-        """It has been computed: the replicas that are to be given back, even if this worker computes them again."""
+        """The main thread has ended the replica. Returns the replicas to give back even if they stay assigned."""
         return frozenset()
 
     def keep_only(self, replicas: AbstractSet[int], paths: Paths) -> list[Effect]:
-        """This worker keeps only these replicas: give what there is of others to the shards' primaries."""
+        """Keep the codec states of `replicas` only; return the effects that give all others to the primaries."""
         return []
 
     def rolled_back(self) -> None:
-        """A new generation has begun: all codec states are stale."""
+        """Drop all codec states: a new generation has begun and they are stale."""
 
     def answered(self, shard: int, replica: int) -> bool:
-        """The shard's primary has answered a recall; False if nobody waits for it."""
+        """The shard's primary has answered a recall. Returns False if this worker does not wait for that answer."""
         return False
 
     def taken(self, shard: int, replica: int) -> None:
-        """The shard's primary has what it was given."""
+        """The shard's primary has acknowledged a codec state."""
 
 
 class CodecStateCustody(NoCodecStates):
-    """The codecs of these `shards` have states, which move with the replicas (see `core/worker/handover.py`)."""
+    """For jobs whose codecs have states for `shards`. States move with replicas: see `core/worker/handover.py`."""
 
     kept = True
 
     def __init__(self, shards: tuple[int, ...]) -> None:
         self._handover = Handover(shards)
-        self._stale = False  # the encoder has not heard of the last roll-back
+        self._stale = False  # the encoder still has to drop the states of the last generation
         self._borrowed = frozenset[int]()
 
     @property
@@ -86,7 +86,7 @@ class CodecStateCustody(NoCodecStates):
         self._stale = False
         if replica is None:
             return effects
-        effects += self._give(paths)  # first: what is recalled may be what this worker itself gives
+        effects += self._give(paths)  # before the recall: it may be for states that this worker itself gives
         return [*effects, *(Recall(shard, replica, server) for shard, server in self._handover.recall(replica, paths))]
 
     def begin(self, replica: int) -> None:

@@ -1,4 +1,4 @@
-"""The one place of the worker's machines that reads the mode's description: it picks what a worker consists of."""
+"""Builds a worker's shell from the mode's description. No other file of `core/worker` reads that description."""
 
 from __future__ import annotations
 
@@ -16,10 +16,15 @@ from rallypoint.core.worker.streaming import StreamMachine
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
-    """What a worker has to know of its job, as far as machines and links go.
+    """What a worker's machine and links need to know of the job.
 
-    `buffer_shards` are those to which only replica 0 contributes, `codec_state_shards` those whose codec keeps a state
-    of each replica.
+    Attributes:
+        shards: the number of shards.
+        buffer_shards: the shards to which only replica 0 contributes.
+        rounds: the job's last version.
+        mode: the description of the mode.
+        cadence: the shards that each round updates.
+        codec_state_shards: the shards whose codec has a state for each replica.
     """
 
     shards: int
@@ -31,7 +36,7 @@ class WorkerPlan:
 
 
 def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
-    """The shell, with its machine, of the worker `me`. `watch` may wrap the machine, to check or to record it."""
+    """Build the shell and machine of the worker `me`. `watch` may wrap the machine, to check or to record it."""
     states = CodecStateCustody(plan.codec_state_shards) if plan.codec_state_shards else NoCodecStates()
     match plan.mode.pace:
         case Pace.OWN:

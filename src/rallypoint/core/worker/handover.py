@@ -1,12 +1,15 @@
-"""A worker's side of moving codec states (error feedback's residual, say) when a replica moves to another worker.
+"""The worker's side of moving codec states when a replica moves to another worker.
 
-A codec with error feedback has a *codec state* for each (shard, replica). Like a contribution it has a name, (shard,
-replica, step): it is what there is after that step's contribution was encoded, and it is always the same, whoever holds
-it. A worker that keeps a replica no longer *gives* its codec states to the shards' primaries (or says that it has
-nothing new), each until that primary has said that it has it. A worker that begins with a replica *recalls* them there
-first, and computes once every shard has answered. `core/shard/relay.py` is the other side.
+A codec with error feedback has a *codec state* (its residual, say) for each (shard, replica). The state after step t is
+a pure function of (shard, replica, t): it is the same on every worker. The states move over the shards' primaries:
 
-Nothing is trusted to a connection: what was on its way when one broke is given, or asked for, again.
+    old worker --give--> primary of the shard --answer to recall--> new worker
+
+- A worker that no longer computes a replica *gives* its states to the primaries (or says that it has nothing new). It
+  repeats this until the primary acknowledges.
+- A worker that starts to compute a replica *recalls* its states first, and computes once every shard has answered.
+
+Both are repeated on a new connection after one broke. The primary's side is `core/shard/relay.py`.
 """
 
 from __future__ import annotations
@@ -20,50 +23,55 @@ Key = tuple[int, int]  # shard, replica
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """Where frames can go now: each shard's primary, and the connections that stand, each with its number."""
+    """Where frames can go now.
+
+    Attributes:
+        homes: shard -> id of its primary.
+        connections: server id -> number of the connection that is up; each new connection has a new number.
+    """
 
     homes: Mapping[int, str]
     connections: Mapping[str, int]
 
     def to(self, shard: int) -> tuple[str, int] | None:
-        """The shard's primary and the number of the connection to it; None while there is none."""
+        """The shard's primary and the number of the connection to it; None while there is no connection."""
         home = self.homes[shard]
         return (home, self.connections[home]) if home in self.connections else None
 
 
 @dataclass(slots=True)
 class Handover:
-    """`shards` are those that have codec states."""
+    """The codec states that this worker holds, recalls and gives. `shards` are those whose codec has states."""
 
     shards: tuple[int, ...]
-    _here: set[int] = field(default_factory=set)  # replicas whose codec states are here, or that begin with none
-    _missing: dict[int, set[int]] = field(default_factory=dict)  # of replicas that are recalled: shards without answer
-    _asked: dict[Key, tuple[str, int]] = field(default_factory=dict)
-    _giving: dict[Key, tuple[str, int] | None] = field(default_factory=dict)  # not acknowledged; on which connection
+    _here: set[int] = field(default_factory=set)  # replicas whose codec states are here, or that start with none
+    _missing: dict[int, set[int]] = field(default_factory=dict)  # recalled replica -> shards that have not answered
+    _asked: dict[Key, tuple[str, int]] = field(default_factory=dict)  # recalls: the connection that each was sent on
+    _giving: dict[Key, tuple[str, int] | None] = field(default_factory=dict)  # not acknowledged: connection, or None
 
     @property
     def settled(self) -> bool:
-        """Has everything been taken that this worker had to give?"""
+        """True when the primaries have acknowledged everything that this worker gave."""
         return not self._giving
 
     @property
     def missing(self) -> dict[int, set[int]]:
-        """Of each replica that is recalled, the shards that have not answered."""
+        """For each replica being recalled, the shards that have not answered."""
         return self._missing
 
     def ready(self, replica: int) -> bool:
-        """May this replica be computed here?"""
+        """True if this worker may compute `replica`: all of its codec states are here."""
         return replica in self._here
 
     def drop_all(self) -> None:
-        """There was a roll-back: all codec states are stale."""
+        """Drop everything: a new generation has begun and all codec states are stale."""
         for known in (self._here, self._missing, self._asked, self._giving):
             known.clear()
 
     # ---- recalling ----
 
     def recall(self, replica: int, paths: Paths) -> list[tuple[int, str]]:
-        """This replica is to be computed here: the shards to ask now, and the server of each."""
+        """Recall the codec states of `replica`. Returns (shard, server) for each request to send now."""
         if replica in self._here:
             return []
         asks = self._unasked(replica, paths)
@@ -73,7 +81,7 @@ class Handover:
         return [(shard, server) for shard, (server, _) in asks]
 
     def can_recall(self, replica: int, paths: Paths) -> bool:
-        """Would `recall` ask anybody now?"""
+        """True if `recall` would return a request to send now."""
         return replica not in self._here and bool(self._unasked(replica, paths))
 
     def _unasked(self, replica: int, paths: Paths) -> list[tuple[int, tuple[str, int]]]:
@@ -82,7 +90,7 @@ class Handover:
         return [(shard, way) for shard, way in ways if way is not None and self._asked.get((shard, replica)) != way]
 
     def answered(self, shard: int, replica: int) -> bool:
-        """The shard's primary has answered; False if this worker does not wait for that answer (any more)."""
+        """The shard's primary has answered a recall. Returns False if this worker does not wait for that answer."""
         missing = self._missing.get(replica, set())
         if shard not in missing:
             return False
@@ -94,9 +102,9 @@ class Handover:
         return True
 
     def borrow(self, replica: int) -> None:
-        """This worker computes the replica with whatever codec states are here; later answers do not count.
+        """Compute `replica` with the codec states that are here, and ignore later answers.
 
-        With its contributions it becomes the owner at each primary, so it has to give back all shards afterwards.
+        Its contributions make this worker the owner of the states at each primary: it must give back all of them later.
         """
         for shard in self._missing.pop(replica, set()):
             self._asked.pop((shard, replica), None)
@@ -105,10 +113,10 @@ class Handover:
     # ---- giving ----
 
     def release(self, keeps: AbstractSet[int]) -> list[Key]:
-        """This worker keeps only these replicas: the codec states that it gives back.
+        """Keep only the replicas `keeps`. Returns the (shard, replica) of all codec states to give back.
 
-        That includes those of which nothing has been encoded here, and those of which the answer has not come: the
-        primary takes this worker for their owner.
+        That includes states with which nothing was encoded here, and recalls without an answer: for the primary this
+        worker owns those too.
         """
         given = [(shard, replica) for replica in sorted(self._here - keeps) for shard in self.shards]
         for replica in sorted(self._missing.keys() - keeps):
@@ -121,7 +129,7 @@ class Handover:
         return given
 
     def to_give(self, paths: Paths) -> list[tuple[int, int, str]]:
-        """What to send now, each as (shard, replica, server)."""
+        """The (shard, replica, server) of each codec state to send now, and note it as sent on that connection."""
         sends: list[tuple[int, int, str]] = []
         for (shard, replica), sent in self._giving.items():
             way = paths.to(shard)
@@ -131,5 +139,5 @@ class Handover:
         return sends
 
     def taken(self, shard: int, replica: int) -> None:
-        """The shard's primary has it (or needs it no more)."""
+        """The shard's primary has acknowledged the codec state (or no longer needs it)."""
         self._giving.pop((shard, replica), None)

@@ -1,4 +1,4 @@
-"""Which links a worker has to servers, and which of them stand."""
+"""A worker's links to servers, and which of them are up."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from rallypoint.core.view import Member, View
 
 
 class LinkTable:
-    """`connections` are the links that stand, each with a number of its own: one made again has a new number."""
+    """The links to servers. `connections`: server id -> connection number, for the links that are up.
+
+    A link that is opened again has a new number.
+    """
 
     def __init__(self) -> None:
         self.connections: dict[str, int] = {}
-        self._links: dict[str, Member] = {}  # those that were made, whether they stand or not
+        self._links: dict[str, Member] = {}  # all open links, up or not
         self._connected = 0
 
     def to_end(self, before: View | None, view: View) -> list[str]:
-        """The servers whose links end with this view.
+        """The servers whose links have to end before `view` counts; `before` is the view in force.
 
-        They are those that were replaced, and those that shards have moved away from (they might still be sending one
-        that its new home sends too). After a roll-back it is all of them: what they are sending is stale.
+        These are servers that were replaced, and servers that lost a shard (they may still be sending it while its new
+        primary sends it too). In a new generation it is all of them: what they are sending is stale.
         """
         if before is not None and before.generation != view.generation:
             return list(self._links)
@@ -26,17 +29,17 @@ class LinkTable:
         return [id for id, member in self._links.items() if id in losing or member not in view.servers]
 
     def to_open(self, view: View) -> list[Member]:
-        """The servers of the view without a link; from now on they count as linked to."""
+        """The servers of `view` to open a link to. Each is returned once: from then on it counts as linked."""
         new = [member for member in view.servers if member.id not in self._links]
         self._links |= {member.id: member for member in new}
         return new
 
     def end(self, server: str) -> None:
-        """The link has ended for good."""
+        """Drop the link: it has ended and will not be opened again."""
         del self._links[server]
 
     def up(self, server: str) -> bool:
-        """The link stands (again); False if there is to be none any more."""
+        """The link is up (again). Returns False, and does nothing, if the link was ended meanwhile."""
         if server not in self._links:
             return False
         self._connected += 1
@@ -44,11 +47,11 @@ class LinkTable:
         return True
 
     def lost(self, server: str) -> None:
-        """The link does not stand any more; it may be made again."""
+        """The link is down; it may come up again."""
         self.connections.pop(server, None)
 
     def validate(self, view: View | None) -> None:
-        """AssertionError, with a sentence, if there are links to servers that are not in the view."""
+        """Raise AssertionError with a sentence if there are links to servers that are not in the view."""
         servers = set(view.servers) if view is not None else set()
         strangers = {member.id for member in self._links.values() if member not in servers}
         assert not strangers, f"links to {strangers}, which are not in the view"

@@ -1,4 +1,4 @@
-"""What a worker's two machines share: the slots, the links that stand, the view in force."""
+"""The base class of a worker's two machines (`aligned`, `streaming`): slots, links that are up, the view in force."""
 
 from __future__ import annotations
 
@@ -12,11 +12,20 @@ from rallypoint.core.worker.slots import Action, Compute, Initialise, Install, S
 
 @dataclass(slots=True)
 class SlotMachine(ABC):
-    """One worker's part in a job.
+    """What one worker decides in a job: which replica to compute, what to send, which version to install.
 
-    `shards` is the number of shards; `buffer_shards` those to which only replica 0 contributes; `steps` the last one.
-    `step` is the one that the model is for, -1 before the first. With `in_order` the model goes from each version to
-    the next and may leave none out, because the worker steps the optimizer (AllReduce).
+    Pure: no threads, no sockets. The caller makes one call at a time (one thread, or one lock).
+
+    Attributes:
+        me: this worker's id.
+        shards: the number of shards.
+        buffer_shards: the shards to which only replica 0 contributes.
+        steps: the number of steps of the job; version `steps` is the last.
+        step: the step that the model's parameters belong to; -1 before the first install.
+        view: the view in force; None before the first.
+        rewound: the replica in progress belongs to an older generation; its result will not be used.
+        following: the servers send this worker each new version.
+        in_order: install every version and skip none, because the worker steps the optimizer (AllReduce).
     """
 
     me: str
@@ -25,7 +34,7 @@ class SlotMachine(ABC):
     steps: int
     step: int = -1
     view: View | None = None
-    rewound: bool = False  # the replica in progress belongs to an older generation
+    rewound: bool = False
     following: bool = False
     in_order: bool = False
     _slots: Slots = field(init=False)
@@ -41,7 +50,7 @@ class SlotMachine(ABC):
 
     @abstractmethod
     def next_action(self) -> Action | None:
-        """What the main thread is to do now; None when it has to wait."""
+        """The main thread's next action; None when it has to wait. Changes nothing."""
 
     @property
     @abstractmethod
@@ -50,54 +59,54 @@ class SlotMachine(ABC):
 
     @property
     def slots(self) -> Slots:
-        """What each slot holds."""
+        """The state of each shard's slot."""
         return self._slots
 
     @property
     def computing(self) -> bool:
-        """Is a replica being computed?"""
+        """True while the main thread computes a replica."""
         return self._computing is not None
 
     @property
     def takes_part(self) -> bool:
-        """Does this worker compute anything, now or later?"""
+        """True if this worker has replicas, now or at a later step."""
         return bool(self.assigned)
 
     @property
     def keeps(self) -> frozenset[int]:
-        """The replicas that this worker may contribute for as things are."""
+        """The replicas whose codec states this worker keeps: those that it may still contribute for."""
         return frozenset(self.assigned)
 
     @property
     def missing(self) -> list[int]:
-        """Shards of which nothing has landed."""
+        """The shards whose slot holds no complete version."""
         return [shard for shard, slot in enumerate(self._slots) if slot is not Slot.LANDED]
 
     @property
     def changed(self) -> list[int]:
-        """The shards that the install in progress is of."""
+        """The shards that the install in progress copies into the model."""
         return list(range(self.shards))
 
     @property
     def row_version(self) -> int | None:
-        """The version of which a replica in progress reads rows of tables; None: the newest."""
+        """The version of table rows that the replica in progress reads; None: the newest."""
         return None
 
     @property
     def must_upload(self) -> bool:
-        """Has only this worker what all start from, and have the servers not got it yet?"""
+        """True while the servers still need the first weights and only this worker has them."""
         return self.in_order and self._uploads_first_weights()
 
     def contributes(self, shard: int, replica: int) -> bool:
-        """Does this replica contribute to that shard?"""
+        """True if `replica` contributes to `shard`: every replica to parameters, only replica 0 to buffers."""
         return shard not in self.buffer_shards or replica == 0
 
     # ---- what the main thread does ----
 
     def take(self, action: Action | None) -> bool:
-        """The main thread begins with `action`. False if meanwhile there is something else to do, or nothing.
+        """Start `action` on the main thread. Return False, and change nothing, if it is no longer the next action.
 
-        From `take(Install(...))` until the event Installed no slot is written.
+        From `take(Install(...))` until the event `Installed`, no slot is written.
         """
         if action is None or action != self.next_action():
             return False
@@ -114,7 +123,7 @@ class SlotMachine(ABC):
         self._computing, self.rewound = replica, False
 
     def fill(self, shard: int) -> None:
-        """The main thread begins to write the slot (`may_fill` has said that it may)."""
+        """Mark the slot as being written by the main thread. Call it only after `may_fill(shard)` returned True."""
         self._slots[shard] = Slot.FILLING
 
     @property
@@ -124,7 +133,7 @@ class SlotMachine(ABC):
     # ---- views ----
 
     def _take_view(self, view: View) -> tuple[View | None, set[str]]:
-        """The view is in force: the one before, and the servers that are still the same processes."""
+        """Put `view` in force; return the view before it, and the ids of servers that are still the same process."""
         before, self.view = self.view, view
         incarnations = {member.id: member.incarnation for member in before.servers} if before is not None else {}
         stayed = {member.id for member in view.servers if incarnations.get(member.id) == member.incarnation}
@@ -132,23 +141,23 @@ class SlotMachine(ABC):
         return before, stayed
 
     def _start_generation(self, view: View) -> None:
-        """All members go back to `view.origin`: drop what this worker holds and what it is computing."""
-        self._links.clear()  # all of them have ended: what they were receiving is stale
+        """A new generation starts from `view.origin`: drop what this worker holds and what it is computing."""
+        self._links.clear()  # the shell has ended all links: what they were receiving is stale
         self.step = -1
         self.rewound = self._computing is not None
-        self._slots.free_all(but=Slot.FILLING)  # a slot that the main thread is writing stays its own until it stops
+        self._slots.free_all(but=Slot.FILLING)  # the main thread may still be writing these; freed when it stops
         self._initialise = view.origin == "" and view.uploader == self.me
-        self.following = False  # everything has to be asked for again
+        self.following = False  # the worker has to ask the servers for versions again
 
     def _uploads_first_weights(self) -> bool:
         return self.view is not None and not self.view.origin and self.view.uploader == self.me and self.step < 0
 
     def _moved(self, before: View, view: View, stayed: set[str]) -> list[int]:
-        """The shards whose primary is another process now."""
+        """The shards whose primary is a different process in `view` than in `before`."""
         return [s for s, home in view.primary.items() if before.primary[s] != home or home not in stayed]
 
     def _at(self, servers: Iterable[str]) -> list[int]:
-        """The shards whose primary is one of these."""
+        """The shards whose primary is one of `servers`."""
         wanted = set(servers)
         return [shard for shard in range(self.shards) if self._home(shard) in wanted]
 
@@ -162,7 +171,7 @@ class SlotMachine(ABC):
     # ---- invariants ----
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, if an invariant does not hold. Looks at each shard once."""
+        """Raise AssertionError with a sentence if an invariant does not hold. O(number of shards)."""
         self._slots.validate()
         assert self._computing is not None or not self.rewound, "rewound, but no replica is being computed"
         assert self._computing is None or self._installing < 0, "it computes while it installs"

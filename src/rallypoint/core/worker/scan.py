@@ -1,4 +1,4 @@
-"""Questions about all shards that are asked at every arrival, answered without looking at all of them each time."""
+"""Questions about all shards that are asked at every arrival, answered without a scan of all shards each time."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import chain
 
 
 class Lowest:
-    """Numbers, one per shard, the lowest of which is known at any time.
+    """A list of `size` numbers (all `number` at first) that knows its lowest. Numbers can only rise.
 
-    Cheap where many are equal, as versions are: what is kept beside them is how many there are of each.
+    It counts how many there are of each number, which is cheap where many are equal, as versions are.
     """
 
     def __init__(self, size: int, number: int) -> None:
@@ -22,7 +22,7 @@ class Lowest:
         return self._numbers[index]
 
     def raise_to(self, index: int, number: int) -> None:
-        """The number at `index` becomes this one, unless it is as high already."""
+        """Raise the number at `index` to `number`; do nothing if it is as high already."""
         before = self._numbers[index]
         if number <= before:
             return
@@ -36,16 +36,15 @@ class Lowest:
 
     @property
     def lowest(self) -> int:
-        """The lowest of all; the number that they began with where there are none."""
+        """The lowest number; the initial one if `size` is 0."""
         return self._lowest
 
 
 class Unanimity:
-    """Whether something holds of all shards: asks first about the one of which it did not hold the last time.
+    """Checks a condition for all of `size` indices, beginning with the index for which it failed the last time.
 
-    As long as that one is the obstacle the others are not looked at, so that waiting for n shards to come takes about
-    3n looks in all instead of n at each arrival. Nothing is remembered that could be out of date: True follows only
-    when all have been looked at.
+    While that index still fails, no other is checked: waiting for n shards takes about 3n checks in all instead of n
+    at each arrival. The result never depends on an old check: True means that all indices were checked in this call.
     """
 
     def __init__(self, size: int) -> None:
@@ -53,7 +52,7 @@ class Unanimity:
         self._obstacle = 0
 
     def holds(self, of: Callable[[int], bool]) -> bool:
-        """Does it hold of every index?"""
+        """True if `of(index)` is true for every index in 0..size-1."""
         for index in chain(range(self._obstacle, self._size), range(self._obstacle)):
             if not of(index):
                 self._obstacle = index

@@ -1,10 +1,10 @@
-"""What stands between a worker's machine and its sockets, without a socket: the TCP exchange and the simulation run it.
+"""A worker's sans-IO shell: the layer between its machine and its sockets. The TCP exchange and the simulation use it.
 
-It knows which links there should be and which stand, ignores what is stale, and turns what happens into effects. Its
-user makes the links, moves the bytes, and calls it from one thread at a time (or under one lock). Events of the data
-plane, one or more per shard, go to `shell.machine.handle` directly.
+The shell tracks which links should exist and which are up, ignores what is stale, and returns effects. The caller opens
+the links, moves the bytes and runs the effects in order. Only one thread may call the shell at a time (use one lock).
+Events of the data plane (one or more per shard) go to `shell.machine.handle` directly.
 
-A view is taken in three steps, because links have to end before the machine hears why:
+Adopt a view in three steps, because links have to end before the machine gets the view:
 
     ended = shell.links_to_end(view)        # None: this view is not newer than the one in force
     ...end those links, so that none of their threads touches a slot any more...
@@ -41,15 +41,18 @@ Machine = WorkerMachine | StreamMachine
 
 
 class WorkerShell:
-    """One worker in one job: its machine, its codec states, the links that there should be.
+    """One worker in one job: its machine, its codec states, its links to servers.
 
     Attributes:
-        machine: decides about slots and versions.
-        links: which links there are, and which of them stand.
-        states: decides where codec states go.
-        snapshots: this worker's part of the snapshot that was asked for.
-        holds: where workers step the optimizer, the version of the model, also in a generation in which it is stale.
+        machine: decides what to compute, send and install.
+        links: the links to servers, and which of them are up.
+        states: decides when codec states move to and from the servers.
+        snapshots: this worker's part of the requested snapshot.
+        holds: the version of the model where workers step the optimizer (AllReduce), else -1. It keeps its value when
+            a new generation makes that version stale.
         done_in: the generation in which the last version was installed; None before that and after a roll-back.
+        finished: the job has finished.
+        leaving: this worker was told to leave.
     """
 
     def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
@@ -64,24 +67,24 @@ class WorkerShell:
 
     @property
     def view(self) -> View:
-        """The view in force; only after the first has come."""
+        """The view in force. Call it only after the first view was adopted."""
         assert self.machine.view is not None
         return self.machine.view
 
     @property
     def number(self) -> ViewNumber:
-        """The number of the view in force."""
+        """The number of the view in force; 0.0 before the first."""
         return self.machine.view.number if self.machine.view is not None else ViewNumber()
 
     def links_to_end(self, view: View) -> list[str] | None:
-        """The servers whose links end before `adopt`; None if the view is not newer than the one in force."""
+        """The ids of servers whose links to end before `adopt(view)`; None if `view` is not newer: ignore it then."""
         before = self.machine.view
         if before is not None and view.number <= before.number:
             return None
         return self.links.to_end(before, view)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
-        """The view is in force; the links of `ended` have ended."""
+        """Put `view` in force, after the links to the servers `ended` have ended. Returns the effects to run."""
         before = self.machine.view
         effects: list[Effect] = []
         for server in ended:
@@ -92,43 +95,43 @@ class WorkerShell:
             self.done_in = None
             self.states.rolled_back()
             self.snapshots.rolled_back()
-        # A worker that was given up, and is back, gives all of its codec states away: others may have newer ones.
+        # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
         back = before is not None and _incarnation(before, self.machine.me) not in (
             -1, _incarnation(view, self.machine.me)
         )  # fmt: skip
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
 
     def link_up(self, server: str) -> list[Effect]:
-        """The link to a server stands (again)."""
+        """The link to `server` is up (again). Returns the effects to run."""
         if not self.links.up(server):
-            return []  # it has ended meanwhile
+            return []  # `adopt` has ended it meanwhile
         return [*self.machine.handle(LinkUp(server)), *self._keep_only(self.machine.keeps)]
 
     def link_lost(self, server: str) -> list[Effect]:
-        """The link to a server has ended; it may be made again."""
+        """The link to `server` is down; the caller may open it again. Returns the effects to run."""
         self.links.lost(server)
         return self.machine.handle(LinkLost(server))
 
     @property
     def paths(self) -> Paths:
-        """Where frames can go now."""
+        """The primary of each shard, and the links that are up."""
         return Paths(self.view.primary, self.links.connections)
 
     # ---- what the main thread does ----
 
     def next_action(self) -> Action | Store | None:
-        """What to do now; None when the main thread has to wait. Changes nothing."""
+        """The main thread's next action; None when it has to wait. Changes nothing."""
         if (share := self.snapshots.due(self.holds)) is not None:
             return share
         action = self.machine.next_action()
         return None if isinstance(action, Compute) and self._waits_for_states(action.replica) else action
 
     def _waits_for_states(self, replica: int) -> bool:
-        # If the replica was reassigned while its step was in progress, its new worker has what there is by now.
+        # Do not wait for a replica that was reassigned during its step: its new worker has the codec states by now.
         return replica in self.machine.assigned and not self.states.ready(replica)
 
     def choose(self) -> Action | Store | None:
-        """The same, and the main thread is about to do it."""
+        """Like `next_action`, and note that the main thread is about to do what is returned."""
         action = self.next_action()
         if isinstance(action, Store):
             self.snapshots.begun()
@@ -137,15 +140,15 @@ class WorkerShell:
 
     @property
     def may_prepare(self) -> bool:
-        """Would `prepare` do anything now? Changes nothing."""
+        """True if `prepare` would do something now. Changes nothing."""
         known = self.states.kept and self.machine.view is not None
         return known and self.states.may_prepare(self._awaited(), self.paths)
 
     def prepare(self) -> list[Effect]:
-        """The main thread computes nothing and is about to wait: ask for the codec states of the replica that is next.
+        """Recall the codec states of the next replica. Call it when the main thread is about to wait.
 
-        A replica that it was about to compute may have been assigned to another worker meanwhile, which waits for the
-        codec states: they are given now.
+        It also gives back the codec states of a replica that was reassigned before the main thread began to compute it:
+        its new worker waits for them. Returns the effects to run.
         """
         if not self.states.kept or self.machine.view is None:
             return []
@@ -158,34 +161,34 @@ class WorkerShell:
 
     @property
     def over(self) -> bool:
-        """Is there nothing to do for this worker any more: the job has finished, or it has left?"""
+        """True when this worker has nothing left to do: the job has finished, or the worker has left."""
         return self.finished or self.gone
 
     @property
     def gone(self) -> bool:
-        """Has this worker handed back everything, as it was told?"""
+        """True when this worker was told to leave and may: it has no replicas, codec states or weights to upload."""
         gone = self.machine.view is not None and not self.machine.takes_part
         return self.leaving and gone and self.states.settled and not self.machine.must_upload
 
     def begin_upload(self) -> ViewNumber | None:
-        """Begin to push what all start from: the generation for which. None if it is not this worker's to do now."""
+        """Begin to upload the first weights. Returns their generation; None if this worker is not to upload now."""
         return self.view.generation if self.machine.take(Initialise()) else None
 
     def begin_replica(self, step: int, replica: int) -> ViewNumber | None:
-        """Begin to compute a replica: the generation that it belongs to. None if it is not to be computed (now)."""
+        """Begin to compute `replica` of `step`. Returns its generation; None if it is not (or no longer) next."""
         if not self.machine.take(Compute(step, replica)):
             return None
         self.states.begin(replica)
         return self.view.generation
 
     def end_replica(self, *, whole: bool) -> list[Effect]:
-        """The replica in progress has been computed, or given up halfway: nobody writes slots any more."""
+        """The main thread stopped computing the replica and writes no slot now; `whole`: it computed all of it."""
         self._about = None
         effects = self.machine.handle(ReplicaComputed() if whole else ReplicaAbandoned())
         return [*effects, *self._keep_only(self.machine.keeps - self.states.end())]
 
     def installed(self) -> list[Effect]:
-        """The model holds the version; the slots are free."""
+        """The main thread has copied the version into the model: free the slots. Returns the effects to run."""
         effects = self.machine.handle(Installed())
         if self.machine.step == self.machine.steps:
             self.done_in = self.view.generation
@@ -197,7 +200,8 @@ class WorkerShell:
         return self.states.keep_only(replicas | ({self._about} if self._about is not None else set()), self.paths)
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, if an invariant of the shell does not hold. (Its machine has its own.)"""
+        """Raise AssertionError with a sentence if an invariant of the shell does not hold. It leaves out the machine's
+        own `validate`."""
         self.links.validate(self.machine.view)
         assert self.done_in is None or self.done_in == self.view.generation, "it is done in an older generation"
 

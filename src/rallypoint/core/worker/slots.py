@@ -1,7 +1,11 @@
-"""The words of a worker's machines: slots, events, effects, actions.
+"""The types of a worker's machines: slots, events, effects, actions.
 
-A worker has one *slot* per shard, a range of one exchange buffer as long as the model. A slot carries a gradient on its
-way up and then, in the same bytes, the new parameters on their way down.
+A worker has one *slot* per shard: the shard's range of an exchange buffer that is as long as the model. The same bytes
+hold first the gradient that the worker sends, then the new parameters that it receives:
+
+    FREE -> FILLING -> QUEUED -> FREE      a gradient is written, waits, is sent
+    FREE -> LANDING -> LANDED -> FREE      a version is received, is complete, is installed
+    QUEUED -> LANDING                      a version may land over a gradient that is no longer needed
 """
 
 from __future__ import annotations
@@ -13,17 +17,17 @@ from rallypoint.core.view import View, ViewNumber
 
 
 class Slot(enum.Enum):
-    """What a slot's bytes are."""
+    """What a slot's bytes hold."""
 
-    FREE = "free"  # nothing of value: a gradient may be written, a version may land
+    FREE = "free"  # nothing: a gradient may be written, a version may land
     FILLING = "filling"  # a gradient is being written
-    QUEUED = "queued"  # a gradient that waits for room on the link, or is being sent
+    QUEUED = "queued"  # a gradient that waits for the link, or is being sent
     LANDING = "landing"  # a version is being received into it
-    LANDED = "landed"  # a version, whole
+    LANDED = "landed"  # a complete version
 
 
 class Slots(list[Slot]):
-    """What each shard's slot holds, and under which serial number its gradient is queued."""
+    """The state of each shard's slot, and the serial number of its queued gradient."""
 
     def __init__(self, shards: int) -> None:
         super().__init__([Slot.FREE] * shards)
@@ -32,43 +36,43 @@ class Slots(list[Slot]):
 
     @property
     def unsent(self) -> list[int]:
-        """Shards whose gradient has not left."""
+        """The shards whose gradient is queued and has not been sent."""
         return [shard for shard, slot in enumerate(self) if slot is Slot.QUEUED]
 
     def queue(self, shard: int) -> int:
-        """The slot's gradient waits for room on the link; its serial number."""
+        """Queue the slot's gradient for sending. Returns its serial number, which is new for each call."""
         self[shard] = Slot.QUEUED
         self._serial += 1
         self._serials[shard] = self._serial
         return self._serial
 
     def is_queued(self, shard: int, serial: int) -> bool:
-        """Does the slot still hold the gradient that was queued under this number?"""
+        """True if the slot still holds the gradient that was queued with this serial number."""
         return self[shard] is Slot.QUEUED and self._serials[shard] == serial
 
     def sent(self, shard: int, serial: int) -> None:
-        """That gradient has left. News of an older gradient does not free what is in the slot now."""
+        """Free the slot after its gradient was sent. Does nothing if the slot holds something newer."""
         if self.is_queued(shard, serial):
             self[shard] = Slot.FREE
 
     def free_all(self, but: Slot | None = None) -> None:
-        """Every slot is free, except those that are `but`."""
+        """Free every slot, except those in state `but`."""
         self[:] = [slot if slot is but else Slot.FREE for slot in self]
 
     def free(self, *kinds: Slot) -> None:
-        """Every slot that is one of `kinds` is free."""
+        """Free every slot that is in one of the states `kinds`."""
         self[:] = [Slot.FREE if slot in kinds else slot for slot in self]
 
     def has_room(self, shard: int) -> bool:
-        """May a version land? A gradient that is still queued is no obstacle.
+        """True if a version may land in the slot. A queued gradient does not prevent that.
 
-        That the version exists means that the server needs nothing more from this step: whatever else leaves from these
-        bytes will be dropped as a repeat (I2).
+        The version exists, so its server has all contributions to this step: it drops whatever is still sent from these
+        bytes as a repeat (I2).
         """
         return self[shard] in (Slot.FREE, Slot.QUEUED)
 
     def validate(self) -> None:
-        """AssertionError if two queued gradients have one serial number."""
+        """Raise AssertionError if two queued gradients have the same serial number."""
         queued = [self._serials[shard] for shard in self.unsent]
         assert len(queued) == len(set(queued)), f"queued gradients share a serial number: {queued}"
 
@@ -78,28 +82,28 @@ class Slots(list[Slot]):
 
 @dataclass(frozen=True, slots=True)
 class Viewed:
-    """A new view. Links to servers that it replaces have ended: their threads touch no slot any more."""
+    """A new view. Links to servers that it replaces have ended already: their threads use no slot any more."""
 
     view: View
 
 
 @dataclass(frozen=True, slots=True)
 class LinkUp:
-    """The link to a server stands."""
+    """The link to a server is up."""
 
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class LinkLost:
-    """The link to a server has ended, and its threads touch no slot any more."""
+    """The link to a server has ended; its threads use no slot any more."""
 
     server: str
 
 
 @dataclass(frozen=True, slots=True)
 class Assisted:
-    """The coordinator asks for one more replica of a step: a straggler's (a backup task)."""
+    """The coordinator asks this worker to compute a straggler's replica too (a backup task)."""
 
     step: int
     replica: int
@@ -107,14 +111,14 @@ class Assisted:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The gradient of `shard` for the replica in progress is whole and in its slot."""
+    """The slot of `shard` holds the complete gradient of the replica in progress."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The gradient that was queued under this serial number has left: its bytes may be used again."""
+    """The gradient that was queued with this serial number was sent: its bytes may be used again."""
 
     shard: int
     serial: int
@@ -127,16 +131,19 @@ class ReplicaComputed:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAbandoned:
-    """The main thread has stopped computing the replica halfway: nobody writes slots any more."""
+    """The main thread stopped computing the replica before its end, and writes no slot now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """A server is about to deliver a version of a shard, under the number of a view.
+    """The header of a shard's version has arrived; its payload follows.
 
-    Under a streaming policy it is what was wanted for `replica`'s step `clock`. A version that is not `whole` is only
-    an update to the version before (AllReduce): no worker can start from it. One that `begins` is a whole state, from
-    which all workers start.
+    Attributes:
+        version: the shard's own version.
+        view: the number of the server's view.
+        replica, clock: under a streaming policy, the parameters are for this replica's step `clock`.
+        whole: False if the payload is only an update to the version before (AllReduce): no worker can start from it.
+        begins: the payload is the complete state with which a generation begins.
     """
 
     shard: int
@@ -150,7 +157,7 @@ class Arriving:
 
 @dataclass(frozen=True, slots=True)
 class ToWait:
-    """A server says that `replica`, whose next step is `clock`, has to wait for others that are behind."""
+    """A server says that `replica`, whose next step is `clock`, has to wait for slower replicas."""
 
     replica: int
     clock: int
@@ -158,14 +165,14 @@ class ToWait:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """The version that was allowed to land is whole."""
+    """The version that the effect `Land` allowed has been received completely."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The model holds the landed version: its step may begin."""
+    """The main thread has copied the landed version into the model: its step may begin."""
 
 
 Event = (
@@ -179,9 +186,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the slot to `server` as this replica's contribution, under that view; `serial` comes back in Sent.
+    """Send the slot to `server` as this replica's contribution, with that view's number; then report `Sent(serial)`.
 
-    Under a streaming policy it was computed from version `base`, and the answer is to be for the replica `wants`.
+    `step` is the shard's own version. Under a streaming policy the contribution was computed from the shard's version
+    `base`, and the server answers with the parameters for the replica `wants` (None: no answer).
     """
 
     shard: int
@@ -203,14 +211,14 @@ class Land:
 
 @dataclass(frozen=True, slots=True)
 class Discard:
-    """Read the arriving version and drop it."""
+    """Read the arriving version's payload and drop it."""
 
     shard: int
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Ask a shard's server for a version that could not be taken when it came."""
+    """Ask a shard's server for a version that was discarded, or missed, when it was sent."""
 
     shard: int
     version: int
@@ -219,7 +227,8 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Follow:
-    """Ask a server for its shards' newest versions, and each one from now on; or (not `on`) for no more."""
+    """Ask a server for the newest version of each of its shards and for each later one; with `on=False`: for no more.
+    """
 
     server: str
     on: bool = True
@@ -227,7 +236,10 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Ask a shard's server for the parameters for `replica`'s next step (or EVERYTHING), when it may have them."""
+    """Ask a shard's server for the parameters of `replica`'s next step; it answers when its policy allows.
+
+    With EVERYTHING in place of a replica: the parameters after the job's last step.
+    """
 
     shard: int
     replica: int
@@ -245,7 +257,7 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Take the codec state of a replica that this worker computes no more out of its encoder, and keep it to give."""
+    """Take the codec state of a replica that this worker no longer computes out of the encoder; keep it for `Give`."""
 
     shard: int
     replica: int
@@ -253,7 +265,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Send what was released (or the word that there is nothing new) to the shard's primary."""
+    """Send the released codec state to the shard's primary, or the message that there is nothing new."""
 
     shard: int
     replica: int
@@ -262,7 +274,7 @@ class Give:
 
 @dataclass(frozen=True, slots=True)
 class ResetCodecs:
-    """There was a roll-back: the encoder forgets all of its codec states."""
+    """Drop all codec states of the encoder: a new generation has begun."""
 
 
 CodecEffect = Recall | Release | Give | ResetCodecs
@@ -294,9 +306,9 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """Store a share of a snapshot: the model is at its version, or past it.
+    """Store this worker's share of a snapshot: the model is at `version`, or past it.
 
-    This worker's share is every n-th shard, starting at its place among the n `writers`.
+    The share is every n-th shard. Example: `writers` are (w0, w1, w2); w1 stores shards 1, 4, 7, ...
     """
 
     snapshot: str

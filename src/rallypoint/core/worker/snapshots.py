@@ -1,4 +1,4 @@
-"""A worker's part of a snapshot: a share of the model where workers hold it, or the codec states of its replicas."""
+"""A worker's part of a snapshot: a share of the model (AllReduce), the codec states of its replicas, or nothing."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from rallypoint.core.worker.slots import Send, Store
 
 
 class Snapshots:
-    """The servers write snapshots alone: nothing of this worker goes into one."""
+    """The interface, for jobs in which nothing of a worker goes into a snapshot: the servers write it alone."""
 
     def wanted(self, snapshot: Store) -> int:
-        """The coordinator asks for this worker's part of a snapshot.
+        """The coordinator asks for this worker's part of `snapshot`.
 
-        If that is too late it is the version that is here, else -1.
+        Returns -1; if the worker has passed that version already, the version that it has.
         """
         return -1
 
     def due(self, holds: int) -> Store | None:
-        """The snapshot whose share of the model is to be stored now. `holds` is the model's version."""
+        """The share that the main thread has to store now, or None; `holds` is the version of the model."""
         return None
 
     def begun(self) -> None:
-        """The main thread stores that share."""
+        """The main thread begins to store the share that `due` returned."""
 
     def copies(self, send: Send) -> bool:
-        """Does the codec state before this contribution belong to the snapshot that was asked for?"""
+        """True if the codec state before this contribution belongs to the requested snapshot."""
         return False
 
     def rolled_back(self) -> None:
-        """A new generation has begun: no codec state is to be captured any more."""
+        """Drop the request for codec states: a new generation has begun."""
 
 
 class ModelShares(Snapshots):
-    """Workers hold the model: each stores a share of it, once its model is at the snapshot's version or past it."""
+    """For AllReduce: each worker stores a share of the model, once its model is at the snapshot's version or later."""
 
     def __init__(self) -> None:
         self._wanted: Store | None = None
@@ -49,7 +49,7 @@ class ModelShares(Snapshots):
 
 
 class CodecStateSnapshots(Snapshots):
-    """The codec states of a version are those before the first contribution that is computed from it."""
+    """For codecs with states: the states of version v are those before the first contribution computed from v."""
 
     def __init__(self, machine: WorkerMachine) -> None:
         self._machine = machine
@@ -57,7 +57,7 @@ class CodecStateSnapshots(Snapshots):
 
     def wanted(self, snapshot: Store) -> int:
         if snapshot.version >= self._machine.steps:
-            return -1  # from there on nobody contributes anything
+            return -1  # no worker contributes after the last version
         if self._machine.following and self._machine.step >= snapshot.version:
             return self._machine.step
         self._captured = snapshot.version

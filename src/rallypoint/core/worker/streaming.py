@@ -1,13 +1,15 @@
-"""The worker's machine in a streaming job: each replica goes at its own pace, and asks for what it needs next.
+"""The worker's machine in a streaming job (BoundedStaleness, Async): each replica has a clock of its own.
 
-The worker computes one step of one replica after the other. For each it uses the parameters that it holds, pushes the
-contribution shard by shard, and says with each push which replica comes next. Every shard answers with its parameters
-for that replica, and with the clock that it has of it. When all answers have come they are installed, and the next
-replica's step begins.
+The worker repeats, one replica after the other:
 
-As in `core/worker/aligned.py` nothing is repaired: what may not have arrived is computed and sent again (I2), and what
-was wanted is wanted again if the server may not have heard it. A replica that comes from another worker begins at the
-lowest clock that any shard has of it; shards that are ahead drop the repeat.
+    1. It computes one step of the replica from the parameters that the model holds.
+    2. It pushes the contribution shard by shard. Each push names the replica that comes next.
+    3. Each shard answers with its parameters for that replica, and with the replica's clock at that shard.
+    4. When all answers are here, the worker installs them.
+
+Recovery is to do the work again, as in `core/worker/aligned.py` (I2): the worker repeats each contribution and each
+request that the server may not have received. A replica that comes from another worker starts at the lowest clock that
+any shard has for it; shards that are ahead drop the repeated contributions.
 """
 
 from __future__ import annotations
@@ -48,16 +50,16 @@ from rallypoint.core.worker.slots import (
 
 @dataclass(slots=True)
 class StreamMachine(SlotMachine):
-    """One worker's part in a streaming job, in which `step` is that of the replica that is computed."""
+    """The machine of one worker in a streaming job; `step` is the step of the replica in progress."""
 
     _clocks: dict[int, int] = field(default_factory=dict)  # the next step of each replica, as far as known here
     _current: int | None = None  # the replica that is being computed, or will be once its parameters are installed
-    _next: int | None = None  # whose parameters are wanted now
-    _ready: bool = False  # the model holds what `_current` is to be computed from
-    _asked: list[bool] = field(init=False)  # the shard's server has heard what is wanted, as far as we know
+    _next: int | None = None  # the replica (or EVERYTHING) whose parameters this worker asks for
+    _ready: bool = False  # the model holds the parameters from which to compute `_current`
+    _asked: list[bool] = field(init=False)  # by shard: the server was asked for the parameters of `_next`
     _answers: list[int] = field(init=False)  # the clock that came with what is landing or has landed; -1 if nothing
-    _versions: list[int] = field(init=False)  # what is landing or has landed
-    _bases: list[int] = field(init=False)  # what the model holds
+    _versions: list[int] = field(init=False)  # the version that is landing or has landed
+    _bases: list[int] = field(init=False)  # the version in the model
     _delivered: list[bool] = field(init=False)  # this step's contribution has been sent to the shard's primary
     _here: Unanimity = field(init=False)
 
@@ -68,7 +70,7 @@ class StreamMachine(SlotMachine):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """Nothing has been asked for, answered or delivered."""
+        """Start anew: no shard was asked, has answered, or was sent a contribution."""
         self._answers, self._versions = [-1] * self.shards, [-1] * self.shards
         self._asked, self._delivered = [False] * self.shards, [False] * self.shards
 
@@ -76,29 +78,29 @@ class StreamMachine(SlotMachine):
 
     @property
     def target(self) -> int:
-        """What will be installed next: the step of the replica that is wanted; -1 if nothing is."""
+        """The step after the one in progress while the worker asks for parameters; -1 while it asks for none."""
         return -1 if self._next is None else self.step + 1
 
     @property
     def assigned(self) -> Sequence[int]:
-        """The replicas assigned to this worker, ascending: the newest assignment counts at once."""
+        """The replicas of this worker, ascending. The newest assignment counts at once, whatever its start."""
         assignments = self.view.assignments if self.view is not None else ()
         return sorted(assignments[-1].replicas.get(self.me, ())) if assignments else []
 
     @property
     def keeps(self) -> frozenset[int]:
-        """The replicas that this worker may contribute for: those assigned, and the one that it has begun."""
+        """The replicas whose codec states this worker keeps: those assigned, and the one that it has begun."""
         current = self._current if self._ready else self._next if self._installing >= 0 else None
         return frozenset(self.assigned if current is None else (*self.assigned, current))
 
     @property
     def upcoming(self) -> tuple[int, int] | None:
-        """The step and replica that come next."""
+        """The (step, replica) that this worker computes next; None if unknown or none."""
         known = self._next is not None and self._next != EVERYTHING and self._next in self._clocks
         return (self._clocks[self._next], self._next) if known and self._next is not None else None
 
     def next_action(self) -> Action | None:
-        """What the main thread is to do now; None when it has to wait."""
+        """The main thread's next action; None when it has to wait. Changes nothing."""
         if self._initialise:
             return Initialise() if self._may_initialise else None
         if self._computing is not None or self._installing >= 0:
@@ -110,7 +112,7 @@ class StreamMachine(SlotMachine):
 
     @property
     def complete(self) -> bool:
-        """Is all here that is to be installed next, and the main thread free to do it?"""
+        """True when every shard has answered and the main thread can install the answers."""
         if self._computing is not None or self._installing >= 0 or self._next is None:
             return False
         return self._all_landed
@@ -120,7 +122,7 @@ class StreamMachine(SlotMachine):
         return self._here.holds(lambda shard: self._slots[shard] is Slot.LANDED)
 
     def may_fill(self, shard: int) -> bool | None:
-        """May the gradient be written into the slot now? None: it need not be written at all."""
+        """True if the gradient may be written into the slot now; False: wait; None: nobody needs this gradient."""
         if self._slots[shard] is Slot.FILLING:
             return True
         wanted = self._is_left(shard) and self._home(shard) in self._links
@@ -131,7 +133,7 @@ class StreamMachine(SlotMachine):
     # ---- events ----
 
     def handle(self, event: Event) -> list[Effect]:
-        """Take one event; the effects are to be run in order."""
+        """Take one event; return the effects, to be run in order."""
         match event:
             case Filled(shard=shard):
                 return self._filled(shard)
@@ -154,17 +156,17 @@ class StreamMachine(SlotMachine):
             case LinkLost(server=server):
                 self._links.discard(server)
                 if self._uploads_first_weights() and any(self._answers[s] < 0 for s in self._at([server])):
-                    self._initialise = True  # they may be lost
+                    self._initialise = True  # the uploaded weights may be lost: upload again
                 self._forget(self._at([server]))
-                return self._choose_again()  # who waits for the end of the job may have to contribute once more
+                return self._choose_again()  # a contribution may be lost, also after this worker's last step
             case Viewed(view=view):
                 return self._viewed(view)
             case ToWait(replica=replica, clock=clock):
-                # Whether it is finished everywhere only the answers of all shards can tell.
+                # Never `steps`: only the answers of all shards tell that the replica is finished everywhere.
                 self._clocks[replica] = max(self._clocks.get(replica, 0), min(clock, self.steps - 1))
                 return self._choose_again()
             case Assisted():
-                return []  # nobody waits for a straggler here
+                return []  # there are no backup tasks in streaming jobs
 
     def _filled(self, shard: int) -> list[Effect]:
         home = self._home(shard)
@@ -178,7 +180,7 @@ class StreamMachine(SlotMachine):
         return [Send(shard, self.step, self._computing, home, serial, self._number, base=base, wants=wants)]
 
     def _following(self) -> int | None:
-        """The replica whose parameters the answers to this step's contributions are to hold (decided once a step)."""
+        """The replica that comes after the one in progress; chosen once per step, named in each push."""
         if self._next is None and self._current is not None:
             clocks = {**self._clocks, self._current: self.step + 1}
             self._next = _choose(self, clocks)
@@ -188,7 +190,7 @@ class StreamMachine(SlotMachine):
         computing, self._computing, self.rewound = self._computing, None, False
         self._slots.free(Slot.FILLING)
         if computing is None or computing != self._current or any(map(self._is_left, range(self.shards))):
-            return []  # rewound; or once more, as soon as there is a link
+            return []  # rewound; or some shards are not delivered: compute again when their links are up
         self._following()
         self._clocks[computing] = self.step + 1
         self._current, self._ready = None, False
@@ -201,14 +203,14 @@ class StreamMachine(SlotMachine):
         if event.replica != self._next or not self._asked[shard] or self._slots[shard] in (Slot.LANDING, Slot.LANDED):
             return [Discard(shard)]  # not wanted (any more), or here already
         if self._installing >= 0 or self._slots[shard] is not Slot.FREE:
-            self._asked[shard] = False  # a late answer, or one that overtook the news that the gradient has left
+            self._asked[shard] = False  # the slot is still in use (its `Sent` may come after this answer): ask again
             return [Discard(shard), *self._ask()]
         self._slots[shard] = Slot.LANDING
         self._answers[shard], self._versions[shard] = event.clock, event.version
         return [Land(shard)]
 
     def _check_clock(self) -> list[Effect]:
-        """All answers are here: is there anything left for that replica to do?"""
+        """When all answers are here, learn the replica's clock; choose another replica if this one has finished."""
         if self._next is None or self._next == EVERYTHING or not self._all_landed:
             return []
         self._clocks[self._next] = self._landed_clock
@@ -216,7 +218,7 @@ class StreamMachine(SlotMachine):
 
     def _installed(self) -> list[Effect]:
         if self._installing < 0:
-            return []  # rewound meanwhile
+            return []  # a new generation began during the install
         self._installing = -1
         self.step, self._current, self._next = self._landed_clock, self._next, None
         self._bases = list(self._versions)
@@ -239,7 +241,7 @@ class StreamMachine(SlotMachine):
         return [*self._choose_again(), *self._ask()]
 
     def _rewind(self, view: View) -> None:
-        """All members go back to `view.origin`."""
+        """A new generation starts from `view.origin`: drop everything of the old one."""
         self._start_generation(view)
         self._clocks.clear()
         self._current = self._next = None
@@ -247,11 +249,12 @@ class StreamMachine(SlotMachine):
         self._forget_all()
 
     def _forget(self, shards: Iterable[int]) -> None:
-        """Nothing is known to have reached these shards' primary; what was on its way to or from it is lost."""
+        """The link to these shards' primary is lost: count contributions as not delivered, requests as not made."""
         for shard in shards:
-            self._clocks.clear()  # what was sent of any replica may be lost with it: the answers will tell
+            self._clocks.clear()  # contributions of any replica may be lost with the primary: the answers will tell
             self._delivered[shard] = self._asked[shard] = False
-            # An answer is about the replica that is wanted next. This step's contribution may have been lost after it.
+            # While a step is in progress, a landed answer is for the next replica, and may miss this step's
+            # contribution: ask again after it was sent again.
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING) or (self._ready and self._slots[shard] is Slot.LANDED):
                 self._slots[shard] = Slot.FREE
                 self._answers[shard] = -1
@@ -259,13 +262,13 @@ class StreamMachine(SlotMachine):
     # ---- which replica comes next ----
 
     def _is_left(self, shard: int) -> bool:
-        """Has the shard not had the contribution of the step in progress?"""
+        """True if the shard still needs the contribution of the step in progress."""
         current = self._current if self._ready else None
         return current is not None and not self._delivered[shard] and self.contributes(shard, current)
 
     @property
     def _landed_clock(self) -> int:
-        """The step that all shards' answers allow: the lowest clock."""
+        """The next replica's step: the lowest clock among the shards' answers."""
         if self._next == EVERYTHING or self._next is None:
             return self.steps
         return min(
@@ -273,7 +276,7 @@ class StreamMachine(SlotMachine):
         )
 
     def _choose_again(self) -> list[Effect]:
-        """While nothing is computed: is what is wanted still what should be?"""
+        """Between steps, choose the next replica again; if it is another one, ask all shards for its parameters."""
         if self._ready or self._installing >= 0:
             return []  # the step in progress comes first, even if its replica was reassigned meanwhile
         wanted = _choose(self, self._clocks)
@@ -285,7 +288,7 @@ class StreamMachine(SlotMachine):
         return self._ask()
 
     def _ask(self) -> list[Effect]:
-        """Want, of every shard that has not heard of it, what is to be installed next."""
+        """Ask each shard that was not asked yet for the next replica's parameters."""
         if self._next is None or self._ready or self._installing >= 0:
             return []
         effects: list[Effect] = []
@@ -298,7 +301,7 @@ class StreamMachine(SlotMachine):
     # ---- invariants ----
 
     def validate(self) -> None:
-        """AssertionError, with a sentence, if an invariant does not hold."""
+        """Raise AssertionError with a sentence if an invariant does not hold."""
         SlotMachine.validate(self)
         assert not self._ready or self._current is not None, "the model is ready for no replica"
         assert not (self._ready and self._installing >= 0), "it installs before the step in progress is over"
@@ -313,7 +316,8 @@ class StreamMachine(SlotMachine):
 
 
 def _choose(machine: StreamMachine, clocks: Mapping[int, int]) -> int | None:
-    """The assigned replica that is furthest behind; at the end, everything; else nothing."""
+    """The assigned replica with the lowest clock; EVERYTHING (the final parameters) when all have finished; else None.
+    """
     if machine.step >= machine.steps:
         return None
     left = [replica for replica in machine.assigned if clocks.get(replica, 0) < machine.steps]

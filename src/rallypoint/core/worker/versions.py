@@ -1,4 +1,4 @@
-"""Which versions exist of each shard, and which of them are in the slots: what an aligned worker knows."""
+"""What an aligned worker knows of versions: the newest of each shard, and the ones in the slots."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from rallypoint.core.worker.slots import Slot, Slots
 
 
 class Versions:
-    """Versions are the job's here. A shard's own version, which frames carry, goes by `cadence`.
+    """The versions of each shard. They count the job's rounds; `cadence` converts a shard's own versions to them.
 
-    `newest`: the newest version of each shard known to exist, -1 when nothing is known. `whole`: the newest of them
-    that a worker can start from. `held`: the version in a slot that is landing or landed, else of no meaning. `asked`:
-    the version that was fetched and has not come, else -1.
+    Attributes:
+        newest: the newest version of each shard known to exist; -1 while none is known.
+        whole: the newest of these that a worker can start from; -1 while none is known.
+        held: the version in each slot that is LANDING or LANDED; without meaning for other slots.
+        asked: the version that was fetched and has not come; -1 if none.
     """
 
     def __init__(self, slots: Slots, cadence: Cadence) -> None:
@@ -23,44 +25,44 @@ class Versions:
         self.forget_all()
 
     def forget_all(self) -> None:
-        """A new generation: nothing is known."""
+        """Drop everything: a new generation begins."""
         self.unknown()
         self.begin_step()
 
     def unknown(self) -> None:
-        """This worker has not followed for a while: it does not know which versions exist."""
+        """Drop what is known of existing versions: this worker has not followed the servers for a while."""
         self.newest, self.whole = Lowest(len(self._slots), -1), Lowest(len(self._slots), -1)
 
     def begin_step(self) -> None:
-        """The model holds what was in the slots."""
+        """Drop what is known of the slots: the model now holds what was in them."""
         self.held, self.asked = [-1] * len(self._slots), [-1] * len(self._slots)
 
     def exists(self, shard: int, version: int, *, whole: bool) -> None:
-        """A version has come, or begun to."""
+        """Note that a server has this version of `shard`; `whole`: a worker can start from it."""
         self.newest.raise_to(shard, version)
         self.whole.raise_to(shard, version if whole else -1)
         if self.asked[shard] == version:
             self.asked[shard] = -1
 
     def right(self, shard: int, step: int) -> int:
-        """The version of this shard that belongs to a step."""
+        """The version of `shard` that belongs to `step`: the next round from `step` on in which the shard is due."""
         return self._cadence.next_due(shard, step)
 
     def has_room(self, shard: int, right: int) -> bool:
-        """Can `right` land? Not where a version is landing, or where it is already."""
+        """True if version `right` can land: the slot is not in use, or holds another version."""
         return self._slots.has_room(shard) or (self._slots[shard] is Slot.LANDED and self.held[shard] != right)
 
     def landed(self, shard: int, target: int) -> bool:
-        """Is what belongs to the target in its slot?"""
+        """True if the slot holds the shard's version of `target`."""
         return self._slots[shard] is Slot.LANDED and self.held[shard] == self.right(shard, target)
 
     def wanted(self, shard: int, target: int) -> bool:
-        """Does the shard's version for the target exist, and is neither here nor on its way?"""
+        """True if the shard's version of `target` exists, is not here and was not fetched."""
         right = self.right(shard, target)
         return self.newest[shard] >= right and self.asked[shard] != right and self.has_room(shard, right)
 
     def validate(self) -> None:
-        """AssertionError if a slot holds, or a fetch is for, a version that is not known to exist."""
+        """Raise AssertionError if a slot holds no known version, or a fetch is for a version not known to exist."""
         whole, newest = self.whole, self.newest
         for shard, slot in enumerate(self._slots):
             known, asked = newest[shard], self.asked[shard]

@@ -1,1 +1,1 @@
-"""``rallypoint chaos``: a run under faults, compared with one in peace."""
+"""``rallypoint chaos``: a run under faults, compared with an undisturbed one."""

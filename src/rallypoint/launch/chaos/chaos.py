@@ -1,4 +1,4 @@
-"""``rallypoint chaos``: the same run twice, undisturbed and while its processes are killed: the same bytes?"""
+"""``rallypoint chaos``: the same run twice, undisturbed and with killed processes. Are the bytes the same?"""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from rallypoint.launch.run import ClusterRun
 from rallypoint.store.export import model_state
 from rallypoint.store.snapshots import SnapshotStore
 
-_SETTLE_S = 15.0  # after so long the next fault comes although the cluster has not recovered from the last one
-_SPREAD_S = 0.6  # faults come at any time within so long of when they could
+_SETTLE_S = 15.0  # seconds after which the next fault comes, even if the cluster has not recovered from the last one
+_SPREAD_S = 0.6  # seconds: each fault comes at a random time within so long of when it could
 _ROLES = ("worker", "server", "coordinator")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """Something to do to the cluster: `what` is kill worker|server|coordinator, stop worker, resize N or everything."""
+    """A fault to cause. `what` is kill worker|server|coordinator, stop worker, resize N or everything."""
 
     what: str
 
     @property
     def kind(self) -> str:
-        """kill, stop, resize or everything."""
+        """Return kill, stop, resize or everything."""
         return self.what.split()[0]
 
     @property
     def object(self) -> str:
-        """The role that is hit, or the number to resize to."""
+        """Return the role that is hit, or the number of workers to resize to."""
         return self.what.partition(" ")[2]
 
 
 class _EverythingDied(Exception):
-    """All processes were killed at once, by us."""
+    """We have killed all processes at once."""
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """``kill worker, resize 4, kill server``: a schedule as one writes it. ConfigError when it is none."""
+    """Parse a schedule such as ``kill worker, resize 4, kill server``. Raises ConfigError when it is invalid."""
     faults = [Fault(" ".join(part.split())) for part in text.split(",") if part.strip()]
     for fault in faults:
         fits = (
@@ -70,7 +70,8 @@ def parse_faults(text: str) -> list[Fault]:
 def random_faults(
     kills: int, resizes: Sequence[int], stops: int, everything: bool, servers: int, seed: int
 ) -> list[Fault]:
-    """A schedule: kills spread over workers, servers (if there are two) and the coordinator, the rest in between."""
+    """Return a schedule: kills spread over workers, servers (if there are two) and coordinator, the rest between them.
+    """
     rng = random.Random(seed)
     shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
     total = sum(share for _, share in shares)
@@ -86,7 +87,7 @@ def random_faults(
 
 
 class Chaos:
-    """Makes the faults in a run, one after the other, each once the cluster has recovered from the last."""
+    """Causes the faults in a run, one after the other, each when the cluster has recovered from the last."""
 
     def __init__(self, faults: Sequence[Fault], steps: int, seed: int) -> None:
         self._faults, self._steps = list(faults), steps
@@ -99,15 +100,15 @@ class Chaos:
 
     @property
     def left(self) -> int:
-        """Faults that there was no time for."""
+        """The number of faults for which there was no time."""
         return len(self._faults)
 
     def intervene(self, run: ClusterRun) -> None:
-        """Called again and again while the run goes on."""
+        """Cause the next fault if it is due. The launcher calls this repeatedly during the run."""
         self._wake(run)
         if not self._faults or not self._due(run):
             return
-        if self._strike_at is None:  # not always at the same moment of a step
+        if self._strike_at is None:  # a random delay: not always at the same moment of a step
             self._strike_at = time.monotonic() + self._random.uniform(0.0, _SPREAD_S)
         if time.monotonic() < self._strike_at:
             return
@@ -128,7 +129,7 @@ class Chaos:
         return self._recovered(run) or time.monotonic() - self._last > _SETTLE_S
 
     def _recovered(self, run: ClusterRun) -> bool:
-        """Is everybody here again, and every shard on two servers if it is to be?"""
+        """True if all members are back, and every shard that should be is on two servers."""
         members = run.console.members
         if members is None or self._stopped:
             return False
@@ -181,7 +182,7 @@ def chaos(
 ) -> int:  # fmt: skip
     """Run `plan` undisturbed and then under `faults`; print the table and the verdict.
 
-    0 if the bytes are the same, or the job's mode promises no such thing.
+    Returns 0 if the bytes are the same, or if the job's mode does not promise that.
     """
     undisturbed = _undisturbed(plan, console, overwrite=overwrite)
     job = _job_of(undisturbed)
@@ -204,12 +205,12 @@ def chaos(
     if json is not None:
         json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
     if not report.comparable:
-        return 0  # neither bytes nor who contributes is promised then
+        return 0  # then neither the bytes nor the contributors are promised
     return 0 if report.same and report.ledger.exact else 1
 
 
 def _undisturbed(plan: Launch, console: Console, *, overwrite: bool) -> Launch:
-    """The undisturbed run, with as many workers and servers and nothing of what makes it survive."""
+    """Run the plan without faults: same workers and servers; no standby workers, backups or regular snapshots."""
     folder = str(Path(plan.folder) / "undisturbed")
     calm = msgspec.structs.replace(
         plan, folder=folder, snapshots=str(Path(folder).resolve() / "snapshots"), standby=0, replication=1,
@@ -237,14 +238,14 @@ def _under(plan: Launch, driver: Chaos, console: Console, *, overwrite: bool) ->
 
 
 def _job_of(plan: Launch) -> JobRecord:
-    """The job that a plan's last snapshot is of."""
+    """Return the job of the plan's last snapshot."""
     manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: None)
     assert manifest is not None
     return manifest.job
 
 
 def _hash(plan: Launch) -> str:
-    """sha256 of the names and bytes of the model in the last snapshot."""
+    """Return the sha256 of the names and bytes of the model in the last snapshot."""
     store = SnapshotStore(plan.snapshots)
     manifest = store.latest_usable(lambda text: None)
     assert manifest is not None

@@ -1,4 +1,4 @@
-"""What chaos did and what it cost: stalls from the times at which steps were applied, the ledger, the verdict."""
+"""The report of a chaos run: each fault's stall, the ledger of contributions, the verdict."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-_WINDOW_S = 20.0  # a stall is looked for within so long of its cause
+_WINDOW_S = 20.0  # seconds after a fault in which its stall is searched
 
 
 class Event(msgspec.Struct, frozen=True):
-    """A fault: when (unix time), what, to whom, and what had been done by then."""
+    """A fault: when (unix time), what, which process, and how much was done by then."""
 
     at: float
     what: str
@@ -25,7 +25,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """An event and its price: the longest time without a finished step after it, and replicas computed again."""
+    """A fault and its cost: the longest time without a finished step after it, and the replicas computed again."""
 
     event: Event
     stall: float
@@ -33,9 +33,9 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 class Ledger(msgspec.Struct, frozen=True):
-    """Every round of the run as the holders of the first shard entered it: how often, with how many contributions.
+    """Every round of the run, as the holders of the first shard recorded it: how often, with how many contributions.
 
-    A round is a step, or under local steps several; `samples` is what all of them use.
+    A round is one step, or several under local steps. `samples` is the number that all rounds use.
     """
 
     rounds: int
@@ -46,12 +46,15 @@ class Ledger(msgspec.Struct, frozen=True):
 
     @property
     def exact(self) -> bool:
-        """Was every round applied, each with all of its contributions?"""
+        """True if every round was applied, each with all of its contributions."""
         return not self.missing and not self.wrong
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of it. `hashes`: of the undisturbed run's weights and of these, which are to be equal if `comparable`."""
+    """The whole report.
+
+    `hashes`: of the undisturbed run's weights and of this run's; they must be equal if `comparable`.
+    """
 
     events: list[Measured]
     undone: int
@@ -61,7 +64,7 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def same(self) -> bool:
-        """The same bytes?"""
+        """True if both runs ended with the same bytes."""
         return self.hashes[0] == self.hashes[1]
 
 
@@ -91,7 +94,7 @@ def ledger_of(folder: Path, rounds: int, samples: int) -> Ledger:
 
 
 def measure(events: Sequence[Event], ledger: Ledger) -> list[Measured]:
-    """The price of every event, up to the next one."""
+    """Return the cost of every fault, measured until the next one."""
     measured = []
     for event, following in zip(events, [*events[1:], None], strict=True):
         end = min(event.at + _WINDOW_S, following.at if following is not None else float("inf"))
@@ -101,9 +104,9 @@ def measure(events: Sequence[Event], ledger: Ledger) -> list[Measured]:
 
 
 def longest_gap(times: Sequence[float], start: float, end: float) -> float:
-    """The longest time without a finished step that is over after `start` and before `end`.
+    """Return the longest time without a finished step that ends between `start` and `end`, in seconds.
 
-    One that lasts beyond `end`, when the next fault comes, is that fault's.
+    A longer stall, which lasts until the next fault at `end`, belongs to that fault.
     """
     first = max(0, bisect.bisect_left(times, start) - 1)
     reaching = itertools.takewhile(lambda gap: gap[1] <= end, itertools.pairwise(times[first:]))
@@ -111,13 +114,13 @@ def longest_gap(times: Sequence[float], start: float, end: float) -> float:
 
 
 def typical_gap(times: Sequence[float]) -> float:
-    """The median time between two finished steps."""
+    """Return the median time between two finished steps, in seconds."""
     gaps = sorted(b - a for a, b in itertools.pairwise(times) if b - a > 1e-3)
     return gaps[len(gaps) // 2] if gaps else 0.0
 
 
 def show(report: Report, console: Console) -> None:
-    """The table, the ledger and the verdict."""
+    """Print the table, the ledger and the verdict."""
     table = Table("", "step", "fault", "to", "stall", "computed again")
     for number, measured in enumerate(report.events, 1):
         event = measured.event

@@ -1,1 +1,1 @@
-"""The user's code: copies of it that a run keeps, and how a worker runs them."""
+"""The user's code: the copies that a run keeps, and how a worker runs them."""

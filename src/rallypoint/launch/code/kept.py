@@ -1,7 +1,7 @@
-"""Copies of a user's code, kept with the run: workers run what the run began with, whatever is edited meanwhile.
+"""Copies of a user's code, kept with the run: workers run the code that the run started with, even if it is edited.
 
 The script and the ``.py`` files below its folder are copied to ``code/`` in the run's folder. `worker_argv` starts the
-script from there; see `rallypoint.launch.code.runner` for what that changes: only where the source text is read.
+script from there. `rallypoint.launch.code.runner` describes the only difference: where the source text is read.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.code import runner
 
 CODE = "code"
-_FILES, _BYTES, _FOLDERS = 1_000, 20_000_000, 2_000  # bounds of what is copied, and of where is looked
+_FILES, _BYTES, _FOLDERS = 1_000, 20_000_000, 2_000  # limits of what is copied, and of the folders that are searched
 _NOT_CODE = {"__pycache__", "node_modules", "site-packages"}
-_RUN_FILE, _VENV_FILE = "run.json", "pyvenv.cfg"  # of folders that hold other runs, and virtual environments
+_RUN_FILE, _VENV_FILE = "run.json", "pyvenv.cfg"  # they mark folders of other runs, and virtual environments
 
 
 def keep(script: str, folder: Path) -> str:
-    """Copy `script` and the modules below its folder to ``folder/code``; a sentence when there are too many, else "".
+    """Copy `script` and the modules below its folder to ``folder/code``.
 
-    Copies that are there already are replaced once the new ones are complete. Only this user may read them: the script
-    may be private. UsageError when the script cannot be read or the copies cannot be written.
+    Returns a message when there are too many, else "".
+
+    Old copies are replaced when the new ones are complete. Only this user may read them, because the script may be
+    private. Raises UsageError when the script cannot be read or the copies cannot be written.
     """
     path, kept = Path(script).resolve(), folder / CODE
     fresh = folder / f"{CODE}.new"
@@ -52,7 +54,7 @@ def keep(script: str, folder: Path) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a folder, or a link to one (never what the link points to); nothing when there is none."""
+    """Delete a folder, or a link to one (but not what the link points to). Does nothing when there is none."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.is_dir():
@@ -60,9 +62,9 @@ def remove(path: Path) -> None:
 
 
 def changed(script: str, folder: Path) -> list[str]:
-    """The kept files that are not in their place as they were, as paths from the script's folder.
+    """Return the kept files that were changed or removed since, as paths from the script's folder.
 
-    DataError when the run has kept none.
+    Raises DataError when the run has kept none.
     """
     home, kept = Path(script).resolve().parent, folder / CODE
     if not kept.is_dir():
@@ -72,23 +74,23 @@ def changed(script: str, folder: Path) -> list[str]:
 
 
 def named(files: Sequence[str], most: int = 5) -> str:
-    """``a.py, b.py and 3 more``."""
+    """Return ``a.py, b.py and 3 more``."""
     more = len(files) - most
     return ", ".join(files[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def worker_argv(worker: Sequence[str], script: str, folder: Path) -> tuple[str, ...]:
-    """`worker` (``python script.py --its options``), with the script run from the kept copy."""
+    """Return `worker` (``python script.py --its options``) with the script run from the kept copy."""
     arguments = worker[list(worker).index(script) + 1 :]
     return (sys.executable, runner.__file__, str((folder / CODE).resolve()), script, *arguments)
 
 
 def _copy_modules(home: Path, kept: Path, without: Sequence[Path]) -> bool:
-    """Copy the modules below `home`; False when there are more than are kept."""
+    """Copy the modules below `home`. Returns False when there are more than the limits allow."""
     count = size = 0
     for source in _modules(home, without):
         if (text := _read(source)) is None:
-            continue  # what cannot be read here cannot be imported either
+            continue  # a file that cannot be read here cannot be imported either
         count, size = count + 1, size + len(text)
         if count > _FILES or size > _BYTES:
             return False
@@ -99,15 +101,17 @@ def _copy_modules(home: Path, kept: Path, without: Sequence[Path]) -> bool:
 
 
 def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
-    """The Python files below `home`, those of its own folder first. Virtual environments, hidden folders, the folders
-    of runs, what this user cannot read, and those that are named in `without`, are left out."""
+    """Yield the Python files below `home`, those directly in it first.
+
+    Leaves out virtual environments, hidden folders, the folders of runs, what this user cannot read, and `without`.
+    """
     waiting, seen = [home], 0
     while waiting and seen < _FOLDERS:
         folder, seen = waiting.pop(0), seen + 1
         try:
             entries = sorted(folder.iterdir())
         except OSError:
-            continue  # what cannot be read here cannot be imported either
+            continue  # a folder that cannot be read here cannot be imported from either
         for entry in entries:
             if entry.name.startswith("."):
                 continue
@@ -120,13 +124,13 @@ def _modules(home: Path, without: Sequence[Path]) -> Iterator[Path]:
 
 
 def _may_hold_code(folder: Path) -> bool:
-    """A folder of somebody else's (as below /tmp) is not asked what it holds: `Path.exists` would raise."""
+    """False for folders of runs, virtual environments and caches. Not `Path.exists`: it raises for others' folders."""
     own = (_RUN_FILE, _VENV_FILE)
     return folder.name not in _NOT_CODE and not any(os.path.exists(folder / name) for name in own)
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes of a file; None when they cannot be read."""
+    """Return the bytes of a file; None when they cannot be read."""
     try:
         return path.read_bytes()
     except OSError:
@@ -134,6 +138,6 @@ def _read(path: Path) -> bytes | None:
 
 
 def _digest(path: Path) -> bytes:
-    """The SHA-256 of a file; b"" when there is none."""
+    """Return the SHA-256 of a file; b"" when there is none."""
     text = _read(path)
     return b"" if text is None else hashlib.sha256(text).digest()

@@ -1,9 +1,9 @@
 """Runs a user's script from the copy that its run has kept: ``python runner.py KEPT SCRIPT [arguments]``.
 
 The script cannot tell the difference: ``__file__``, ``sys.path``, ``sys.argv``, tracebacks and packages' data name the
-script's own folder. Only the source text of the script, and of the modules below its folder, is read from the copies.
+script's own folder. Only the source text of the script, and of the modules below its folder, comes from the copies.
 
-This file is run by path and imports nothing but the standard library: a script may set the environment before it
+This file is run by path and imports only the standard library, because a script may set the environment before it
 imports torch.
 """
 
@@ -27,22 +27,22 @@ class KeptSource(importlib.machinery.SourceFileLoader):
         self._kept = kept
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the copy; bytecode that is cached beside the original might be of another text."""
+        """Compile the copy. Bytecode that is cached beside the original could belong to another text."""
         with open(self._kept, "rb") as file:
             source = file.read()
         path = os.fspath(self.path)
         lines = importlib.util.decode_source(source).splitlines(keepends=True)
-        linecache.cache[path] = (len(source), None, lines, path)  # tracebacks, and inspect.getsource, show this text
+        linecache.cache[path] = (len(source), None, lines, path)  # tracebacks and inspect.getsource show this text
         return compile(source, path, "exec", dont_inherit=True)
 
     def get_source(self, fullname: str) -> str:
-        """The text of the copy."""
+        """Return the text of the copy."""
         with open(self._kept, "rb") as file:
             return importlib.util.decode_source(file.read())
 
 
 class KeptFinder:
-    """Finds the modules of one folder of the user's: in the copy first, what was not copied (extensions) in place."""
+    """Finds the modules of one of the user's folders: in the copy, or in the folder if not copied (extensions)."""
 
     def __init__(self, folder: str, kept: str) -> None:
         self._folder, self._kept = folder, kept
@@ -54,7 +54,7 @@ class KeptFinder:
         )  # fmt: skip
 
     def find_spec(self, fullname: str, target: types.ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
-        """As of any path entry finder."""
+        """Like any path entry finder."""
         name = fullname.rpartition(".")[2]
         for file in (os.path.join(name, "__init__.py"), f"{name}.py"):
             kept = os.path.join(self._kept, file)
@@ -68,12 +68,12 @@ class KeptFinder:
         return self._in_place.find_spec(fullname, target)
 
     def invalidate_caches(self) -> None:
-        """As of any path entry finder."""
+        """Like any path entry finder."""
         self._in_place.invalidate_caches()
 
 
 def install(home: str, kept: str) -> None:
-    """From now on modules below the folder `home` are loaded from their copies below `kept`."""
+    """Load modules below the folder `home` from their copies below `kept` from now on."""
 
     def finder(path: str) -> KeptFinder:
         inside = os.path.relpath(os.path.realpath(path), home)
@@ -96,17 +96,17 @@ def run(kept: str, script: str, arguments: Sequence[str]) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=loader.path, __loader__=loader, __spec__=None, __builtins__=__builtins__)
     this, sys.modules["__main__"] = sys.modules["__main__"], main
-    sys.modules["_rallypoint_script"] = this  # what is defined here stays alive
+    sys.modules["_rallypoint_script"] = this  # keeps the script's objects alive
     try:
         exec(loader.get_code("__main__"), main.__dict__)
     except KeyboardInterrupt:
-        sys.exit(130)  # whoever sent it knows
+        sys.exit(130)  # the process that sent the signal knows why
     except Exception as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
-            trace = trace.tb_next  # the frames above the script's are ours
+            trace = trace.tb_next  # skip our own frames above the script's
         error.__traceback__ = trace
-        if sys.excepthook is sys.__excepthook__:  # which would show the lines of the file as it is now
+        if sys.excepthook is sys.__excepthook__:  # it would show the lines of the file as it is now
             traceback.print_exception(error)
         else:
             sys.excepthook(type(error), error, trace)

@@ -125,7 +125,8 @@ class Effects:
             case shard_effects.Capture(version=version, missed=missed):
                 assert desk.capture is not None
                 if missed:
-                    desk.context.say(NotStored(desk.capture.snapshot, "the step was over before the request came", version))
+                    too_late = "the step was over before the request came"
+                    desk.context.say(NotStored(desk.capture.snapshot, too_late, version))
                 else:
                     desk.capture.wanted(index, version)
             case _:

@@ -1,6 +1,6 @@
-"""The contract of `rallypoint.launch.cluster.Cluster`: what Ray, Slurm, ssh, ... must do, as tests to inherit.
+"""The contract of `rallypoint.launch.cluster.Cluster` (Ray, Slurm, ssh, ...) as tests to inherit.
 
-A cluster of your own passes when this does (names beginning with ``Test`` are what pytest collects)::
+Test a cluster of your own like this (pytest collects names that begin with ``Test``)::
 
     class TestMyCluster(ClusterContract):
         @pytest.fixture
@@ -23,10 +23,10 @@ import pytest
 from rallypoint.errors import RallypointError
 from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
 
-PATIENCE_S = 60.0  # after so long a test fails; nothing here is meant to come near it
+PATIENCE_S = 60.0  # a test fails after so long; no test should come near it
 _POLL_S = 0.01
 _SLEEP = "import time; print('here', flush=True); time.sleep(1000)"
-# A worker that has started a process of its own, which holds its output open, as a data loader or a dashboard does.
+# A worker that has started a child, which holds its output open, like a data loader or a dashboard.
 _PARENT = (
     "import subprocess, sys, time; argv = [sys.executable, '-c', 'import time; time.sleep(1000)']; "
     "print(subprocess.Popen(argv).pid, flush=True); time.sleep(1000)"
@@ -42,15 +42,15 @@ class Started:
         self.handle: Handle = cluster.start(command, self._lines.put)
 
     def line(self) -> str:
-        """The next line that it prints."""
+        """Wait for the next line that it prints."""
         return self._lines.get(timeout=PATIENCE_S)
 
     def lines(self) -> list[str]:
-        """The lines that have come and were not taken."""
+        """Return the lines that have arrived and were not taken."""
         return [self._lines.get() for _ in range(self._lines.qsize())]
 
     def exit(self) -> Exit:
-        """How it ends."""
+        """Wait until it has ended, and return how."""
         deadline = time.monotonic() + PATIENCE_S
         while (how := self.handle.exit()) is None:
             assert time.monotonic() < deadline, f"{self.handle.command.name} does not end"
@@ -59,7 +59,7 @@ class Started:
 
 
 class ClusterContract:
-    """Inherit, and give a `cluster` fixture."""
+    """Inherit this class and give it a `cluster` fixture."""
 
     @pytest.fixture
     def cluster(self) -> Cluster:
@@ -118,7 +118,7 @@ class ClusterContract:
         assert started.exit() == Exit(0)
 
     def test_what_a_killed_process_had_started_does_not_hold_its_exit_up(self, running: Cluster) -> None:
-        """As by the out-of-memory killer, which takes one process and not its group."""
+        """Like the out-of-memory killer, which kills one process and not its group."""
         started = Started(running, _PARENT)
         started.line()
         started.handle.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What every policy must do, as tests to inherit (see `testing/contracts`); it needs hypothesis."""
+"""The contract of every policy as tests to inherit (see `testing/contracts`). It needs hypothesis."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ _SCHEDULES = st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), m
 
 
 class PolicyContract:
-    """What `rallypoint.core.policy.Policy` promises. Override the fixture `policy`, and what follows where it differs.
+    """What `rallypoint.core.policy.Policy` promises.
+
+    Override the fixture `policy`, and `bound` and `needed` where they differ.
 
     Attributes:
-        bound: how many steps a replica may be ahead of the slowest that it sees; None: any number.
+        bound: how many steps a replica may be ahead of the slowest replica that it sees; None: any number.
     """
 
     bound: int | None = None
 
     @pytest.fixture
     def policy(self) -> Policy:
-        """The policy to be tested."""
+        """The policy under test."""
         raise NotImplementedError("override the fixture `policy`")
 
     def needed(self, replicas: int) -> int | None:
-        """How many of a round's contributions make an update, under an aligned policy; None under a streaming one."""
+        """Return how many contributions of a round make an update (aligned policy); None (streaming policy)."""
         return None
 
     def _play(self, policy: Policy, cast: Cast, schedule: Iterable[tuple[str, int]]) -> ShardPlay:
@@ -47,7 +49,10 @@ class PolicyContract:
     def test_whatever_comes_each_contribution_counts_once_and_everybody_gets_to_the_end(
         self, policy: Policy, cast: Cast, schedule: list[tuple[str, int]]
     ) -> None:
-        """Repeats, late and early ones, wishes again and slow backups included; `ShardPlay` checks every effect."""
+        """With repeats, late and early contributions, repeated requests and slow backups.
+
+        `ShardPlay` checks every effect.
+        """
         self._play(policy, cast, schedule)
 
     @pytest.mark.parametrize("backup", [False, True])
@@ -98,7 +103,7 @@ class PolicyContract:
         assert policy.serve(self._machine(policy, 4), 0)
 
     def _machine(self, policy: Policy, replicas: int) -> ShardMachine:
-        """One that has its first parameters."""
+        """Return a machine that has its first parameters."""
         machine = ShardMachine(policy, replicas, rounds=9)
         machine.handle(Initialise(0))
         return machine

@@ -1,6 +1,6 @@
-"""What every transport must do, as tests to inherit.
+"""The contract of every transport as tests to inherit.
 
-A transport of your own passes when this does (names beginning with ``Test`` are what pytest collects)::
+Test a transport of your own like this (pytest collects names that begin with ``Test``)::
 
     class TestMyTransport(TransportContract):
         @pytest.fixture
@@ -27,7 +27,7 @@ import pytest
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.net.transport import Connection, Listener, Transport
 
-PATIENCE_S = 20.0  # after so long a test fails; nothing here is meant to come near it
+PATIENCE_S = 20.0  # a test fails after so long; no test should come near it
 _BULK = 8 << 20
 _SENTENCE = re.compile(r"^\S[^\n]{10,}$")
 
@@ -35,7 +35,7 @@ _SENTENCE = re.compile(r"^\S[^\n]{10,}$")
 
 
 class Beside:
-    """A call on a thread beside the test; leaving the ``with`` joins it, `outcome` waits for what it did."""
+    """A call on a second thread. Leaving the ``with`` joins it; `outcome` waits for its result."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self._call = call
@@ -52,13 +52,13 @@ class Beside:
             assert not self._thread.is_alive(), "the thread beside the test is still blocked"
 
     def outcome(self) -> BaseException | None:
-        """What the call raised, None when it returned."""
+        """Wait for the call. Returns what it raised, None when it returned."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the thread beside the test is still blocked"
         return self._error
 
     def raise_if_failed(self) -> None:
-        """Raise here what the call raised there."""
+        """Raise here what the call raised on its thread."""
         if (error := self.outcome()) is not None:
             raise error
 
@@ -74,7 +74,7 @@ class TransportContract:
 
     @pytest.fixture
     def transport(self) -> Transport:
-        """The transport to be tested."""
+        """The transport under test."""
         raise NotImplementedError("override the fixture `transport`")
 
     @pytest.fixture
@@ -95,7 +95,7 @@ class TransportContract:
         near = transport.connect(listener.address, PATIENCE_S)
         far = listener.accept()
         for end in (near, far):
-            end.set_timeout(PATIENCE_S)  # so that what does not hold its promise fails, and does not hang
+            end.set_timeout(PATIENCE_S)  # a broken transport then fails the test instead of blocking it
         yield near, far
         near.close()
         far.close()
@@ -363,14 +363,14 @@ class TransportContract:
 
 
 def receive(connection: Connection, count: int) -> bytes:
-    """The next `count` bytes of a connection."""
+    """Return the next `count` bytes of a connection."""
     room = bytearray(count)
     connection.recv_into(memoryview(room))
     return bytes(room)
 
 
 def send_for_ever(connection: Connection) -> None:
-    """Send until the connection says no: soon blocked when nobody reads."""
+    """Send until the connection raises. Blocks soon when nobody reads."""
     megabyte = memoryview(bytes(1 << 20))
     while True:
         connection.send(b"", megabyte)

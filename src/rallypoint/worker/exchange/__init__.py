@@ -1,1 +1,1 @@
-"""The worker's data plane: links to servers, slots, what arrives."""
+"""The worker's data plane: links to servers, the slots of the exchange buffer, and what arrives."""

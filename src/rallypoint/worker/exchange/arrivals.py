@@ -1,4 +1,4 @@
-"""What arrives: versions, states, rows, codec states, and news of the links. Called on the links' receiving threads."""
+"""Handles what arrives: versions, states, rows, codec states, lost links. Called on the links' receiving threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rallypoint.worker.exchange.row_pulls import RowPulls
 
 
 class Arrivals:
-    """The `Receiver` of all links of one exchange. Has no field that changes; each noun guards its own."""
+    """The `Receiver` of all links of one exchange. It has no mutable field of its own: its parts guard theirs."""
 
     def __init__(
         self, layout: Layout, replicas: int, locked: LockedShell, pushes: Pushes, encoder: Encoder,
@@ -85,7 +85,8 @@ class Arrivals:
         self._locked.apply(lambda: self._locked.shell.link_up(server.id))
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
-        if isinstance(error, ProtocolError):  # a refusal may pass: we may have been given up, and be taken back
+        # The server may refuse us only for now: this worker may have been given up and be admitted again
+        if isinstance(error, ProtocolError):
             self._locked.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
         self._locked.apply(lambda: self._locked.shell.link_lost(server.id))
 

@@ -1,4 +1,4 @@
-"""Codec states on the move: out of the encoder and to a shard's primary, or from there into the encoder."""
+"""Moves codec states between the encoder and a shard's primary server."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rallypoint.worker.exchange.links import Links
 
 
 class CodecStates:
-    """Runs what the shell decides about codec states (`core/worker/custody.py`).
+    """Runs the shell's effects on codec states (decided in `core/worker/custody.py`).
 
-    Everything needs the exchange's lock, save for `check` and `copy`. No call blocks: frames are only queued.
+    All methods except `check` and `copy` need the exchange's lock. No method blocks: frames are only queued.
     """
 
     def __init__(self, shell: WorkerShell, encoder: Encoder, formats: ShardCodecStates, links: Links) -> None:
         self._shell, self._encoder, self._formats, self._links = shell, encoder, formats, links
-        self._given: dict[Key, CodecState] = {}  # what no server has yet
+        self._given: dict[Key, CodecState] = {}  # taken out of the encoder, not yet confirmed by a server
 
     def run(self, effect: CodecEffect) -> None:
-        """Do what the shell has decided."""
+        """Run one effect."""
         match effect:
             case ResetCodecs():
                 self._encoder.reset()
@@ -41,30 +41,30 @@ class CodecStates:
                 self._send(server, _header(shard, replica, given), None if given is None else given.data)
 
     def check(self, shard: Shard, header: Header) -> None:
-        """ProtocolError unless what comes can be a codec state of that shard, or the word that there is none."""
+        """Raise ProtocolError unless this frame is a valid codec state of that shard, or says that there is none."""
         if header.length:
             self._formats.of(shard).check(header.codec, header.length)
 
     def arrived(self, header: Header, data: bytearray) -> None:
-        """A shard's primary has answered."""
+        """Handle the answer of a shard's primary: a codec state, or that there is none."""
         if self._shell.states.answered(header.shard, header.replica):
             codec_state = CodecState(header.step, header.codec, memoryview(data)) if data else None
             self._encoder.take(header.shard, header.replica, codec_state)
 
     def taken(self, shard: int, replica: int) -> None:
-        """A server has what it was given."""
+        """Handle a server's confirmation that it has stored this codec state."""
         self._shell.states.taken(shard, replica)
         self._given.pop((shard, replica), None)
 
     def copy(self, send: Send) -> None:
-        """Send the codec state of after the step before, for a snapshot. Called before the contribution leaves."""
+        """Send the codec state of the step before, for a snapshot. Call it before this step's contribution is sent."""
         codec_state = self._encoder.copy(send.shard, send.replica, send.step - 1)
         if codec_state is not None:
             header = _header(send.shard, send.replica, codec_state)._replace(base=COPY)
             self._send(send.server, header, codec_state.data, send.view)
 
     def _send(self, server: str, header: Header, payload: memoryview | None, view: ViewNumber | None = None) -> None:
-        """Under the number of the view in force, or of that in which this was decided."""
+        """Send under the number of `view`, or of the view in force if `view` is None."""
         if (link := self._links.get(server)) is not None:
             link.send_codec_state(header._replace(view=self._shell.number if view is None else view), payload)
 

@@ -12,18 +12,18 @@ from rallypoint.worker.exchange.pushes import Pushes
 
 
 class LinkEffects:
-    """Sends what the machine says. An effect for a link that is gone is dropped: its loss is an event of its own."""
+    """Runs the machine's effects. Drops an effect whose link is gone: the lost link is an event of its own."""
 
     def __init__(self, shell: WorkerShell, links: Links, pushes: Pushes, codec_states: CodecStates | None) -> None:
         self._shell, self._links, self._pushes, self._codec_states = shell, links, pushes, codec_states
 
     def run_locked(self, effect: machine.CodecEffect) -> None:
-        """One effect on codec states. Needs the exchange's lock."""
+        """Run one effect on codec states. Needs the exchange's lock."""
         assert self._codec_states is not None, f"{effect}, though this job's codecs have no state"
         self._codec_states.run(effect)
 
     def run(self, effects: Sequence[machine.Effect]) -> None:
-        """All others, in order, without the lock."""
+        """Run all other effects, in order, without the lock."""
         for effect in effects:
             match effect:
                 case machine.Send():

@@ -1,4 +1,4 @@
-"""A worker's side of compression: gradients leave their slots as payloads, encoded versions become slots again."""
+"""A worker's side of compression: encodes gradients into payloads and decodes versions into slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rallypoint.net.pool import Buffer, BufferPool
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """An encoded gradient: its codec's number, its bytes, and the buffer they are in."""
+    """An encoded gradient: the codec's number, the bytes, and the pooled buffer that holds them."""
 
     code: int
     data: memoryview
@@ -29,10 +29,10 @@ class Payload:
 
 
 class Encoder:
-    """Encodes contributions with the codecs of their groups, and decodes versions. Buffers' shards go raw both ways.
+    """Encodes contributions with the codecs of their groups, and decodes versions. Shards of buffers go raw both ways.
 
-    What a codec with a state (error feedback, DGC, PowerSGD) has sent of a step is kept until the next one: a
-    contribution that has to be sent again is the same, and its residual is not moved twice.
+    For a codec with a state (error feedback, DGC, PowerSGD) the encoder keeps each payload until the next step. So a
+    contribution that is sent again has the same bytes, and its residual is updated only once.
     """
 
     def __init__(self, layout: Layout, config: JobConfig) -> None:
@@ -40,15 +40,16 @@ class Encoder:
         self._scratch = Scratch()
         self._lock = threading.Lock()  # guards the scratch memory and the codec states
         self._codecs: dict[tuple[int, int], Codec] = {}
-        self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}  # None: it went raw
+        # (shard, replica) -> (step, payload); None: it went raw
+        self._kept: dict[tuple[int, int], tuple[int, Payload | None]] = {}
         self._decoders = threading.local()
         self._pools = _pools(layout, ShardCodecs(config, self._scratch))
 
     def encode(self, shard: int, step: int, replica: int, values: torch.Tensor) -> Payload | None:
-        """The contribution `values` (the shard's words, fp32) as a payload of which the caller releases the buffer.
+        """Encode `values` (the shard's words, 1-D fp32) as a payload. The caller releases its buffer.
 
-        None: it is to go raw, because that is the codec, or because the codec cannot carry a NaN or an infinity that is
-        in it: the servers must see that.
+        Returns None if the contribution goes raw: the group's codec is raw, or the values contain a NaN or an infinity
+        that the codec cannot carry and that the servers must see.
         """
         pool = self._pools[shard]
         if pool is None:
@@ -57,7 +58,7 @@ class Encoder:
             return self._encode((shard, replica), step, values, pool)
 
     def reset(self) -> None:
-        """After a roll-back: all codec states are stale."""
+        """Drop all codec states: a roll-back has made them stale."""
         with self._lock:
             for codec in self._codecs.values():
                 if isinstance(codec, Stateful):
@@ -66,7 +67,7 @@ class Encoder:
                 self._let_go(key)
 
     def give(self, shard: int, replica: int) -> CodecState | None:
-        """Take the codec state of (shard, replica) out of this encoder; None if there is none."""
+        """Remove the codec state of (shard, replica) from this encoder and return it; None if there is none."""
         key = (shard, replica)
         with self._lock:
             codec = self._codecs.pop(key, None)
@@ -77,7 +78,7 @@ class Encoder:
             return codec_state
 
     def copy(self, shard: int, replica: int, step: int) -> CodecState | None:
-        """A copy of the codec state of (shard, replica) after `step`; None if there is none of that step."""
+        """Return a copy of the codec state of (shard, replica) after `step`; None if there is none of that step."""
         key = (shard, replica)
         with self._lock:
             codec = self._codecs.get(key)
@@ -86,7 +87,10 @@ class Encoder:
             return self._dump(key, codec)
 
     def take(self, shard: int, replica: int, codec_state: CodecState | None) -> None:
-        """Install a codec state that another worker had, or drop ours (None). ProtocolError if the bytes do not fit."""
+        """Install a codec state that another worker had; None drops the one here.
+
+        Raises ProtocolError if the bytes do not fit.
+        """
         key, pool = (shard, replica), self._pools[shard]
         with self._lock:
             self._codecs.pop(key, None)
@@ -105,7 +109,10 @@ class Encoder:
             self._keep(key, codec_state.step, payload)
 
     def decode(self, payload: memoryview, into: torch.Tensor) -> None:
-        """A version as it came from a server. ProtocolError when it is none."""
+        """Decode a version's payload, as a server sent it, into `into`.
+
+        Raises ProtocolError if the payload is invalid.
+        """
         codec = getattr(self._decoders, "codec", None)
         if codec is None:
             codec = self._decoders.codec = build_stateless(self._config.down)
@@ -119,7 +126,8 @@ class Encoder:
 
     def _encode(self, key: tuple[int, int], step: int, values: torch.Tensor, pool: BufferPool) -> Payload | None:
         last, kept = self._kept.get(key, (-1, None))
-        if last >= step:  # (beyond it: of a replica that came from elsewhere, and the shard needs no more of this step)
+        # (last > step: the replica came from another worker, and no server needs this step of the shard any more)
+        if last >= step:
             if kept is None or last > step:
                 return None
             kept.buffer.retain()
@@ -157,7 +165,7 @@ class Encoder:
 
 
 def _pools(layout: Layout, codecs: ShardCodecs) -> list[BufferPool | None]:
-    """Where each shard's payloads are written: one pool for each group, for its largest; None for what goes raw."""
+    """Buffer pools for the payloads, by shard: one pool for each group; None for shards that go raw."""
     bounds: dict[int, int] = {}
     for shard in layout.shards:
         if (codec := codecs.of(shard)) is not None:

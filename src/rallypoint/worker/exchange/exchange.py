@@ -1,12 +1,12 @@
 """Push a delta, receive parameters: one worker's exchange buffer, and what moves between it and the servers.
 
-The exchange buffer is one vector as long as the model; each shard's slot in it carries a gradient up and then the new
-parameters down (see `core/worker/slots.py`). With the gradients that autograd holds for a moment, it is all that
-synchronisation takes of a worker's memory.
+The exchange buffer is one vector as long as the model. Each shard has a slot in it. The slot first holds the gradient
+that is pushed, then the new parameters that arrive (see `core/worker/slots.py`). Synchronisation takes no other memory
+of a worker, except for the gradients that autograd holds for a moment.
 
-Each noun has its own file: the shell under its lock (`locked.py`, with the order of all locks), links (`links.py`,
-`link.py`), what leaves (`replica.py`, `pushes.py`, `encoder.py`), what arrives (`arrivals.py`), pulls of rows
-(`row_pulls.py`), codec states (`codec_states.py`), and the optimizer's state where workers have it (`replicated.py`).
+Files: the shell under its lock, and the order of all locks (`locked.py`); links (`links.py`, `link.py`); what leaves
+(`replica.py`, `pushes.py`, `encoder.py`); what arrives (`arrivals.py`); pulls of rows (`row_pulls.py`); codec states
+(`codec_states.py`); the optimizer's state where workers hold it (`replicated.py`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from rallypoint.worker.exchange.row_pulls import RowPulls
 
 
 class Exchange:
-    """One worker's data plane in one job: what the coordinator says goes in, what the main thread is to do comes out.
+    """One worker's data plane in one job: takes the coordinator's messages, tells the main thread what to do.
 
     Attributes:
         buffer: the exchange buffer, 1-D fp32.
         replica: the replica that is being computed.
         rows: pulls of rows of tables.
-        arrivals: what the links call with what comes.
+        arrivals: the receiver that the links call with what arrives.
     """
 
     def __init__(self, layout: Layout, config: JobConfig, context: Context, *, pinned: bool = False) -> None:
@@ -73,15 +73,15 @@ class Exchange:
             layout, config.replicas, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
         )
 
-    # ---- the coordinator's words, on its link's thread ----
+    # ---- messages of the coordinator, on its link's thread ----
 
     def adopt(self, view: View) -> None:
-        """A new view has come. Returns once the links that it ends have ended."""
+        """Install a new view. Returns after the links that the view ends have ended."""
         with self._adopting:
             with self._locked.changed:
                 ended = self._shell.links_to_end(view)
             if ended is None:
-                return  # a newer one was quicker
+                return  # a newer view was installed first
             self._links.end(ended)
             with self._locked.changed:
                 before = self._shell.machine.view
@@ -94,27 +94,29 @@ class Exchange:
             self._links.open(new, self.arrivals, of=len(view.servers))
 
     def assist(self, step: int, replica: int) -> None:
-        """The coordinator asks for one more replica."""
+        """Add one more replica for this worker, as the coordinator asks (a backup task)."""
         self._locked.handle(machine.Assisted(step, replica))
 
     def capture(self, snapshot: machine.Store) -> int:
-        """The coordinator asks for this worker's part of a snapshot; if that is too late, the version that is here,
-        else -1."""
+        """Ask the machine to store this worker's part of a snapshot.
+
+        Returns -1, or the version here if it is too late.
+        """
         with self._locked.changed:
             passed = self._shell.snapshots.wanted(snapshot)
             self._locked.changed.notify_all()
             return passed
 
     def finish(self) -> None:
-        """The job is over: nobody waits for anything any more."""
+        """The job is over: end every wait."""
         self._locked.set(lambda: setattr(self._shell, "finished", True))
 
     def leave(self) -> None:
-        """This worker was told to go: it does once no replica is assigned to it."""
+        """Ask this worker to leave. It leaves when no replica is assigned to it any more."""
         self._locked.set(lambda: setattr(self._shell, "leaving", True))
 
     def fail(self, error: BaseException) -> None:
-        """Whoever waits here, now or later, gets this error."""
+        """Raise this error in every thread that waits here, now or later."""
         self._locked.fail(error)
 
     def close(self) -> None:
@@ -122,11 +124,11 @@ class Exchange:
         with self._adopting:
             self._links.close()
 
-    # ---- where things are ----
+    # ---- the state of this worker ----
 
     @property
     def view(self) -> View:
-        """The view in force; only after the first has come."""
+        """The view in force. Valid only after the first view has arrived."""
         return self._shell.view
 
     @property
@@ -136,7 +138,7 @@ class Exchange:
 
     @property
     def holds(self) -> int:
-        """Where workers step the optimizer: the version of the model, also in a generation in which it is stale."""
+        """Where workers step the optimizer: the model's version, also when a new generation has made it stale."""
         return self._shell.holds
 
     @holds.setter
@@ -145,25 +147,28 @@ class Exchange:
 
     @property
     def upcoming(self) -> tuple[int, int] | None:
-        """The step and replica that will be computed first after the next install, as far as is known."""
+        """The (step, replica) that is computed first after the next install, if known."""
         with self._locked.changed:
             return self._shell.machine.upcoming
 
     @property
     def idle(self) -> bool:
-        """Is there nothing to do at this moment?"""
+        """True while there is nothing to do."""
         with self._locked.changed:
             return self._shell.machine.next_action() is None
 
     @property
     def gone(self) -> bool:
-        """Has this worker handed back everything, as it was told?"""
+        """True when this worker was told to leave and no replica is assigned to it any more."""
         return self._shell.gone
 
     # ---- the main thread ----
 
     def next_action(self) -> machine.Action | machine.Store | None:
-        """What to do now; waits until there is something. None when the job is over, or this worker is to go."""
+        """Wait until there is something to do and return it.
+
+        Returns None when the job is over, or this worker is to leave.
+        """
         shell, locked = self._shell, self._locked
         with locked.changed:
             while True:
@@ -176,29 +181,29 @@ class Exchange:
             return None if shell.over else shell.choose()
 
     def check(self) -> None:
-        """Raise Rewound when what is being computed is stale, or the error of whatever has failed."""
+        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
         self._locked.check()
 
     def initialise(self, words: Words, state: States | None = None) -> None:
-        """Push what all start from (see `push_initial`); with `state` as the version that this worker `holds`.
+        """Upload what all workers start from (see `push_initial`); with `state`, as the version that it `holds`.
 
-        Not out of the buffer: this may have to be done again while versions land there already.
+        The values are not read from the buffer: an upload may be repeated while versions already land there.
         """
         with self._locked.changed:
             generation = self._shell.begin_upload()
         if generation is None:
-            return  # a view was quicker: another worker uploads it, or not all servers are linked to yet
+            return  # a newer view came first: another worker uploads, or some servers are not linked yet
 
         def view() -> View | None:
-            now = self.view  # once: the next one may come at any time
-            return now if now.generation == generation else None  # then perhaps another worker uploads
+            now = self.view  # read it once: the next view may come at any time
+            return now if now.generation == generation else None  # in a new generation another worker may upload
 
         push_initial(self.layout, self._links, view, self.check, max(0, self.holds), words, state)
 
     def begin_install(self, version: int) -> torch.Tensor | None:
-        """The version in the buffer (see `installing`), which nobody writes until `installed`.
+        """Return the buffer with the version in it (see `installing`). Nothing writes to it until `installed`.
 
-        None if meanwhile it has become stale, or another one is to be installed: all others may have gone on.
+        Returns None if the version has become stale, or if another one is to be installed: the job may have moved on.
         """
         with self._locked.changed:
             if not self._shell.machine.take(machine.Install(version)):
@@ -208,17 +213,19 @@ class Exchange:
 
     @property
     def installing(self) -> list[Shard] | None:
-        """The shards that are to be installed; None when it is all of them. The rest of the buffer is garbage."""
+        """The shards to install; None for all of them. The rest of the buffer is undefined."""
         changed = self._shell.machine.changed
         return None if len(changed) == len(self.layout.shards) else [self.layout.shards[index] for index in changed]
 
     def take_states(self) -> tuple[Records, bool]:
-        """What is being installed, where workers step the optimizer: the shards' states, if all start from them, and
-        whether the step is skipped."""
+        """Return what is being installed (AllReduce).
+
+        That is the shards' records, if all workers start from them, and whether the step is skipped.
+        """
         return self._optimizer.take()
 
     def installed(self, version: int) -> ViewNumber | None:
-        """The model holds the version that was to be installed; the slots are free.
+        """Report that the model holds the version that was to be installed. This frees the slots.
 
         Returns the generation in which that became true (I10); None if a roll-back has made the version stale.
         """
@@ -230,7 +237,7 @@ class Exchange:
         return generation
 
     def _where_missing(self) -> str:
-        """What the main thread waits for, as a phrase; "" while this worker only stands by."""
+        """What the main thread waits for, as a phrase; "" while this worker has nothing assigned."""
         at, view = self._shell.machine, self._shell.machine.view
         if view is None:
             return "the first view"

@@ -1,4 +1,4 @@
-"""One worker uploads the weights, or the states, that all begin with."""
+"""The upload of the weights, or states, that all workers start from."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ from rallypoint.worker.exchange.links import Links
 Words = Callable[[int, int], torch.Tensor]
 States = Callable[[Shard], ShardRecord]
 
-_UNDER_WAY = 16  # copies of shards at a time
+_UNDER_WAY = 16  # shards that are copied and not sent yet
 
 
 def push_initial(
     layout: Layout, links: Links, view: Callable[[], View | None], check: Callable[[], None], version: int,
     words: Words, state: States | None,
 ) -> None:  # fmt: skip
-    """Push every shard as `version`, a few at a time: ``words(start, stop)`` (1-D fp32 CPU), or of parameters
-    ``state(shard)`` if workers have one. `view` is the one in force; None, after another beginning, ends this. `check`
-    raises whatever ends the job.
+    """Upload every shard as `version`, a few at a time. Called by the one worker that uploads.
+
+    A shard's values are ``words(start, stop)`` (1-D fp32 CPU), or ``state(shard)`` for parameters where workers have
+    states. `view` returns the view in force, or None in a new generation: then the upload ends. `check` raises the
+    error that ends the job.
     """
     room = threading.Semaphore(_UNDER_WAY)
     for shard in layout.shards:

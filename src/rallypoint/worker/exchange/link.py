@@ -1,4 +1,4 @@
-"""The link from a worker to one server: pushes go out under a credit window, versions come in to where they belong."""
+"""The link from a worker to one server: sends pushes under a credit window, receives versions into their slots."""
 
 from __future__ import annotations
 
@@ -21,49 +21,52 @@ _NOTHING = memoryview(b"")
 
 
 class Receiver(Protocol):
-    """Gets what comes on a link, and news of the link itself, on the link's receiving thread.
+    """Gets what arrives on a link, and changes of the link itself. All methods run on the link's receiving thread.
 
-    Whatever raises ProtocolError ends the link, and the job with that sentence.
+    A ProtocolError from any of them ends the link, and then the job with that message.
     """
 
     def arriving(self, header: Header) -> memoryview | None:
-        """The bytes where this version belongs; None to read and drop it. ProtocolError if it cannot be."""
+        """Return the bytes where this version belongs; None to read and drop it.
+
+        ProtocolError for an impossible version.
+        """
 
     def decode(self, shard: int, payload: memoryview) -> None:
-        """The version that `arriving` made room for has come as this payload. ProtocolError if it cannot be read."""
+        """Decode the payload of the version that `arriving` accepted. ProtocolError if it cannot be read."""
 
     def rows(self, header: Header, data: bytearray) -> None:
-        """Rows have come that were pulled, or the word that they are not kept any more."""
+        """Take the rows that were pulled, or the answer that the server does not keep that version any more."""
 
     def to_wait(self, replica: int, clock: int) -> None:
-        """A replica's next step has to wait for others that are behind."""
+        """Report that a replica's next step must wait for replicas that are behind."""
 
     def state(self, header: Header, data: bytearray) -> None:
-        """A shard's whole state has come, where workers have one. ProtocolError if it cannot be read."""
+        """Take a shard's whole state, where workers hold states. ProtocolError if it cannot be read."""
 
     def check_codec_state(self, header: Header) -> None:
-        """ProtocolError unless what comes can be a codec state of that shard, or the word that there is none."""
+        """Raise ProtocolError unless this frame is a valid codec state of that shard, or says that there is none."""
 
     def codec_state(self, header: Header, data: bytearray) -> None:
-        """What was recalled of a replica. ProtocolError if it cannot be read."""
+        """Take a replica's codec state that was asked for. ProtocolError if it cannot be read."""
 
     def codec_state_taken(self, header: Header) -> None:
-        """The server has the codec state that was sent."""
+        """The server has confirmed the codec state that was sent."""
 
     def landed(self, shard: int) -> None:
-        """The version that `arriving` made room for is whole."""
+        """The version that `arriving` accepted is complete."""
 
     def link_up(self, server: Member) -> None:
-        """The link stands (again)."""
+        """The link is connected (again)."""
 
     def link_lost(self, server: Member, error: RallypointError) -> None:
-        """The link has ended, and touches no slot any more; it will be made again."""
+        """The link has ended and touches no slot any more. It will reconnect."""
 
 
 class ServerLink:
-    """Keeps a connection to one server, from threads of its own, from `start` until it is closed.
+    """Keeps a connection to one server, from threads of its own, from `start` until `close`.
 
-    At most `window` contributions are on their way without the server's credit: that bounds the server's memory, and
+    At most `window` contributions are on their way without the server's credit. That bounds the server's memory, and
     keeps many workers from flooding one server's switch port at once (incast).
     """
 
@@ -85,7 +88,7 @@ class ServerLink:
         )  # fmt: skip
 
     def start(self) -> None:
-        """Begin to connect."""
+        """Start to connect."""
         self._dialer.start()
 
     @property
@@ -94,7 +97,7 @@ class ServerLink:
         return self._dialer.trouble
 
     def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None:
-        """Queue a contribution; `sent` is called when its bytes may be reused, also when the link is lost."""
+        """Queue a contribution. `sent` is called when its bytes may be reused, also when the link is lost."""
         with self._lock:
             channel = self._channel
             if channel is not None and self._credits == 0:
@@ -102,21 +105,21 @@ class ServerLink:
                 return
             self._credits -= 1
         if channel is None:
-            sent()  # it is lost; whoever hears that the link is will send it again
+            sent()  # the link is lost; `link_lost` makes the machine send it again
         else:
             channel.send(header, payload, sent)
 
     def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
-        """Ask for one version again."""
+        """Ask for one version of a shard again."""
         self._send(Header(Kind.FETCH, number, shard=shard, step=version))
 
     def pull(self, header: Header, payload: memoryview) -> None:
-        """Ask for rows of a table's part. If the link is lost, so is this."""
+        """Ask for rows of one part of a table. The request is lost with the link."""
         if (channel := self._channel) is not None:
             channel.send(header, payload, urgent=True)
 
     def want(self, shard: int, replica: int, number: ViewNumber) -> None:
-        """Ask for the parameters for a replica's next step; after the contributions that are queued, which ask too."""
+        """Ask for the parameters of a replica's next step, after all contributions that are queued (they ask too)."""
         header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
         with self._lock:
             channel = self._channel
@@ -127,23 +130,26 @@ class ServerLink:
             channel.send(header)
 
     def send_codec_state(self, header: Header, payload: memoryview | None = None) -> None:
-        """Send a codec state or a request for one, in the order of the calls. If the link is lost, so is this."""
+        """Send a codec state or a request for one, in the order of the calls. It is lost with the link."""
         if (channel := self._channel) is not None:
             channel.send(header, payload)
 
     def follow(self, number: ViewNumber, *, on: bool) -> None:
-        """Ask for every shard's newest version and each one that follows; or for no more."""
+        """Ask for every shard's newest version and each one that follows; with ``on=False`` stop that."""
         self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number))
 
     def limit_in_flight(self, nbytes: int) -> None:
-        """Let about so many bytes of versions be on their way here at once (0: no limit of ours)."""
+        """Limit the bytes of versions that are on their way to this worker at once, approximately (0: no limit)."""
         with self._lock:
             self._in_flight, channel = nbytes, self._channel
         if channel is not None and nbytes:
             channel.connection.limit_in_flight(nbytes)
 
     def close(self) -> None:
-        """End the link and its threads; what waits for credit is let go. Not under a lock that `sent` takes."""
+        """End the link and its threads, and drop what waits for credit.
+
+        Do not call it under a lock that `sent` takes.
+        """
         self._dialer.close()
         self._let_go()
 
@@ -166,7 +172,7 @@ class ServerLink:
         self._receiver.link_lost(self.server, error)
 
     def _let_go(self) -> None:
-        """There is no connection: nothing waits for its credit any more."""
+        """Drop everything that waits for credit: there is no connection."""
         with self._lock:
             self._channel = None
             waiting, self._waiting = self._waiting, deque()
@@ -214,7 +220,7 @@ class ServerLink:
         self._receiver.landed(header.shard)
 
     def _credit(self, channel: Channel, count: int) -> None:
-        """The server has room for `count` more contributions."""
+        """The server gives credit for `count` more contributions."""
         with self._lock:
             if count > self._window - self._credits:
                 out = self._window - self._credits
@@ -225,7 +231,10 @@ class ServerLink:
             channel.send(header, payload, sent)
 
     def _ready_to_leave(self) -> list[tuple[Header, memoryview, Callable[[], None]]]:
-        """What the credit allows: wants need none, but keep their place among the contributions."""
+        """Return what the credit allows to send.
+
+        Requests need no credit, but keep their place among the contributions.
+        """
         ready = []
         while self._waiting and (self._credits > 0 or self._waiting[0][0].kind is Kind.WANT):
             self._credits -= self._waiting[0][0].kind is not Kind.WANT
@@ -234,4 +243,4 @@ class ServerLink:
 
 
 def _nothing() -> None:
-    """A want has no bytes that could be used again."""
+    """For a request: it has no bytes that could be reused."""

@@ -14,7 +14,7 @@ from rallypoint.worker.exchange.link import Receiver, ServerLink
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What an exchange needs to know of this process."""
+    """What an exchange needs from its process."""
 
     me: str
     token: str
@@ -24,9 +24,9 @@ class Context:
 
 
 class Links:
-    """The connections that the shell asks for; `view` tells the number of the view in force.
+    """The connections that the shell asks for. `view` returns the number of the view in force.
 
-    Made and ended under the exchange's lock for views, one view at a time; any thread may look one up.
+    Links are opened and ended under the exchange's lock for views, one view at a time. Any thread may look one up.
     """
 
     def __init__(self, context: Context, config: JobConfig, view: Callable[[], ViewNumber]) -> None:
@@ -34,11 +34,11 @@ class Links:
         self._links: dict[str, ServerLink] = {}
 
     def get(self, server: str) -> ServerLink | None:
-        """The link to that server; None if it is in no view that has come here."""
+        """Return the link to that server; None if no view here has named it."""
         return self._links.get(server)
 
     def open(self, servers: Iterable[Member], receiver: Receiver, *, of: int) -> None:
-        """Begin to connect to these servers, of so many in the view; `receiver` gets what comes."""
+        """Start to connect to these servers; the view has `of` servers in all. `receiver` gets what arrives."""
         share = share_of(self._config.in_flight_bytes, of)
         for link in self._links.values():
             link.limit_in_flight(share)
@@ -48,10 +48,10 @@ class Links:
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
             )  # fmt: skip
             link.limit_in_flight(share)
-            link.start()  # only now: what comes of it looks for it among the links
+            link.start()  # last: what arrives at once looks up its link here
 
     def end(self, servers: Iterable[str]) -> None:
-        """End these links, threads and all: nothing of them touches a slot any more."""
+        """End these links and their threads. After that they touch no slot."""
         for server in servers:
             self._links.pop(server).close()
 
@@ -61,7 +61,7 @@ class Links:
             link.close()
 
     def describe(self, shards: Iterable[int], homes: Mapping[int, str]) -> str:
-        """From whom these shards are to come, as a phrase."""
+        """Name the servers that these shards come from, as a phrase."""
         counts: dict[str, int] = {}
         for shard in shards:
             counts[homes[shard]] = counts.get(homes[shard], 0) + 1

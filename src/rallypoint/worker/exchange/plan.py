@@ -1,6 +1,6 @@
-"""What a worker has to know of its job, from the configuration and the layout.
+"""The worker's plan of its job, from the configuration and the layout.
 
-Without torch: the simulation uses it too.
+It needs no torch, because the simulation uses it too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from rallypoint.core.worker.factory import WorkerPlan
 
 
 def worker_plan(config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = ()) -> WorkerPlan:
-    """The plan for `shell_for`. `codec_state_shards` are the shards whose codec has a state for each replica."""
+    """Return the plan for `shell_for`. `codec_state_shards` are the shards whose codec has a state for each replica."""
     shards = layout.shards
     return WorkerPlan(
         shards=len(shards), rounds=config.rounds, mode=config.mode,

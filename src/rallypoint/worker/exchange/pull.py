@@ -1,4 +1,4 @@
-"""One pull of rows: what was asked of whom, and what has come. Whatever may not have been heard is asked again (I2)."""
+"""One pull of rows: which server was asked for what, and what has arrived. A lost request is sent again (I2)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.view import ViewNumber
 
-Asked = tuple[ViewNumber, str, int]  # the view, its primary, and which of our connections to it
+Asked = tuple[ViewNumber, str, int]  # the view, the primary asked, and the number of our connection to it
 
 
 @dataclass(slots=True)
 class Pull:
-    """Rows of some parts of tables: shard -> the payload that names them, and the bytes of the answer.
+    """Rows of some parts of tables: shard -> the payload that names the rows, and the size of the answer in bytes.
 
-    With `newest` any version will do; else it is `version`, and `outdated` says that it is not kept any more.
+    With `newest` any version is accepted. Otherwise it must be `version`; `outdated` is set when a server does not keep
+    that version any more.
     """
 
     number: int
@@ -27,27 +28,27 @@ class Pull:
 
     @property
     def missing(self) -> list[int]:
-        """The shards that have not answered."""
+        """The shards that have not answered yet."""
         return [shard for shard in self.wanted if shard not in self.got]
 
     @property
     def over(self) -> bool:
-        """Is there nothing to wait for?"""
+        """True when there is nothing left to wait for."""
         return self.outdated or len(self.got) == len(self.wanted)
 
     def unasked(self, view: ViewNumber, homes: Mapping[int, str], connections: Mapping[str, int]) -> Iterator[int]:
-        """Shards whose primary can be asked and has not been, under this view and over this connection."""
+        """The shards whose primary is connected and was not asked under this view and over this connection."""
         for shard in self.missing:
             home = homes[shard]
             if home in connections and self._asked.get(shard) != (view, home, connections[home]):
                 yield shard
 
     def ask(self, shard: int, view: ViewNumber, home: str, connection: int) -> None:
-        """The shard's primary is being asked."""
+        """Record that the shard's primary is asked."""
         self._asked[shard] = (view, home, connection)
 
     def answered(self, shard: int, number: int, data: bytearray, *, outdated: bool) -> bool:
-        """An answer has come; False when it is not to this pull, or not of the right length."""
+        """Record an answer. Returns False when it does not belong to this pull or has the wrong length."""
         if number != self.number or shard not in self.wanted or shard in self.got:
             return False
         if outdated:

@@ -1,4 +1,4 @@
-"""Contributions on their way out: slots of the exchange buffer, encoded or as they are, and rows of tables."""
+"""Sends contributions: slots of the exchange buffer, raw or encoded, and rows of tables."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Queued = Callable[[int, int], bool]
 
 
 class Pushes:
-    """Sends what the machine says from the `buffer`; `sent(shard, serial)` is told when a slot is free again.
+    """Sends what the machine names out of the `buffer`, and calls `sent(shard, serial)` when a slot is free again.
 
-    `queued(shard, serial)`, under `lock`, says whether that gradient is still what the slot holds.
+    `queued(shard, serial)` says whether the slot still holds that gradient. It is called under `lock`.
     """
 
     def __init__(
@@ -31,29 +31,29 @@ class Pushes:
         self._layout, self._buffer, self._bytes = layout, buffer, bytes_of(buffer)
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
-        self._rows: dict[int, memoryview] = {}  # contributions to parts of tables
+        self._rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
         self._weight, self._finite = 1.0, True
 
     def begin(self, weight: float, finite: bool) -> None:
-        """What the contributions from now on weigh, and whether their loss was finite."""
+        """Set the weight of the following contributions, and whether their loss was finite."""
         self._weight, self._finite = weight, finite
 
     def set_rows(self, shard: int, gradient: memoryview) -> None:
-        """What the next `push` of this part of a table sends."""
+        """Set what the next `push` of this part of a table sends."""
         self._rows[shard] = gradient
 
     def slot(self, shard: int) -> memoryview:
-        """The bytes of the shard's slot."""
+        """Return the bytes of the shard's slot."""
         place = self._layout.shards[shard]
         return self._bytes[place.start * 4 : place.stop * 4]
 
     def words(self, shard: int) -> torch.Tensor:
-        """The same as fp32."""
+        """Return the shard's slot as 1-D fp32."""
         place = self._layout.shards[shard]
         return self._buffer[place.start : place.stop]
 
     def push(self, send: machine.Send) -> None:
-        """One shard's contribution; if its link is lost, so is this."""
+        """Send one shard's contribution. It is lost if its link is lost."""
         place = self._layout.shards[send.shard]
         if place.part is not None:
             self._push_rows(send, self._rows.pop(send.shard))
@@ -68,13 +68,14 @@ class Pushes:
             link.push(header, payload.data, sent=payload.buffer.release)
         else:
             payload.buffer.release()
-        self._sent(send.shard, send.serial)  # the slot is free as soon as its gradient is written elsewhere
+        self._sent(send.shard, send.serial)  # the gradient was encoded into a buffer of its own: the slot is free
 
     def _push_slot(self, send: machine.Send, header: Header) -> None:
-        """Queue the slot's own bytes, unless they have become something else's.
+        """Queue the slot's own bytes, unless the slot has been reused.
 
-        Since the machine decided to send, the link may have ended and may stand again. The slot was free then, and may
-        be written while this link sends from it. The thread that reports the link's end waits for the lock.
+        After the machine decided to send, the link may have ended and reconnected. That freed the slot, so the main
+        thread may be writing to it. The check is safe under the lock: the thread that reports a link's end needs it
+        too.
         """
         with self._lock:
             link = self._links.get(send.server)
@@ -84,7 +85,7 @@ class Pushes:
     def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:
             link.push(self._header(send, len(gradient), self._weight), gradient, sent=_nothing)
-        self._sent(send.shard, send.serial)  # the slot is empty: it is free at once
+        self._sent(send.shard, send.serial)  # the slot is not used: it is free at once
 
     def _header(self, send: machine.Send, nbytes: int, weight: float) -> Header:
         return Header(
@@ -94,4 +95,4 @@ class Pushes:
 
 
 def _nothing() -> None:
-    """Rows that have been sent leave nothing that could be used again."""
+    """For rows: their bytes are not reused."""

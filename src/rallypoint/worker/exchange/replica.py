@@ -1,4 +1,4 @@
-"""The replica that the main thread computes: its slots are claimed, written, and sent as they become whole."""
+"""The replica that the main thread computes: its slots are claimed, written, and sent as each is full."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ from rallypoint.worker.exchange.pushes import Pushes
 
 
 class ReplicaPushes:
-    """Main thread only (save for `filled`, which the staging thread calls too).
+    """Main thread only, except for `filled`, which the staging thread calls too.
 
-    Of each replica: `begin`; for each shard `claim`, then `filled`; at last `computed`, or `abandoned` at any place.
+    Calls for each replica: `begin`; for each shard `claim`, then `filled`; at last `computed`. Or, at any point,
+    `abandoned`.
     """
 
     def __init__(self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links) -> None:
         self._layout, self._locked, self._pushes, self._links = layout, locked, pushes, links
 
     def begin(self, step: int, replica: int) -> ViewNumber | None:
-        """Begin to compute this replica: the generation that it belongs to. None if it is not to be computed (now)."""
+        """Begin to compute this replica and return its generation. None if it is not to be computed (now)."""
         with self._locked.changed:
             return self._locked.shell.begin_replica(step, replica)
 
     def contributes_buffers(self, replica: int) -> bool:
-        """Does this replica contribute to the buffers' shards?"""
+        """True if this replica contributes to the buffers' shards."""
         machine = self._locked.machine
         return all(machine.contributes(s.index, replica) for s in self._layout.shards if s.role == "buffers")
 
     def weigh(self, weight: float, *, finite: bool) -> None:
-        """What the contributions from now on weigh, and whether their loss was finite."""
+        """Set the weight of the following contributions, and whether their loss was finite."""
         self._pushes.begin(weight, finite)
 
     def claim(self, shard: int) -> bool:
-        """Wait until this slot may be written; False if it need not be. Rewound as `Exchange.check`."""
+        """Wait until this slot may be written; False if it need not be. Raises Rewound like `Exchange.check`."""
         return self._locked.claim(shard, self._room)
 
     def _room(self) -> str:
@@ -47,14 +48,14 @@ class ReplicaPushes:
         self._locked.handle(Filled(shard))
 
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
-        """The same of a table's part, whose gradient (`codec/base/rows.py`) needs no slot."""
+        """Like `filled` for a part of a table. Its gradient (see `codec/base/rows.py`) needs no slot."""
         self._pushes.set_rows(shard, gradient)
         self._locked.handle(Filled(shard))
 
     def computed(self) -> None:
-        """The replica is over: all of it is on its way."""
+        """The replica is computed: all of its contributions are queued or sent."""
         self._locked.apply(lambda: self._locked.shell.end_replica(whole=True))
 
     def abandoned(self) -> None:
-        """The replica was given up halfway: nobody writes slots any more."""
+        """The replica was given up halfway: its slots are not written any more."""
         self._locked.apply(lambda: self._locked.shell.end_replica(whole=False))

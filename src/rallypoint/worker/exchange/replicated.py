@@ -1,4 +1,4 @@
-"""What a version is: parameters from the servers, or (AllReduce) an update for the optimizer that this worker has."""
+"""What a version contains: parameters from the servers, or (AllReduce) the update for this worker's own optimizer."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ States = dict[int, ShardRecord]
 
 
 class ServerState:
-    """The servers have the optimizer's state: a version is the parameters, and nothing else comes of it."""
+    """The servers hold the optimizer's state: a version is the parameters and nothing else."""
 
     def starts(self, shard: Shard) -> bool:
-        """Can a worker start from this shard's versions?"""
+        """True if a worker can start from this shard's versions."""
         return True
 
     def skips(self, header: Header) -> bool:
-        """Does this version only say that its step is skipped? It has no bytes then."""
+        """True if this version only says that its step is skipped. Then it has no bytes."""
         return False
 
     def read(self, header: Header, data: bytearray, shard: Shard) -> ShardRecord:
-        """A shard's whole state. ProtocolError if it cannot be read."""
+        """Read a shard's whole state. Raises ProtocolError if it cannot be read."""
         raise ProtocolError(f"a state of shard {header.shard}, though this job's workers have none")
 
     def lands(self, shard: int, *, skips: bool = False, record: ShardRecord | None = None) -> None:
-        """A version of the shard, or its whole state, is allowed to land. Needs the exchange's lock."""
+        """Record that a version of the shard, or its whole state, may land. Needs the exchange's lock."""
 
     def begin_install(self) -> None:
-        """What has landed is installed now. Needs the exchange's lock."""
+        """Begin to install what has landed. Needs the exchange's lock."""
 
     def take(self) -> tuple[States, bool]:
-        """What is being installed: the shards' states, if all start from them, and whether the step is skipped."""
+        """Return what is being installed: the shards' states, if all start from them; is the step skipped?"""
         return {}, False
 
     def rolled_back(self) -> None:
         """A new generation has begun: drop what has landed. Needs the exchange's lock."""
 
     def where_missing(self, view: View, step: int) -> str:
-        """What a worker without a model waits for, as a phrase; "" if it is nothing special."""
+        """What a worker without a model waits for, as a phrase; "" for nothing special."""
         return ""
 
 
 class ReplicatedState(ServerState):
-    """Every worker has the model and the optimizer's state: a version is the mean gradient, or a whole state."""
+    """Every worker holds the model and the optimizer's state: a version is the mean gradient, or a whole state."""
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        self._states: States = {}  # of the version that all start from, as they land
+        self._states: States = {}  # of the version that all start from, filled as they land
         self._skipped: set[int] = set()  # shards whose landed version says that its step is skipped
         self._taken: tuple[States, bool] = ({}, False)
 
@@ -87,7 +87,7 @@ class ReplicatedState(ServerState):
 
 
 def optimizer_state(config: JobConfig) -> ServerState:
-    """Who has the optimizer's state in this job."""
+    """Return the part that fits who holds the optimizer's state in this job: the servers or every worker."""
     match config.mode.holder:
         case Holder.SERVERS:
             return ServerState()

@@ -11,7 +11,7 @@ from rallypoint.worker.exchange.pull import Pull
 
 
 class RowPulls:
-    """One pull at a time. `_pull` is the one that is waited for, guarded by the shell's lock."""
+    """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it."""
 
     def __init__(self, locked: LockedShell, links: Links) -> None:
         self._locked, self._links = locked, links
@@ -19,11 +19,11 @@ class RowPulls:
         self._pulls = 0
 
     def pull(self, wanted: Mapping[int, tuple[memoryview, int]]) -> dict[int, bytearray]:
-        """Rows of tables as they are at the step in progress. Main thread only.
+        """Return rows of tables as they are at the step in progress. Main thread only.
 
-        `wanted` has for each shard the payload of row numbers and how many bytes the answer has; the answers come back
-        by shard. While nothing is computed (an evaluation) a newer version will do, and in a streaming job it is the
-        newest. Rewound when what is being computed is stale, or that step is long over.
+        `wanted` maps each shard to the payload of row numbers and the size of the answer in bytes. The answers are
+        returned by shard. During an evaluation a newer version is accepted; a streaming job gets the newest. Raises
+        Rewound when what is being computed is stale, or when the servers no longer keep that step.
         """
         locked, machine = self._locked, self._locked.machine
         self._pulls += 1
@@ -47,7 +47,7 @@ class RowPulls:
         return pull.got
 
     def arrived(self, header: Header, data: bytearray) -> None:
-        """Rows have come, or the word that they are not kept any more. Takes the lock."""
+        """Take rows that have arrived, or the answer that the version is not kept any more. Takes the lock."""
         with self._locked.changed:
             outdated = bool(header.flags & SKIP)
             if self._pull is not None and self._pull.answered(header.shard, header.base, data, outdated=outdated):

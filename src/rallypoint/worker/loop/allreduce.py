@@ -1,4 +1,4 @@
-"""The optimizer on the worker (AllReduce): steps with the mean gradient; its state can be uploaded and loaded."""
+"""The optimizer on the worker (AllReduce): it steps with the mean gradient; its state can be uploaded and loaded."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Stepper(Protocol):
     """Steps the model's own parameters; its state can be written to shard records and loaded from them."""
 
     def step(self, step: int) -> None:
-        """Update number `step` (from 0) with what is in ``.grad``."""
+        """Make update number `step` (from 0) with the gradients in ``.grad``."""
 
     def settings_digest(self) -> str:
-        """A digest of all settings, which the coordinator compares at each step; "" where workers cannot differ."""
+        """Return a digest of all settings, which the coordinator compares at each step; "" if workers cannot differ."""
 
     def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """The part of the state in this shard: new 1-D CPU tensors by name, and numbers by name."""
+        """Return the part of the state in this shard: new 1-D CPU tensors by name, and numbers by name."""
 
     def load(self, states: Mapping[int, ShardRecord]) -> None:
         """Load the state from the records of all shards of parameters."""
 
 
 class WorkerOptimizer:
-    """A model and its optimizer's state, which are the same on all workers at the same `version` (-1: before any).
+    """A model and its optimizer's state, equal on all workers at the same `version` (-1: before the first).
 
-    Parameters and state are as torch has them: in the parameters' own precision, next to them. A parameter without a
-    gradient gets zeros, as everywhere. All of it is called on the main thread.
+    Parameters and state are plain torch: in the parameters' own precision, on their device. A parameter without a
+    gradient gets a gradient of zeros, as in every mode. All methods are called on the main thread.
     """
 
     def __init__(self, tensors: ModelTensors, stepper: Stepper) -> None:
@@ -44,16 +44,16 @@ class WorkerOptimizer:
         self._tensors, self._stepper = tensors, stepper
 
     def settings_digest(self) -> str:
-        """A digest of the optimizer's settings; see `Stepper.settings_digest`."""
+        """Return a digest of the optimizer's settings; see `Stepper.settings_digest`."""
         return self._stepper.settings_digest()
 
     def install(
         self, version: int, vector: torch.Tensor, states: Mapping[int, ShardRecord], *, skipped: bool
     ) -> None:
-        """Bring the model to `version`.
+        """Update the model to `version`.
 
-        `states` (shard -> record), if there are any, are loaded. Otherwise the optimizer steps once with the mean
-        gradient in `vector` (flat, fp32), unless the step is `skipped`. In each case `vector` has the buffers.
+        If there are `states` (shard -> record), load them. Otherwise step the optimizer once with the mean gradient in
+        `vector` (flat fp32), unless the step is `skipped`. In each case take the buffers from `vector`.
         """
         if states:
             self._load(states)
@@ -63,11 +63,11 @@ class WorkerOptimizer:
             for placed in self._tensors.buffers:
                 placed.tensor.copy_(placed.of(vector), non_blocking=True)
         if self._tensors.device.type == "cuda":
-            torch.cuda.current_stream(self._tensors.device).synchronize()  # the vector will be written again
+            torch.cuda.current_stream(self._tensors.device).synchronize()  # the caller reuses the vector after this
         self.version = version
 
     def record(self, shard: Shard) -> ShardRecord:
-        """A copy of a shard's state at `version`, as servers store it in other modes."""
+        """Return a copy of a shard's state at `version`, in the form that servers store in other modes."""
         arrays = {MASTER: self._tensors.part(shard.start, shard.stop)}
         scalars: dict[str, float] = {}
         if shard.role == "parameters":
@@ -95,7 +95,7 @@ class WorkerOptimizer:
 class SpecifiedStepper:
     """The optimizer of the job's configuration, with its groups and its schedule.
 
-    Its state lies in the records element by element beside the parameters', as servers write it in other modes.
+    The records hold its state element by element beside the parameters, as servers write it in other modes.
     """
 
     def __init__(self, tensors: ModelTensors, config: JobConfig) -> None:
@@ -116,7 +116,7 @@ class SpecifiedStepper:
         self._optimizer.step()
 
     def settings_digest(self) -> str:
-        return ""  # the job's configuration has them all
+        return ""  # the job's configuration holds them all
 
     def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         arrays: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Have tensors changed between two moments? Computed where they lie, without waiting for a GPU."""
+"""Finds tensors that changed between two moments. It computes on the tensors' device and does not wait for a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Comparison:
-    """Compares the tensors as they are now with what they will be at `end`; `changed` says which differ.
+    """Compares tensors at construction with the same tensors at `end`; `changed` says which differ.
 
     It keeps one number for each tensor: the sum of all its bits. On a GPU everything is queued on the current stream::
 
@@ -26,7 +26,7 @@ class Comparison:
         self._events: list[torch.cuda.Event] = []
 
     def end(self) -> None:
-        """Compare. The results of a GPU travel to the host on their own."""
+        """Compare. A GPU copies its results to the host asynchronously."""
         of_device: dict[torch.device, list[int]] = {}
         for index, before in enumerate(self._before):
             of_device.setdefault(before.device, []).append(index)
@@ -41,11 +41,11 @@ class Comparison:
 
     @property
     def ready(self) -> bool:
-        """Can `changed` be read without waiting for a device?"""
+        """True if `changed` does not have to wait for a device."""
         return all(event.query() for event in self._events)  # type: ignore[no-untyped-call]
 
     def changed(self) -> list[int]:
-        """The indices of the tensors that differ, ascending. Waits for the devices; only after `end`."""
+        """Return the indices of the tensors that differ, ascending. Call it after `end`; it waits for the devices."""
         for event in self._events:
             event.synchronize()
         pairs = [pair for indices, flags in self._found for pair in zip(indices, flags.tolist(), strict=True)]
@@ -53,7 +53,7 @@ class Comparison:
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """All bits of a tensor, added up (int64, on its device): another sum when any one element differs."""
+    """The sum of all bits of a tensor (int64, on its device). It differs when any one element differs."""
     if tensor.is_meta or not tensor.numel():
         return torch.zeros((), dtype=torch.int64)
     raw = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # (a row of every second element stays one)

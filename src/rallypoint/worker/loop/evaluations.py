@@ -1,4 +1,4 @@
-"""Evaluations: the functions that a script registers with `run.every`; when each is due, its seed, its result."""
+"""Evaluations: the functions that a script registers with `run.every`, when each is due, its seed and its result."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ Evaluation = Callable[[int], dict[str, float] | None]
 class Evaluations:
     """The evaluations of one run on this worker.
 
-    An evaluation is due with the first version that has passed a multiple of its `every`: versions may jump (a quorum,
-    local steps, backup tasks). Each begins with global random generators seeded from (seed, step); training's
-    randomness goes on as if it had not been.
+    An evaluation is due with the first version at or after a multiple of its `every`; versions may jump (a quorum,
+    local steps, backup tasks). Example: ``every = 10`` and versions of steps 8, 16, 24: due at 16 and 24. Each
+    evaluation starts with global random generators seeded from (seed, step). Training's random state is restored
+    afterwards.
     """
 
     def __init__(
         self, model: torch.nn.Module, *, seed: int, steps: int, watch: Callable[[int], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        """`steps` is the job's last step; `watch(step)` surrounds the script's code."""
+        """`steps` is the job's last step. `watch(step)` is entered around the script's code."""
         self._model, self._seed, self._steps, self._watch = model, seed, steps, watch
         self._registered: list[_Registered] = []
-        self._seen: int | None = None  # the step of the version before
+        self._seen: int | None = None  # the step of the previous version
 
     def add(self, every: int, evaluation: Evaluation) -> None:
         """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
@@ -37,20 +38,20 @@ class Evaluations:
         self._registered.append(_Registered(every, evaluation))
 
     def due(self, step: int, before: int) -> list[_Registered]:
-        """The evaluations that are due with the version of `step`; `before` is the step of the job's version before it.
+        """Return the evaluations due with the version of `step`; `before` is the step of the version before it.
 
-        Call it for every version, also on workers that do not evaluate: any of them may be the next to do so.
+        Call it for every version, also on workers that do not evaluate: any worker may evaluate the next version.
         """
-        passed = before if self._seen is None else min(self._seen, before)  # below, after a roll-back
+        passed = before if self._seen is None else min(self._seen, before)  # below `_seen` after a roll-back
         self._seen = step
         for one in self._registered:
-            one.done = min(one.done, step)  # after a roll-back later versions are computed, and judged, again
+            one.done = min(one.done, step)  # after a roll-back later versions are computed, and evaluated, again
         return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
 
     def run(self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None]) -> None:
-        """Run these evaluations in eval mode and without gradients; pass each result to `report`.
+        """Run these evaluations in eval mode without gradients, and pass each result to `report`.
 
-        UsageError for a result that is no dict of numbers.
+        Raises UsageError for a result that is no dict of numbers.
         """
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
@@ -77,7 +78,7 @@ class _Registered:
 
 
 def checked_result(values: object, step: int) -> dict[str, float]:
-    """What an evaluation returned, as numbers. UsageError when it is no dict of names and numbers."""
+    """Return an evaluation's result as floats by name. Raises UsageError when it is no dict of names and numbers."""
     if not isinstance(values, Mapping):
         raise UsageError(
             f"the evaluation at step {step} returned a {type(values).__qualname__}: return a dict of numbers, such as "

@@ -1,4 +1,4 @@
-"""Hooks on the model's modules that end a forward pass whose result nobody wants any more."""
+"""Hooks on the model's modules that end a forward pass whose result is stale."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class ForwardChecks:
-    """Calls `check` before each module's forward, while it is `on`: what that raises unwinds the forward."""
+    """Calls `check` before each module's forward while it is `on`. An error from `check` ends the forward."""
 
     def __init__(self, model: torch.nn.Module, check: Callable[[], None]) -> None:
         self._model, self._hook = model, _Hook(check)
@@ -28,7 +28,7 @@ class ForwardChecks:
 
 
 class _Hook:
-    """Belongs to one run on one worker: a copy of the model, or a file that it is saved to, gets `nothing` instead."""
+    """The hook of one run on one worker. A copied or saved model gets `nothing` in its place."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -44,7 +44,7 @@ class _Hook:
 
 
 def nothing(*_: Any) -> None:
-    """Do nothing: the hook of a model that was copied or saved in the middle of a run."""
+    """Do nothing: the hook of a model that was copied or saved during a run."""
 
 
 def _the_hook_of_a_copy() -> Callable[..., None]:

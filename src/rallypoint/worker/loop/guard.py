@@ -1,4 +1,4 @@
-"""Notices what a script does to its model that the job would not see, or would see on one worker only."""
+"""Detects changes of a script to its model that the job would miss, or that happen on one worker only."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from rallypoint.worker.tensors import ModelTensors
 class ModelGuard:
     """Compares the model before and after each time that the script's own code runs.
 
-    Cheap at every step: whether parameters were written in place (torch's `_version` counters), frozen or unfrozen; an
-    optimizer that steps them; new layers (told by torch's registration hooks). Their values, which `parameter.data`
-    changes without a trace, are compared at steps 0, 1, 2, 4, 8, ... and around evaluations. On a GPU the steps'
-    comparisons run there, and what they have found is read as soon as it is there: nobody waits for the device.
+    Checked at every step, because it is cheap: parameters written in place (torch's `_version` counters); parameters
+    frozen or unfrozen; an optimizer that steps them; new layers (reported by torch's registration hooks). Values, which
+    `parameter.data` changes without a trace, are compared at steps 0, 1, 2, 4, 8, ... and around evaluations. On a GPU
+    the comparisons of steps run asynchronously, and their results are read when they are there.
 
     Main thread only. The hooks are global to the process and end with `remove`.
     """
@@ -41,16 +41,16 @@ class ModelGuard:
             for placed in tensors.buffers
             for owner, _, leaf in [placed.entry.spec.name.rpartition(".")]
         ]
-        self._registered = True  # something new in the model, perhaps: to be looked at once
+        self._registered = True  # True: something in the model may be new, so look at it
         self._script_runs = False
-        self._unread: list[tuple[int, Comparison]] = []  # step, what a GPU is still comparing
+        self._unread: list[tuple[int, Comparison]] = []  # (step, a comparison that a GPU has not finished)
         self._hooks = [
             on_module_registered(self._on_registered), on_parameter_registered(self._on_registered),
             before_any_step(self._on_optimizer_step),
         ]  # fmt: skip
 
     def remove(self) -> None:
-        """The run is over: take the global hooks off. What is not read yet never will be."""
+        """The run is over: take the global hooks off. Results that were not read are dropped."""
         self._unread = []
         for hook in self._hooks:
             hook.remove()
@@ -58,11 +58,11 @@ class ModelGuard:
 
     @contextmanager
     def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
-        """The script's own code runs in the body; `values`: compare all values too.
+        """Watch the script's own code, which runs in the body. `values`: compare all values too.
 
-        With `late` a GPU is not waited for: a later call, or `read`, raises what that comparison has found.
+        With `late` a GPU's result is not waited for: a later call, or `read`, raises its error.
 
-        UsageError when that code has changed what it cannot change.
+        Raises UsageError when that code has changed what it must not change.
         """
         self.read(wait=False)
         versions = [tensor._version for tensor in self._tensors]
@@ -88,9 +88,9 @@ class ModelGuard:
                 self._take_back(owner, leaf, tensor)
 
     def read(self, *, wait: bool = True) -> None:
-        """Read the comparisons that are not read yet; without `wait`, those that the device has finished.
+        """Read the results of the pending comparisons; without `wait`, only those that the device has finished.
 
-        UsageError for a parameter that the script has changed, with the step at which it did.
+        Raises UsageError for a parameter that the script has changed, naming the step.
         """
         names = list(self._named)
         while self._unread and (wait or self._unread[0][1].ready):
@@ -98,7 +98,7 @@ class ModelGuard:
             for index in comparison.changed():
                 raise UsageError(self._written(names[index], step))
 
-    # ---- what is found ----
+    # ---- what was found ----
 
     def _refuse_freezing(self, step: int) -> None:
         for name, tensor, trains in zip(self._named, self._tensors, self._trains, strict=True):
@@ -143,7 +143,7 @@ class ModelGuard:
                 )
 
     def _take_back(self, owner: torch.nn.Module, leaf: str, tensor: torch.Tensor) -> None:
-        """A module has put a new tensor in a buffer's place: keep its values in the tensor that the job shares."""
+        """A module has replaced a buffer by a new tensor: copy its values into the tensor that the job shares."""
         new = owner._buffers.get(leaf)
         if new is None or new.shape != tensor.shape or new.dtype != tensor.dtype:
             raise UsageError(
@@ -160,7 +160,10 @@ class ModelGuard:
         self._registered = True
 
     def _on_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Any optimizer of this process is about to step; in an embedded job also a server's, on its thread."""
+        """An optimizer of this process is about to step.
+
+        In an embedded job it may be a server's, on the server's thread.
+        """
         if not self._script_runs:
             return
         if any(id(p) in self._known for group in optimizer.param_groups for p in group["params"]):

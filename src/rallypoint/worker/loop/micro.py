@@ -1,4 +1,4 @@
-"""One micro-batch of one replica, as the user's loop sees it."""
+"""One micro-batch of one replica, as the user's loop gets it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class Micro:
-    """``with micro:`` seeds the replica's randomness; `backward` computes gradients and sends them on their way.
+    """A micro-batch: ``with micro:`` seeds the random generators; `backward` computes gradients and sends them.
 
     Attributes:
         batch: the collated samples, on the model's device.
-        step, replica, index: where in the job this is.
+        step, replica, index: which micro-batch of the job this is.
     """
 
     def __init__(self, run: Run, *, step: int, replica: int, index: int, batch: Any) -> None:
         self._run = run
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
         self._inside = self._finished = self.abandoned = False
-        self._failure: BaseException | None = None  # what `backward` has raised
+        self._failure: BaseException | None = None  # the error that `backward` raised
 
     def __enter__(self) -> Micro:
         self._inside = True
@@ -37,14 +37,17 @@ class Micro:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         self._inside = False
         if isinstance(error, Rewound):
-            self.abandoned = True  # the loop will yield what is to be computed instead
+            self.abandoned = True  # the loop yields what is to be computed instead
             return True
         if error is None and (self._failure is not None or not self._finished):
             self._end_unfinished()
         return False
 
     def _end_unfinished(self) -> None:
-        """No gradient was sent, and the script went on as if: a handler of its own may have caught the reason."""
+        """Raise an error: the body ended without `backward`.
+
+        If `backward` failed and the script caught that, name the reason.
+        """
         try:
             if self._failure is not None:
                 raise self._failure
@@ -55,12 +58,13 @@ class Micro:
             raise UsageError(f"{self._where}: the micro-batch ended without micro.backward(loss)")
 
     def backward(self, loss: torch.Tensor, *, weight: float = 1.0) -> None:
-        """Back-propagate `loss` (a tensor of one element: the mean over this micro-batch); call it once.
+        """Back-propagate `loss` (a tensor of one element: the mean over this micro-batch). Call it once.
 
-        `weight` is what this replica counts in the mean over replicas (say, its number of tokens); all micro-batches
-        of one replica must pass the same. UsageError when it is called twice, or outside of ``with micro:``, or with
-        a loss that has no gradient, or with a weight that is not positive; NonFiniteLoss when the loss is not finite
-        and the job is to stop on that.
+        `weight` is the replica's weight in the mean over replicas, for example its number of tokens. All micro-batches
+        of one replica must pass the same.
+
+        Raises UsageError when it is called twice or outside of ``with micro:``, for a loss without a gradient, and for
+        a weight that is not positive. Raises NonFiniteLoss when the loss is not finite and the job is to stop on that.
         """
         if self._finished:
             raise UsageError(f"{self._where}: micro.backward came twice: add the losses")

@@ -1,7 +1,7 @@
-"""The user's own torch optimizer under AllReduce: its state as shard records, and back.
+"""The user's own torch optimizer under AllReduce: its state to shard records and back.
 
 The state's tensors (any shape and dtype) are cut over the shards of their parameter, as bytes. Everything else
-(numbers, texts, lists of them) is one `_Head` of plain data in the first shard. Nothing in either can run code.
+(numbers, strings, lists of them) is one `_Head` of plain data in the first shard. Neither can run code.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
 )}  # fmt: skip
-_FUNCTIONS = ("lr_lambdas", "lmbda_list")  # torch's LambdaLR: its state has them by name, for callable objects
+_FUNCTIONS = ("lr_lambdas", "lmbda_list")  # torch's LambdaLR: entries of its state that hold callable objects
 
 
 class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A tensor of the state: the name of its parameter, its own, what it is, and whether it is on the host anyway."""
+    """A tensor of the state: its parameter's name, its own name, shape and dtype; is it always on the host?"""
 
     parameter: str
     name: str
@@ -43,7 +43,7 @@ class _Tensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class _Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of the state that is no tensor: of parameters, of each optimizer's groups, of each schedule."""
+    """All of the state that is no tensor: the parameters' values, each optimizer's groups, each schedule's state."""
 
     tensors: list[_Tensor]
     numbers: dict[str, dict[str, Any]]
@@ -56,10 +56,10 @@ _heads = msgspec.msgpack.Decoder(_Head)
 
 
 class OwnStepper:
-    """Steps `optimizers`, which together have each trained parameter once, and then `schedules`.
+    """Steps `optimizers`, which together hold each trained parameter once, and then `schedules`.
 
-    ConfigError when they have other parameters, or a state that no shard record can hold: a parameter's state is a dict
-    of tensors and plain data. Main thread only.
+    Raises ConfigError when they hold other parameters, or a state that no shard record can hold: a parameter's state
+    must be a dict of tensors and plain data. Main thread only.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class OwnStepper:
         self._owner = self._check_parameters()
         self._checked = False
         self._history = ""  # a digest of the settings of all steps from the start, or from the last `load`
-        self._head()  # what the groups have is known already
+        self._head()  # check the groups' values now
 
     def step(self, step: int) -> None:
         self._history = self.settings_digest()
@@ -84,13 +84,13 @@ class OwnStepper:
             optimizer.step()
         for schedule in self._schedules:
             schedule.step()
-        if not self._checked:  # now, and not only when somebody joins
+        if not self._checked:  # check at the first step, not only when a worker joins
             self._head()
             self._checked = True
 
     def state_in(self, shard: Shard) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         arrays: dict[str, torch.Tensor] = {}
-        if shard.index == 0:  # the parameters come first
+        if shard.index == 0:  # parameters come first in the layout, so shard 0 always holds some
             head = bytearray(msgspec.msgpack.encode(self._head()))
             arrays[OWN] = torch.frombuffer(head, dtype=torch.uint8)
         for placed, _, _ in self._tensors.parts_in(shard):
@@ -124,7 +124,7 @@ class OwnStepper:
     def _load_into(
         self, optimizer: torch.optim.Optimizer, kept: Mapping[str, dict[str, Any]], groups: list[dict[str, Any]]
     ) -> None:
-        """Load into one optimizer, and undo torch's cast of a state to its parameter's dtype."""
+        """Load into one optimizer, and undo torch's cast of the state to its parameter's dtype."""
         order = [p for group in optimizer.param_groups for p in group["params"]]
         state = {i: kept[name] for i, p in enumerate(order) if (name := self._name_of[id(p)]) in kept}
         optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -135,10 +135,10 @@ class OwnStepper:
                     loaded[key] = value.to(loaded[key].device)
 
     def settings_digest(self) -> str:
-        """A short digest of the groups' hyperparameters and the schedules' state, now and at each step so far.
+        """Return a short digest of the groups' hyperparameters and the schedules' state, now and at each step so far.
 
-        It is the same on all workers at a version, unless a script has set something on some of them only. Reads no
-        tensor of a GPU: that would wait for the device.
+        All workers have the same digest at a version, unless a script changed a setting on some of them only. It reads
+        no tensor of a GPU, because that would wait for the device.
         """
         groups = [
             [(key, _readable(value)) for key, value in group.items() if key != "params"]
@@ -153,7 +153,7 @@ class OwnStepper:
     # ---- the state as plain data ----
 
     def _check_parameters(self) -> dict[str, torch.optim.Optimizer]:
-        """The optimizer of each parameter, by the parameter's name. ConfigError as of the class."""
+        """Return the optimizer of each parameter, by the parameter's name. Raises ConfigError like the class."""
         owner: dict[str, torch.optim.Optimizer] = {}
         for optimizer in self._optimizers:
             for p in (p for group in optimizer.param_groups for p in group["params"]):
@@ -218,7 +218,10 @@ def worker_optimizer(
     tensors: ModelTensors, config: JobConfig, own: Sequence[torch.optim.Optimizer],
     schedules: Sequence[torch.optim.lr_scheduler.LRScheduler],
 ) -> WorkerOptimizer | None:  # fmt: skip
-    """The optimizer that steps on this worker; None where the servers step. ConfigError for one that cannot be used."""
+    """Return the optimizer that steps on this worker; None where the servers step.
+
+    Raises ConfigError for an unusable one.
+    """
     if schedules and not own:
         raise ConfigError("own_schedule goes with own_optimizer: without, give optimizer a schedule as its lr")
     if config.mode.holder is Holder.SERVERS:
@@ -227,7 +230,7 @@ def worker_optimizer(
 
 
 def several(given: object, kind: type[_S], name: str) -> list[_S]:
-    """One, several or none (None) of a kind of thing, as a list. ConfigError for anything else."""
+    """Return one, several or no (None) objects of `kind` as a list. Raises ConfigError for anything else."""
     if given is None:
         return []
     items = list(given) if isinstance(given, Sequence) else [given]
@@ -242,7 +245,7 @@ def several(given: object, kind: type[_S], name: str) -> list[_S]:
 
 
 def _check_step(stepped: torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler) -> None:
-    """ConfigError when `step()` needs something that the job does not have."""
+    """Raise ConfigError when `step()` needs an argument that the job does not have."""
     kind = type(stepped).__qualname__
     if isinstance(stepped, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ConfigError(
@@ -260,7 +263,7 @@ def _check_step(stepped: torch.optim.Optimizer | torch.optim.lr_scheduler.LRSche
 
 
 def _readable(value: Any) -> Any:
-    """What a setting is compared by."""
+    """A setting in the form in which it is compared."""
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 and value.device.type == "cpu" else str(value.shape)
     if isinstance(value, (bool, int, float, str)) or value is None:
@@ -273,7 +276,7 @@ def _readable(value: Any) -> Any:
 
 
 def _share(placed: Placed, shard: Shard, nbytes: int) -> tuple[int, int]:
-    """The range of a state's `nbytes` bytes that goes into this shard, in proportion to its words of the parameter."""
+    """The range of a state's `nbytes` bytes that belongs to this shard, in proportion to its words of the parameter."""
     entry = placed.entry
     words = entry.stop - entry.start
     first, last = max(entry.start, shard.start) - entry.start, min(entry.stop, shard.stop) - entry.start
@@ -281,7 +284,7 @@ def _share(placed: Placed, shard: Shard, nbytes: int) -> tuple[int, int]:
 
 
 def _plain(what: str, value: Any) -> Any:
-    """`value`, if it is plain data; ConfigError if not."""
+    """Return `value` if it is plain data; raise ConfigError if not."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -294,7 +297,7 @@ def _plain(what: str, value: Any) -> Any:
 
 
 def _as_before(before: Mapping[str, Any], came: Mapping[str, Any]) -> dict[str, Any]:
-    """`before` with the values of `came` under the same names; lists become tuples and tensors where they were."""
+    """Return `before` with the values of `came` under the same names, converted to tuples and tensors like `before`."""
     result = dict(before)
     for key in before.keys() & came.keys():
         value, old = came[key], before[key]

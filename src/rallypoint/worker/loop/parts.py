@@ -1,4 +1,4 @@
-"""What a run is made of."""
+"""The parts of a run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Parts:
     """The parts of one run on this worker.
 
     Attributes:
-        optimizer: what steps on this worker; None where the servers step.
-        done: says that this worker holds the last version of a generation.
-        leads: is it this worker that evaluates (now) and saves (when the job is over)?
+        optimizer: the optimizer that steps on this worker; None where the servers step.
+        done: tells the coordinator that this worker holds the last version of a generation.
+        leads: true on the worker that evaluates (now) and saves (when the job is over).
     """
 
     model: torch.nn.Module

@@ -1,4 +1,4 @@
-"""Micro-batches of this worker, the next one loaded while versions come in."""
+"""Loads this worker's micro-batches, the next one while versions arrive."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Place = tuple[int, int, int]  # step, replica, index of the micro-batch
 
 
 class Prefetch:
-    """Loads on the main thread, so that a data set may draw from the global random generators."""
+    """Loads on the main thread, so a data set may use the global random generators."""
 
     def __init__(self, batches: MicroBatches, tracer: Tracer) -> None:
         self._batches, self._tracer = batches, tracer
         self._ready: tuple[Place, Any] | None = None
 
     def load(self, place: Place) -> None:
-        """Load this micro-batch now, unless it is here."""
+        """Load this micro-batch now, unless it is loaded already."""
         if self._ready is None or self._ready[0] != place:
             self._ready = place, self._load(place)
 
     def take(self, place: Place) -> Any:
-        """This micro-batch, loaded before or now."""
+        """Return this micro-batch; load it if it is not loaded yet."""
         if self._ready is not None and self._ready[0] == place:
             batch, self._ready = self._ready[1], None
             return batch

@@ -1,4 +1,4 @@
-"""The loop over micro-batches: computes the replicas that the machine names, and installs versions in between."""
+"""The user's loop over micro-batches: computes the replicas that the machine names, installs versions in between."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps of training behind the version that is here; -1 before the first has come."""
+        """Steps of training in the version that the model holds; -1 before the first version."""
         return self._config.steps_at(self._exchange.step)
 
     @property
     def lead(self) -> bool:
-        """Does this worker evaluate (now), and save (when the job is over)?"""
+        """True on the worker that evaluates (now), and saves (when the job is over)."""
         return self._parts.leads()
 
     @property
     def folder(self) -> Path:
-        """The run's folder, where results go. UsageError when it cannot be made."""
+        """The run's folder, where results belong. Raises UsageError when it cannot be made."""
         folder = Path(self._parts.coordinator.welcome.folder or ".")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -80,18 +80,20 @@ class Run:
         return folder
 
     def say(self, text: str) -> None:
-        """Write a line to the console and the event log, from any worker."""
+        """Write a line to the console and the event log. Any worker may call it."""
         self._parts.coordinator.send(Say(text))
 
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate ``fn(step) -> {"val_loss": ...}``: the lead worker calls it after every `steps` steps and after the
-        last, with the model in eval mode and without gradients; what it returns is shown and logged.
+        last step.
 
-        Where versions jump over a multiple of `steps` (a quorum, local steps) that is with the first one after it. The
-        global random generators are seeded for it from the job's seed and the step.
+        The model is in eval mode and gradients are off. The result is shown and logged. Where versions jump over a
+        multiple of `steps` (a quorum, local steps), the function is called with the first version after it. The global
+        random generators are seeded for it from the job's seed and the step.
 
-        UsageError for a number below 1; in the loop, for a result that is no dict of numbers, and for an evaluation
-        that leaves other values in the model's parameters."""
+        Raises UsageError for a number below 1. The loop raises UsageError for a result that is no dict of numbers, and
+        for an evaluation that changes values of the model's parameters.
+        """
 
         def register(evaluation: _E) -> _E:
             self._evaluations.add(steps, evaluation)
@@ -103,7 +105,7 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        self._forget_gradients()  # gradients that the script computed before the loop
+        self._forget_gradients()  # of the script's own passes before the loop
         self._checks.on()
         while True:
             yield from self._go_ahead()
@@ -114,7 +116,7 @@ class Run:
                     self._versions.initialise()
                 case machine.Install(version=version):
                     if (generation := self._versions.install(version)) is None:
-                        continue  # there was a roll-back meanwhile
+                        continue  # a roll-back came meanwhile
                     self._evaluate(version, generation)
                     if version == self._config.rounds:
                         self._parts.done(generation)
@@ -124,7 +126,7 @@ class Run:
                     self._versions.store(action)
         self._guard.read()
         if self._exchange.gone:
-            raise SystemExit(0)  # told to go, and nothing is left here to be done
+            raise SystemExit(0)  # told to leave, and no replica is assigned any more
         if self._exchange.step < 0:
             raise JobAborted("the job was over before this worker had any of its parameters")
         self.release_model()
@@ -136,7 +138,7 @@ class Run:
             return self._exchange.next_action()
 
     def _prefetch(self) -> None:
-        """Load the next round's first micro-batch while versions come in."""
+        """Load the next round's first micro-batch while versions arrive."""
         if (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
             return
         round, replica = upcoming
@@ -191,7 +193,7 @@ class Run:
         self._ahead = Ahead(round, replica, generation, count, seconds, self._losses, self._weights)
 
     def _resume(self, round: int, replica: int) -> Ahead | None:
-        """The steps that this replica has computed ahead of this round; None when there are none, or they are stale."""
+        """The steps of this round that the replica computed ahead; None when there are none, or they are stale."""
         ahead = self._ahead
         if ahead is None or ahead.replica != replica:
             return None
@@ -217,11 +219,14 @@ class Run:
         self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
 
     def check(self) -> None:
-        """Raise Rewound when what is being computed is stale, or the error of whatever has failed."""
+        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
         self._exchange.check()
 
     def enter_micro(self, micro: Micro) -> None:
-        """``with micro:`` begins (called by Micro). No check: what `__enter__` raises, `__exit__` cannot swallow."""
+        """Begin ``with micro:`` (called by Micro).
+
+        It makes no check: `__exit__` could not swallow an error of `__enter__`.
+        """
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
@@ -268,25 +273,25 @@ class Run:
     # ---- versions ----
 
     def _evaluate(self, version: int, generation: ViewNumber) -> None:
-        """Run what is due with this version. A roll-back meanwhile is noticed only when the evaluations are over."""
+        """Run the evaluations that are due with this version. They notice a roll-back only after they end."""
         step = self._config.steps_at(version)
         due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
         if not due or not self.lead:
             return
         self._source.show_version()
-        self._checks.off()  # an evaluation may save the model, or copy it
+        self._checks.off()  # an evaluation may save or copy the model
         with self._tracer.span("evaluate", step=step):
             report = self._parts.coordinator.send
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()
-        self._forget_gradients()  # gradients that an evaluation has computed
+        self._forget_gradients()  # of the evaluation's own passes
 
     def _forget_gradients(self) -> None:
         for placed in self._parts.tensors.parameters:
             placed.tensor.grad = None
 
     def release_model(self) -> None:
-        """Take the hooks off the model: it is the user's alone again."""
+        """Take the hooks off the model."""
         self._source.remove()
         self._checks.off()
         self._guard.remove()

@@ -1,4 +1,4 @@
-"""Joining a job: `Job` is this process's membership, `Job.train` starts the one run it takes part in."""
+"""Joining a job: `Job` is this process's membership; `Job.train` starts the one run that it takes part in."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_sch
 
 
 class Job:
-    """This process as a worker of a job; made by `rallypoint.join`. A context manager.
+    """This process as a worker of a job, made by `rallypoint.join`. A context manager.
 
-    AccessDenied, LinkError when the coordinator cannot be joined.
+    Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
 
     def __init__(self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None) -> None:
@@ -75,7 +75,7 @@ class Job:
         self._finished = self._leaving = False
         self._done: ViewNumber | None = None  # the generation whose last version this worker holds
         self._lead = self._captured = ""
-        self._wanted: Capture | None = None  # the last snapshot that was asked for
+        self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
@@ -95,11 +95,11 @@ class Job:
 
         `collate_fn` makes a batch of a list of samples, as a DataLoader's does; None: torch's ``default_collate``.
 
-        With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some) may take
-        the place of `optimizer`: the job steps it after every step, then `own_schedule`.
+        With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
+        may replace `optimizer`. The job steps it after every step, then `own_schedule`.
 
-        Returns once all workers and servers are here and agree. ConfigError, ModelError, DataError on bad input;
-        JobAborted when the job ends before it begins.
+        Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
+        input, JobAborted when the job ends before it begins.
         """
         if self._exchange is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
@@ -123,9 +123,9 @@ class Job:
         return self._run
 
     def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
-        """Propose `record`, wait until the job begins (or goes on without us so far), and connect to every server.
+        """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
 
-        This is the data plane under `train`, without a model: what `benchmarks/reduce.py` measures.
+        This is the data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         with self._changed:
             self._record = record
@@ -136,7 +136,7 @@ class Job:
         with self._changed:
             self._exchange = exchange
             view, failure, finished = self._view, self._failure, self._finished
-        if finished:  # while the exchange was being made: nobody would say it again
+        if finished:  # the job ended while the exchange was being made, and no message will repeat that
             raise JobAborted(_TOO_LATE)
         assert view is not None
         exchange.adopt(view)
@@ -150,11 +150,11 @@ class Job:
     def done(self, generation: ViewNumber) -> None:
         """Tell the coordinator that this worker holds the job's last version.
 
-        `generation` is the one in which that version was installed. After a roll-back meanwhile nothing is sent.
+        `generation` is the one in which that version was installed. After a roll-back nothing is sent.
         """
         with self._changed:
             if self._view is None or self._view.generation != generation:
-                return  # stale: there was a roll-back
+                return  # stale: a roll-back came meanwhile
             self._done = generation
         self._say_done()
 
@@ -163,10 +163,12 @@ class Job:
             self._link.send(Done(generation))
 
     def leave(self) -> None:
-        """Hand this worker's replicas back and end (a spot machine's notice): its loop ends with SystemExit.
+        """Give up this worker's replicas and end, for example on a spot machine's notice.
 
-        Safe to call from a signal handler. After LEAVE_WITHIN_S, or one heartbeat if that is longer, the process exits
-        anyway: an evaluation that takes longer is lost, and nothing else.
+        The loop ends with SystemExit.
+
+        Safe to call from a signal handler. The process exits after LEAVE_WITHIN_S, or one heartbeat if that is longer,
+        in any case: only an evaluation that takes longer is lost.
         """
         self._leaving = True
         threading.Thread(target=self._leave, name="leave", daemon=True).start()
@@ -189,7 +191,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if isinstance(error, SystemExit) and not error.code:
-            pass  # it has left, and said so
+            pass  # it has left and reported that
         elif error is not None and not isinstance(error, JobAborted):
             self._link.send(GiveUp(_sentence(error)))
         elif error is None and self._exchange is not None and not self._finished:
@@ -230,10 +232,10 @@ class Job:
     # ---- messages from the coordinator, on the link's thread ----
 
     def _on_admitted(self, new: bool) -> None:
-        """The coordinator has admitted this worker (again): repeat what it may not know.
+        """The coordinator has admitted this worker (again): repeat what the coordinator may not know.
 
-        Repeat it also when it seems to know this worker: a coordinator that died before anything was agreed left
-        nothing in its journal, so the next one counts incarnations from 1 again.
+        Repeat it even when the coordinator seems to know this worker. A coordinator that died before anything was
+        agreed left nothing in its journal, so the next one counts incarnations from 1 again.
         """
         with self._changed:
             record = self._record
@@ -266,7 +268,7 @@ class Job:
                 raise ProtocolError(f"a worker has no use for a {type(message).__name__} message")
 
     def _capture(self) -> None:
-        """Hand on the coordinator's last request for a snapshot, once. (It comes again with each view.)"""
+        """Pass the coordinator's last request for a snapshot to the exchange, once. (Each view repeats the request.)"""
         with self._changed:
             wanted, exchange = self._wanted, self._exchange
             if exchange is None or wanted is None or wanted.snapshot == self._captured:

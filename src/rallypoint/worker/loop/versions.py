@@ -1,4 +1,4 @@
-"""The versions that a worker's model goes through: the first ones uploaded, the others installed, some stored."""
+"""The versions of a worker's model: the first is uploaded, later ones are installed, some are stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Versions:
         self._trace_steps = parts.coordinator.welcome.trace
 
     def initialise(self) -> None:
-        """Upload what all workers start from: this model's values; where workers step the optimizer, its state too."""
+        """Upload what all workers start from: this model's values, and the optimizer's state if workers step it."""
         exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
         if optimizer is None:
             exchange.initialise(tensors.part)
@@ -36,9 +36,9 @@ class Versions:
         exchange.initialise(tensors.part, optimizer.record)
 
     def install(self, version: int) -> ViewNumber | None:
-        """Copy a version from the exchange buffer into the model; returns the generation in which the model holds it.
+        """Copy a version from the exchange buffer into the model. Returns the generation in which the model holds it.
 
-        None if another version is to be installed meanwhile, or a roll-back has made this one stale.
+        Returns None if another version is to be installed by now, or a roll-back has made this one stale.
         """
         parts, exchange = self._parts, self._exchange
         with parts.tracer.span("install", version=version):
@@ -62,12 +62,15 @@ class Versions:
 
     @torch.no_grad()
     def restore_buffers(self) -> None:
-        """Set the buffers to the version's values: each replica starts from these, whatever an evaluation did."""
+        """Set the buffers to the version's values.
+
+        Each replica starts from these, even after an evaluation changed them.
+        """
         for placed, start in zip(self._parts.tensors.buffers, self._buffers_at_start, strict=True):
             placed.tensor.copy_(start)
 
     def store(self, wanted: machine.Store) -> None:
-        """Store this worker's share of a snapshot, if the model is still at its version."""
+        """Store this worker's share of a snapshot, if the model still holds that version."""
         parts = self._parts
         assert parts.optimizer is not None
         if parts.optimizer.version > wanted.version:
@@ -89,7 +92,7 @@ class Versions:
                 self._writer.put(parts.optimizer.record(shard))
 
     def close(self) -> None:
-        """End the writer of snapshots, if there was one."""
+        """End the writer of snapshots, if there is one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -1,1 +1,1 @@
-"""What a mode does on the worker: how contributions are made."""
+"""The worker's side of each mode: how it makes contributions."""

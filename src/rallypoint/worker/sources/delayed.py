@@ -1,10 +1,11 @@
-"""Streaming DiLoCo with its overlap: a round's version is mixed in some steps later (Douillard et al., 2025).
+"""Streaming DiLoCo with overlap: a round's version is mixed in some steps later (Douillard et al., 2025).
 
-A version does not replace what a replica has changed. It is kept aside, and after `delay` steps of the round it is
-mixed with the replica's own values. So the first steps need nothing of it, and may be made while it is on its way.
-Beside what `worker/sources/fragments.py` takes that is, on the host,
-    K more for each replica (its parameters when the round before began), and
-with it the inner optimizer's state of then: that round may have to be computed again after this one has begun.
+A version does not replace a replica's own values at once. It is kept aside; after `delay` steps of the round it is
+mixed with them. So the first steps of a round can be computed while its version is on its way.
+
+Host memory, beside what `worker/sources/fragments.py` takes: K bytes more for each replica (its parameters when the
+round before began), and the inner optimizer's state of that moment. That round may have to be computed again after the
+next one has begun.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from rallypoint.worker.sources.local import Drift, _Inner
 
 @dataclass(slots=True)
 class Ahead:
-    """A replica that has made the first steps of a round whose version was not here, and what they have told."""
+    """The first steps of a replica's round, computed before the round's version arrived, and their results."""
 
     round: int
     replica: int
@@ -34,27 +35,27 @@ class Ahead:
 
 
 class DelayedSource(FragmentsSource):
-    """Contributes as FragmentsSource does; an installed version is mixed in later (LocalSteps with a delay)."""
+    """Contributes like FragmentsSource; an installed version is mixed in later (LocalSteps with a delay)."""
 
     _round = -1
 
     def begin_replica(self, round: int, replica: int) -> None:
-        """As with fragments: the replica goes on from where it was, and knows nothing of the version yet."""
+        """Begin like FragmentsSource: the replica continues from its own parameters, without the new version."""
         super().begin_replica(round, replica)
         self._round = round
 
     def install(self) -> None:
-        """Put away what a replica has changed since the round began."""
+        """Save what the replica in the model has changed since its round began."""
         self.show_version()
 
     def may_go_ahead(self, round: int, replica: int) -> bool:
-        """Can the round's first steps be made before its version is here? Not by a replica that begins at it."""
+        """True if the round's first steps need no version: this worker has the replica's round before."""
         inner = self._inner.kept.get(replica)
         here = inner is not None and inner.whole and inner.round == round - 1
         return here and self._inner.generation == self._exchange.view.generation
 
     def resume_replica(self, round: int, replica: int) -> None:
-        """The version is here: a replica that has gone ahead goes on in its round."""
+        """The version is here: continue the round of a replica that has gone ahead."""
         if self._in_model != replica:
             self._put_away()
         inner = self._inner.kept[replica]
@@ -64,25 +65,25 @@ class DelayedSource(FragmentsSource):
             self._load(drift.left)
 
     def begin_step(self, step: int) -> None:
-        """At one of the round's steps the replica hears of the version."""
+        """Begin a step. After `steps_ahead` steps of the round, mix the version in."""
         if step == self._config.steps_at(self._round) + self._config.steps_ahead(self._round):
             self._mix()
         super().begin_step(step)
 
     @torch.no_grad()
     def _mix(self) -> None:
-        """The shards of the round before become mix * version + (1 - mix) * own."""
+        """Set the shards of the round before to mix * version + (1 - mix) * own."""
         drift, local = self._inner.kept[self._replica].drift, self._config.local
         assert local is not None
         if drift is None or self._round == drift.fresh:
-            return  # it has begun at the version
+            return  # the replica has started this round from the version
         for shard, parts in self._parts:
             if not self._cadence.due(shard.index, self._round - 1):
                 continue
             for placed, start, stop in parts:
                 own = placed.words()[start - placed.entry.start : stop - placed.entry.start]
                 new = self._start[start:stop].to(own.device)
-                if local.mix != 1.0:  # each product is rounded before the sum, wherever shards are cut
+                if local.mix != 1.0:  # round each product before the sum, so the cut into shards changes no byte
                     new = (own.float() * (1.0 - local.mix)).add_(new * local.mix)
                 placed.write(start, new)
 
@@ -102,7 +103,7 @@ class DelayedSource(FragmentsSource):
     def _inner_of(self, round: int, replica: int) -> _Inner:
         inner = self._inner.kept.get(replica)
         if inner is not None and inner.round == round + 1:
-            _step_back(inner)  # what it has made of the next round was too early
+            _step_back(inner)  # it has computed steps of the next round too early
         goes_on, before = inner is not None and inner.round == round - 1, {} if inner is None else inner.before
         found = super()._inner_of(round, replica)
         if found is inner and goes_on:
@@ -111,7 +112,7 @@ class DelayedSource(FragmentsSource):
 
 
 def _step_back(inner: _Inner) -> None:
-    """As it was when the round before began, which is to be computed again."""
+    """Go back to the start of the round before, to compute it again."""
     drift = inner.drift
     if drift is None or drift.earlier is None:
         return

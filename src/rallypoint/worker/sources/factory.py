@@ -1,4 +1,4 @@
-"""The one place where a worker asks which mode makes its contributions."""
+"""The one place where a worker chooses the source of its contributions, by the job's mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def source_for(
     model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, exchange: Exchange, staging: Staging,
     say: Callable[[str], None],
 ) -> DeltaSource:  # fmt: skip
-    """What makes this job's contributions: gradients, or what local steps have changed. `say` gets what users read."""
+    """Return the source of this job's contributions: gradients, or what local steps have changed.
+
+    `say` gets messages for the user.
+    """
     if config.local is None:
         return GradientHooks(tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip)
     if not config.staggered:

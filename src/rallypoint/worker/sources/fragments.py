@@ -1,9 +1,10 @@
 """Local steps with fragments (streaming DiLoCo): a staggered round sends only some of the shards.
 
-What a replica has changed and not sent yet is state of this worker, as its optimizer's is. Beside what
-`worker/sources/local.py` takes that is, on the host,
-    K for each replica that this worker computes (its parameters when its round began), and K more for each
-where there are two or more (its parameters while the model holds another's; with one only if this worker evaluates).
+What a replica has changed and not sent yet is state of this worker, like its optimizer's state.
+
+Host memory, beside what `worker/sources/local.py` takes: K bytes for each replica that this worker computes (its
+parameters when its round began). K more for each where there are two or more replicas (its parameters while the model
+holds another's); with one replica, only if this worker evaluates.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from rallypoint.worker.sources.local import Drift, LocalStepsSource
 class FragmentsSource(LocalStepsSource):
     """Contributes start - local of the shards of a round (LocalSteps with more than one fragment).
 
-    `_start` is the version, whole. A replica that has made the round before on this worker goes on from its own
-    parameters, except for what was installed meanwhile; any other starts from the version.
+    `_start` is the whole version. A replica that made the round before on this worker continues from its own
+    parameters, except for the shards installed since. Any other replica starts from the version.
     """
 
-    _in_model: int | None = None  # the replica whose parameters the model holds, and nobody else
+    # The replica whose parameters the model holds; None: it holds the version or nothing usable
+    _in_model: int | None = None
 
     @torch.no_grad()
     def installed(self, shards: Sequence[Shard] | None) -> None:
-        """The new shards replace those of every replica."""
+        """Replace the new shards in the parameters of every replica."""
         new = [shard for shard, _ in self._parts] if shards is None else shards
         for shard in new:
             for placed, start, stop in self._tensors.parts_in(shard):
@@ -42,12 +44,12 @@ class FragmentsSource(LocalStepsSource):
                     inner.drift.left[shard.start : shard.stop] = self._start[shard.start : shard.stop]
 
     def show_version(self) -> None:
-        """Save what the replica in the model has changed, and load the version."""
+        """Save the parameters of the replica in the model, then load the version."""
         self._put_away()
         self._load(self._start)
 
     def begin_replica(self, round: int, replica: int) -> None:
-        """Every replica goes on from its own parameters, and its own optimizer's state."""
+        """Load the replica's own parameters and its own optimizer's state."""
         if self._in_model != replica:
             self._put_away()
         self._replica = replica
@@ -72,10 +74,10 @@ class FragmentsSource(LocalStepsSource):
             self._save(drift.began)
 
     def _go_back(self) -> None:
-        self._in_model = None  # nobody goes on from what is there
+        self._in_model = None  # no replica continues from these values
 
     def _put_away(self) -> None:
-        """Save the parameters of the replica in the model: it will hold something else."""
+        """Save the parameters of the replica in the model, because the model will hold something else."""
         inner = None if self._in_model is None else self._inner.kept.get(self._in_model)
         self._in_model = None
         if inner is None or inner.drift is None:

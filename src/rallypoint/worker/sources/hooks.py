@@ -1,4 +1,4 @@
-"""Gradients leave during backward: a hook per parameter fills slots, and a shard goes as soon as it is whole."""
+"""Sends gradients during backward: a hook per parameter fills slots, and each shard is sent when it is complete."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from rallypoint.worker.tensors import ModelTensors, Placed
 class GradientHooks(WaitsForVersions):
     """The gradient as contribution: post-accumulate-grad hooks on every trained parameter of a model.
 
-    A parameter that got no gradient by the end of the replica contributes zeros, so nothing ever waits for it. With
-    `clip` every replica's gradient is clipped by its own norm before any of it leaves (what servers do in aligned modes
-    to the mean): nothing is pushed during backward then. The norm is that of the whole gradient, also when only some
-    shards want it: what the others would get is written beside the exchange buffer.
+    A parameter without a gradient at the end of the replica contributes zeros, so no server waits for it.
+
+    With `clip`, each replica's gradient is clipped by its own norm. (In aligned modes servers clip the mean instead.)
+    Then nothing is pushed during backward. The norm is that of the whole gradient, also when servers need only some of
+    its shards; the other shards' gradients are written to memory beside the exchange buffer.
     """
 
     def __init__(
@@ -53,33 +54,33 @@ class GradientHooks(WaitsForVersions):
         self._tables.remove()
 
     def installed(self, shards: Sequence[Shard] | None) -> None:
-        """The servers have the optimizer: nothing of a version need be remembered."""
+        """Does nothing: the servers hold the optimizer, so no version is kept here."""
 
     def show_version(self) -> None:
-        """The model is never anything else."""
+        """Does nothing: the model always holds the version."""
 
     def begin_replica(self, round: int, replica: int) -> None:
-        """The model holds the version that every replica starts from."""
+        """Does nothing: the model holds the version that every replica starts from."""
 
     def begin_step(self, step: int) -> None:
-        """A round is one step."""
+        """Does nothing: a round is one step."""
 
     def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
-        """A backward begins; with `last`, shards leave as they become whole."""
+        """Begin a backward pass. With `last`, shards are sent as they become complete."""
         self._last, self._in_backward = last, True
         self._tables.begin_backward()
         if last:
             self._exchange.replica.weigh(weight, finite=finite)
 
     def end_backward(self) -> None:
-        """From here on gradients stay in `.grad`: they are the script's own."""
+        """Stop the hooks: from here on gradients stay in `.grad` for the script."""
         self._in_backward = False
 
     def end_step(self, *, finite: bool) -> None:
-        """The gradient is on its way."""
+        """Does nothing: the gradient is already on its way."""
 
     def end_replica(self, replica: int) -> None:
-        """The last backward is over: send what is still here, and the buffers if this replica contributes them."""
+        """Send what is left after the last backward, and the buffers if this replica contributes them."""
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
@@ -93,7 +94,7 @@ class GradientHooks(WaitsForVersions):
         self._exchange.replica.computed()
 
     def abandon(self) -> None:
-        """The replica in progress is stale: forget its gradients."""
+        """The replica in progress is stale: drop its gradients."""
         self._in_backward = False
         self._staging.drain()
         for placed in self._tensors.parameters:
@@ -104,10 +105,10 @@ class GradientHooks(WaitsForVersions):
     def _reset(self) -> None:
         self._tables.reset()
         self._left = list(self._parameters_in)
-        self._claimed: dict[int, bool] = {}  # False: nobody needs this shard's contribution from us
+        self._claimed: dict[int, bool] = {}  # False: the servers do not need this shard's contribution from us
         self._touched: set[int] = set()
         self._whole: list[int] = []
-        self._beside: dict[int, torch.Tensor] = {}  # with `clip`: gradients of shards that nobody needs from us
+        self._beside: dict[int, torch.Tensor] = {}  # with `clip`: gradients of shards that servers do not need from us
         self._done: set[int] = set()
 
     def _hook(self, index: int, placed: Placed) -> object:
@@ -139,12 +140,12 @@ class GradientHooks(WaitsForVersions):
         for slot, part in self._pieces(index, placed, gradient):
             self._staging.write(slot, part, add=index in self._touched)
         self._touched.add(index)
-        parameter.grad = None  # in its slot now: the memory is free for the rest of the backward
+        parameter.grad = None  # it is in its slot now: free the memory for the rest of the backward
 
     def _pieces(
         self, index: int, placed: Placed, gradient: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The parameter's gradient shard by shard, where it is needed: its place, and the values."""
+        """Yield the parameter's gradient for each shard that needs it: the destination, and the values."""
         shards, entry = self._shards_of[index], placed.entry
         flat = gradient.reshape(-1) if len(shards) > 1 else gradient
         for shard in shards:
@@ -159,7 +160,7 @@ class GradientHooks(WaitsForVersions):
             yield vector[start - first : stop - first], flat[start - entry.start : stop - entry.start]
 
     def _target(self, shard: int) -> tuple[torch.Tensor, int] | None:
-        """The vector into which a shard's gradient is written, and the word of the model at which it begins."""
+        """The vector that a shard's gradient is written to, and the flat vector's word at which it begins."""
         if self._claim(shard):
             return self._exchange.buffer, 0
         if self._clip is None:
@@ -186,7 +187,7 @@ class GradientHooks(WaitsForVersions):
                 self._staging.then(lambda shard=shard: self._exchange.replica.filled(shard))  # type: ignore[misc]
 
     def _clip_and_send(self, limit: float) -> None:
-        """Scale what is in the slots by the norm of the whole gradient, and send it."""
+        """Scale the slots by the norm of the whole gradient, then send them."""
         self._staging.drain()
         values = {shard: self._values(shard) for shard in self._whole}
         scale = clip_scale(total_norm(float(torch.linalg.vector_norm(of)) for of in values.values()), limit)

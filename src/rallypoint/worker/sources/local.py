@@ -1,11 +1,11 @@
-"""Local steps: the worker's own optimizer makes a round's steps; what they have changed leaves as a contribution.
+"""Local steps: the worker's own optimizer makes a round's steps, and the change is the contribution.
 
-Beside the model, its gradients and the exchange buffer (K bytes each) this takes, of a worker's memory:
+Memory of a worker, beside the model, its gradients and the exchange buffer (K bytes each):
 
-- K for the values that the round has started from, on the host;
-- the inner optimizer's state, as in any training: 2K for AdamW, next to the parameters, and with `keep_inner` once for
+- K on the host for the values that the round started from;
+- the inner optimizer's state, as in any training: 2K for AdamW, on the parameters' device; with `keep_inner` once for
   each replica that this worker computes;
-- with `keep_inner` as much again on the host: what each replica's state was when its round began.
+- with `keep_inner` as much again on the host: each replica's state when its round began.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from rallypoint.worker.tensors import ModelTensors
 
 
 class LocalStepsSource(WaitsForVersions):
-    """Contributes start - local: the parameters of the version minus those after the round's steps (LocalSteps).
+    """Contributes start - local: the version's parameters minus the parameters after the round's steps (LocalSteps).
 
-    Gradients are plain autograd's; a parameter without one is left alone, as in plain PyTorch. Each replica clips its
-    own, by `torch.nn.utils`.
+    Gradients are plain autograd's. A parameter without a gradient is not stepped, as in plain PyTorch. Each replica
+    clips its own gradient, with `torch.nn.utils`.
 
-    With nonfinite="skip" a replica leaves out a step of its own whose loss or gradient is not finite: parameters,
-    buffers and the optimizer's state stay as they were. Should what it contributes not be finite all the same, then the
-    servers skip the round.
+    With nonfinite="skip" a replica skips its own step if the loss or the gradient is not finite: parameters, buffers
+    and the optimizer's state stay as they were. If its contribution is still not finite, the servers skip the round.
     """
 
     def __init__(
@@ -48,47 +47,48 @@ class LocalStepsSource(WaitsForVersions):
         self._parts = [(s, tensors.parts_in(s)) for s in exchange.layout.shards if s.role == "parameters"]
         self._cadence = cadence_of(config, exchange.layout.shards)
         self._start = torch.zeros(exchange.layout.words)
-        self._moved = False  # does the model hold something else than `_start`?
+        self._moved = False  # True if the model holds something else than `_start`
         assert config.local is not None
         self._inner = InnerStates(config.local.keep_inner, lambda round: _Inner(self._new_optimizer(), round))
         self._step = self._replica = -1
         self._buffers_before: list[torch.Tensor] = []
 
     def remove(self) -> None:
-        """Nothing of the model's was touched."""
+        """Does nothing: this source puts no hook on the model."""
 
     @torch.no_grad()
     def installed(self, shards: Sequence[Shard] | None) -> None:
-        """Remember what the round starts from, in the parameters' own precision: it is from there that they move."""
+        """Save what the round starts from, in the parameters' own precision (as the steps see it)."""
         for placed in self._tensors.parameters:
             placed.of(self._start).copy_(placed.tensor)
         self._moved = False
 
     def show_version(self) -> None:
-        """Between rounds the model is nothing else."""
+        """Does nothing: between rounds the model holds the version."""
 
     def begin_replica(self, round: int, replica: int) -> None:
-        """Every replica starts from the version, with what it has kept of the round before."""
+        """Load the version, and the optimizer's state that the replica kept from the round before, if any."""
         self._go_back()
         self._replica = replica
         self._optimizer = self._inner_of(round, replica).optimizer
 
     def begin_step(self, step: int) -> None:
-        """A step of the replica's own."""
+        """Begin one of the replica's own steps."""
         self._step = step
         if self._config.nonfinite == "skip":
             self._buffers_before = [placed.tensor.clone() for placed in self._tensors.buffers]
 
     def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
-        """Autograd accumulates; nothing leaves."""
+        """Set the replica's weight with the last backward; autograd accumulates, nothing is sent."""
         if last:
-            self._exchange.replica.weigh(weight, finite=True)  # a step that was not has been left out, or was meant
+            # A step that was not finite was skipped, or is allowed by the settings
+            self._exchange.replica.weigh(weight, finite=True)
 
     def end_backward(self) -> None:
-        """Autograd has accumulated."""
+        """Does nothing: autograd has accumulated the gradient."""
 
     def end_step(self, *, finite: bool) -> None:
-        """Clip, and let the inner optimizer step."""
+        """Clip the gradient and step the inner optimizer."""
         self._exchange.check()
         skips, clip = self._config.nonfinite == "skip", self._config.clip
         norm = torch.tensor(0.0)
@@ -107,7 +107,7 @@ class LocalStepsSource(WaitsForVersions):
         self._forget_gradients()
 
     def end_replica(self, replica: int) -> None:
-        """Write start - local into the slots, shard by shard."""
+        """Write start - local into the slots, shard by shard, and push them."""
         for shard, parts in self._parts:
             if not self._exchange.replica.claim(shard.index):
                 continue
@@ -122,7 +122,7 @@ class LocalStepsSource(WaitsForVersions):
         self._exchange.replica.computed()
 
     def abandon(self) -> None:
-        """Back to the version: the model must not be left where nobody wants to go on from."""
+        """Go back to the version, and drop the stale replica's gradients."""
         self._staging.drain()
         self._forget_gradients()
         self._go_back()
@@ -154,7 +154,7 @@ class LocalStepsSource(WaitsForVersions):
     # ---- the inner optimizers ----
 
     def _inner_of(self, round: int, replica: int) -> _Inner:
-        """The replica's optimizer as it is to begin this round: from zero, unless it has just made the one before."""
+        """The replica's optimizer for this round: new, unless the replica made the round before (or this one) here."""
         return self._inner.begin(round, replica, self._exchange.view.generation)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
@@ -173,41 +173,41 @@ class LocalStepsSource(WaitsForVersions):
 class Drift:
     """A replica's own parameters (flat vectors on the host), where it does not start each round from the version.
 
-    `began` is what `round` began with: it may have to be computed once more. `left`, with `away`, is what the replica
-    has come to, if the model holds something else now.
+    `began` is its parameters at the start of `round`, which may have to be computed again. `left` is its latest
+    parameters, valid while `away` is true: while the model holds something else.
     """
 
     round: int
     began: torch.Tensor
     left: torch.Tensor | None = None
     away: bool = False
-    fresh: int = 0  # the round that the replica has begun at the version
-    earlier: torch.Tensor | None = None  # with a delay: what the round before began with
+    fresh: int = 0  # the round that the replica started from the version
+    earlier: torch.Tensor | None = None  # with a delay: its parameters at the start of the round before
 
 
 @dataclass(slots=True)
 class _Inner:
-    """A replica's own optimizer, in `round`, and what its state was when that began.
+    """A replica's own optimizer in `round`, and the optimizer's state when that round began.
 
-    The replica may have to be computed again in the same round, for a shard that has lost its server: it must
-    contribute the same then (I2).
+    If a shard loses its server, the replica may have to compute the round again, and must contribute the same (I2).
     """
 
     optimizer: torch.optim.Optimizer
     round: int
-    whole: bool = False  # has it made all steps of the round?
+    whole: bool = False  # True after all steps of the round
     drift: Drift | None = None  # in staggered rounds: where its parameters are
     before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
-    earlier: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)  # with a delay: the round before's
+    # With a delay: `before` of the previous round
+    earlier: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:
-        """It goes on to the next round."""
+        """Begin the next round: save the optimizer's state."""
         self.round, self.whole = round, False
         state = self.optimizer.state_dict()["state"]
         self.before = {index: {name: _on_host(t) for name, t in kept.items()} for index, kept in state.items()}
 
     def go_back(self) -> None:
-        """The round is begun once more."""
+        """Begin the same round again: restore the optimizer's state."""
         self.whole = False
         state = {index: {name: _copy(t) for name, t in kept.items()} for index, kept in self.before.items()}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})

@@ -1,4 +1,4 @@
-"""What a mode does on the worker: it makes the contributions of one replica after the other."""
+"""The interface of a mode's worker side: it makes the contributions of one replica after the other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rallypoint.worker.tensors import ModelTensors
 
 
 class DeltaSource(Protocol):
-    """The worker's side of a mode, between two versions. All of it is called on the main thread.
+    """The worker's side of a mode, between two versions. All methods are called on the main thread.
 
-    Of each replica: `begin_replica`; for each of its steps in the round `begin_step`, then `begin_backward`, the
-    backward pass and `end_backward` of each micro-batch, then `end_step`; at last `end_replica`. Or, at any place,
+    Calls for each replica: `begin_replica`; for each step of the round `begin_step`, then for each micro-batch
+    `begin_backward`, the backward pass and `end_backward`, then `end_step`; at last `end_replica`. Or, at any point,
     `abandon`.
     """
 
@@ -24,53 +24,56 @@ class DeltaSource(Protocol):
         """A new version is about to be copied into the model."""
 
     def installed(self, shards: Sequence[Shard] | None) -> None:
-        """The model holds a new version: of these shards, or (None) all of it is new."""
+        """The model holds a new version. `shards` are those that changed; None: all."""
 
     def show_version(self) -> None:
-        """The model is to be evaluated: from now on it is the version, and nothing that a replica has moved."""
+        """Load the version into the model for an evaluation."""
 
     def may_go_ahead(self, round: int, replica: int) -> bool:
-        """Can the replica make the first steps of this round (`steps_ahead`) before the round's version is here?"""
+        """True if the replica can compute this round's first `steps_ahead` steps before its version is here."""
 
     def resume_replica(self, round: int, replica: int) -> None:
-        """The version is here: a replica that has gone ahead goes on in its round."""
+        """The version is here: continue the round of a replica that has gone ahead."""
 
     def begin_replica(self, round: int, replica: int) -> None:
-        """A replica's round begins: from now on the model is what that replica starts from."""
+        """Begin a replica's round: load what that replica starts from into the model."""
 
     def begin_step(self, step: int) -> None:
         """A step begins."""
 
     def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
-        """A backward pass begins: the replica's weight and whether its losses so far are finite.
+        """Begin a backward pass. `weight` is the replica's; `finite`: all of its losses so far are.
 
-        With `last` it is that of the round's last micro-batch.
+        `last`: this is the round's last micro-batch.
         """
 
     def end_backward(self) -> None:
-        """The backward pass is over: gradients that come now are the script's own."""
+        """The backward pass is over. Gradients that are computed now belong to the script."""
 
     def end_step(self, *, finite: bool) -> None:
-        """The step's gradient is whole; `finite`: so were all of its losses. Rewound as of `Exchange.check`."""
+        """The step's gradient is complete; `finite`: so were all of its losses.
+
+        Raises Rewound like `Exchange.check`.
+        """
 
     def end_replica(self, replica: int) -> None:
-        """The round is over: whatever has not left leaves now, the buffers too if this is replica 0.
+        """The round is over: send what was not sent yet, and the buffers if this is replica 0.
 
-        Rewound when what was computed is stale.
+        Raises Rewound when what was computed is stale.
         """
 
     def abandon(self) -> None:
-        """The replica in progress is stale: forget it."""
+        """The replica in progress is stale: drop its work."""
 
     def remove(self) -> None:
-        """The run is over: leave the model alone."""
+        """The run is over: take every hook off the model."""
 
 
 class WaitsForVersions:
-    """A source whose replicas begin each round at the round's version: none of them goes ahead."""
+    """A source whose replicas start each round from the round's version, so none of them goes ahead."""
 
     def install(self) -> None:
-        """The model holds nothing that is to be kept."""
+        """Does nothing: the model holds no values that must be saved."""
 
     def may_go_ahead(self, round: int, replica: int) -> bool:
         return False
@@ -80,7 +83,7 @@ class WaitsForVersions:
 
 
 def send_buffers(tensors: ModelTensors, exchange: Exchange) -> None:
-    """Push the model's buffers as replica 0 has left them: those shards of them that are wanted."""
+    """Push the model's buffers, as replica 0 has left them: those of their shards that the servers need."""
     buffer, layout = exchange.buffer, exchange.layout
     places = [place for place in layout.shards if place.role == "buffers"]
     wanted = {place.index for place in places if exchange.replica.claim(place.index)}

@@ -1,4 +1,4 @@
-"""How a gradient gets into its slot: in place on a CPU, through pinned memory on a side stream on a GPU."""
+"""How a gradient gets into its slot: in place on a CPU; on a GPU through pinned memory on a side stream."""
 
 from __future__ import annotations
 
@@ -45,16 +45,17 @@ class HostStaging:
         call()
 
     def drain(self) -> None:
-        """Nothing is ever under way here."""
+        """Does nothing: every copy is complete when `write` returns."""
 
     def close(self) -> None:
-        """There is no thread."""
+        """Does nothing: there is no thread."""
 
 
 class CudaStaging:
-    """Gradients on a CUDA device: copied to pinned slots on a side stream while backward goes on.
+    """Copies gradients from a CUDA device to pinned slots on a side stream, while backward continues.
 
-    A thread waits for each copy's event in order and then lets the shard go; `failed` gets what goes wrong there.
+    A thread waits for each copy's event, in order, and then runs what `then` was given. `failed` gets an error of that
+    thread.
     """
 
     eager = False
@@ -72,7 +73,7 @@ class CudaStaging:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             slot.copy_(gradient, non_blocking=True)
-        gradient.record_stream(self._stream)  # its memory must not be reused before the copy is over
+        gradient.record_stream(self._stream)  # the memory must not be reused before the copy is complete
 
     def then(self, call: Callable[[], None]) -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -84,7 +85,7 @@ class CudaStaging:
         self.then(drained.set)
         while not drained.wait(1.0):
             if not self._thread.is_alive():
-                return  # it has failed, and said so
+                return  # the thread failed and has reported it
 
     def close(self) -> None:
         self._queue.put(None)
@@ -96,11 +97,11 @@ class CudaStaging:
             try:
                 event.synchronize()
                 call()
-            except Exception as error:  # handed to the main thread, which raises it
+            except Exception as error:  # the main thread raises it
                 self._failed(error)
                 return
 
 
 def staging_for(device: torch.device, failed: Callable[[BaseException], None]) -> Staging:
-    """The staging for a model on `device`."""
+    """Return the staging for a model on `device`."""
     return CudaStaging(device, failed) if device.type == "cuda" else HostStaging()

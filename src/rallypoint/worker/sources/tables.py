@@ -1,5 +1,6 @@
-"""Tables: a model's embeddings whose rows stay on the servers. A forward pulls the rows of its batch; what backward
-finds for them is pushed with the replica's other gradients.
+"""Tables: a model's embeddings whose rows stay on the servers.
+
+A forward pulls the rows of its batch. The rows' gradients are pushed with the replica's other gradients.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from rallypoint.worker.exchange.exchange import Exchange
 
 
 class Tables:
-    """The tables of one model: its modules' forwards for as long as the run lasts, and their gradients."""
+    """The tables of one model. It replaces the modules' forwards until `remove`, and collects the rows' gradients."""
 
     def __init__(self, modules: Sequence[Sequence[torch.nn.Embedding]], exchange: Exchange) -> None:
-        """`modules` are those that use each of the layout's tables, in its order."""
+        """`modules` are the modules that use each of the layout's tables, in the layout's order."""
         self._tables = [_Table(index, exchange) for index in range(len(modules))]
         self._modules = [module for sharing in modules for module in sharing]
         for table, sharing in zip(self._tables, modules, strict=True):
@@ -27,22 +28,22 @@ class Tables:
                 module.forward = table.lookup  # type: ignore[method-assign]
 
     def begin_backward(self) -> None:
-        """A backward pass begins: what several uses of a row give in it is summed first, as autograd would."""
+        """Begin a backward pass. All uses of a row within one pass are summed first, as autograd sums them."""
         for table in self._tables:
             table.settle()
 
     def push(self) -> None:
-        """The replica is computed: every part of every table gets its contribution, empty where nothing was used."""
+        """Push every part of every table for the computed replica; parts without used rows get empty contributions."""
         for table in self._tables:
             table.push()
 
     def reset(self) -> None:
-        """Forget the gradients of the replica in progress."""
+        """Drop the gradients of the replica in progress."""
         for table in self._tables:
             table.reset()
 
     def remove(self) -> None:
-        """Give the modules their own forwards back."""
+        """Restore the modules' own forwards."""
         for module in self._modules:
             module.__dict__.pop("forward", None)
 
@@ -65,7 +66,7 @@ class _Table:
             self._fresh = RowSum(self._columns)
 
     def lookup(self, input: torch.Tensor) -> torch.Tensor:
-        """What ``torch.nn.Embedding.forward`` gives: the rows of `input` (int, any shape), in one more dimension."""
+        """Like ``torch.nn.Embedding.forward``: `input` (int, any shape) -> its rows, with one dimension more."""
         unique, inverse = torch.unique(input.detach(), return_inverse=True)
         ids = unique.to("cpu", torch.int64)
         if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < self._rows:
@@ -97,7 +98,7 @@ class _Table:
         return values
 
     def _split(self, ids: torch.Tensor) -> list[tuple[Shard, torch.Tensor]]:
-        """For each part that has any of the rows `ids`, where in `ids` they stand."""
+        """For each part that holds any of the rows `ids`: the part, and the positions of these rows in `ids`."""
         owner = ids % len(self._parts)
         split = [(part, torch.nonzero(owner == number).view(-1)) for number, part in enumerate(self._parts)]
         return [(part, place) for part, place in split if len(place)]
@@ -114,5 +115,5 @@ class _Table:
 
 
 def parts_of(layout: Layout, table: int) -> list[Shard]:
-    """The shards that are the parts of a table, in the order of the parts."""
+    """The shards that are the parts of a table, in the parts' order."""
     return [shard for shard in layout.shards if shard.part is not None and shard.part.table == table]
