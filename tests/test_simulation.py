@@ -31,8 +31,9 @@ from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Action, Compute, Install, Slot
 from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import Played, parse_policy, replay_line, word_for
-from rallypoint.testing.simulation.run import Fault, Plan, Result, SimulationFailed, make_plan, play, simulate
+from rallypoint.testing.simulation.run import Result, SimulationFailed, play, simulate
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.worker import SimulatedWorker
 

@@ -12,8 +12,9 @@ from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.worker.custody import CodecStateCustody
 from rallypoint.core.worker.handover import Handover
 from rallypoint.testing.simulation.codec_states import ServerCodecStates
+from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import CodecState, parse_policy, replay_line, word_for
-from rallypoint.testing.simulation.run import SimulationFailed, make_plan, simulate
+from rallypoint.testing.simulation.run import SimulationFailed, simulate
 
 FIXED = range(18)
 ENOUGH = range(150)  # seeds within which a planted bug has to be found

@@ -93,6 +93,8 @@ class SimulatedCoordinator:
                 case acts.Save(state=state):
                     self.disk.state = state
                 case acts.Send(connection=Wire() as wire, message=message):
+                    if isinstance(message, Finished) and self.shell.last_word is None:
+                        self._check_dismissed(wire)
                     wire.send(1, message)
                 case acts.Refuse(connection=Wire() as wire) | acts.Close(connection=Wire() as wire):
                     wire.cut() if isinstance(act, acts.Refuse) else wire.close(1)
@@ -104,6 +106,16 @@ class SimulatedCoordinator:
                     self.node.later(self.node.world.latency(), self._find)
                 case _:
                     pass
+
+    def _check_dismissed(self, wire: Wire) -> None:
+        """A server that may go was told to go, and the view has no shard on it."""
+        server = next(name for name, of in self.shell.members.items() if of is wire)
+        view, members = self.machine.view, self.machine.course.members
+        assert view is not None
+        assert server in members.leaving, f"{server} is dismissed, and was not told to go"
+        homes = {*view.primary.values(), *view.backup.values()}
+        held = server in homes and not self.job.stateful_workers
+        assert not held, f"{server} is dismissed, and has shards in view {view.number}"
 
     def _note(self, message: object) -> None:
         match message:

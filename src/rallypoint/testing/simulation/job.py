@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgspec
+
 from rallypoint.codec.spec import CodecSpec, Raw, has_state
 from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
@@ -45,7 +47,7 @@ class SimulatedJob:
     """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
 
     With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
-    With fragments (LocalSteps of as many steps) a step is a tick. `periods` are those of groups of their own, as
+    With LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as
     (sync_every, sync_offset), among which and the others the parameters' shards are dealt in turn.
     """
 
@@ -59,7 +61,8 @@ class SimulatedJob:
     sync: Sync | BoundedStaleness | Async | LocalSteps | AllReduce = field(default_factory=Sync)
     periods: tuple[tuple[int, int], ...] = ()
     codec: CodecSpec = field(default_factory=Raw)
-    loses_states: bool = False  # members that hold codec states are killed: then the bytes are not promised
+    inner: bool = False  # of local steps, over Sync: contributions depend on the replicas' own optimizers
+    loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     buffer_shards: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,11 +81,12 @@ class SimulatedJob:
     @cached_property
     def config(self) -> JobConfig:
         """The settings that a real job of this kind has."""
-        return JobConfig(
+        config = JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
         )  # fmt: skip
+        return msgspec.structs.replace(config, steps=self.steps * config.steps_per_round)
 
     @cached_property
     def layout(self) -> Layout:
@@ -105,12 +109,17 @@ class SimulatedJob:
     @cached_property
     def same_bytes(self) -> bool:
         """Are contents hashes, of everything that led to them? (Else they are sets of contributions.)"""
-        return self.sync in (Sync(), AllReduce())
+        return self.inner or self.sync in (Sync(), AllReduce())
 
     @cached_property
     def stateful_workers(self) -> bool:
         """Do workers step the optimizer?"""
         return self.config.mode.holder is Holder.WORKERS
+
+    @property
+    def keeps_inner(self) -> bool:
+        """Does a replica's own optimizer go on from round to round, on its worker?"""
+        return self.inner and isinstance(self.sync, LocalSteps) and self.sync.keep_inner
 
     def averages(self, shard: int) -> bool:
         """Do servers have no more of this shard than the mean of its contributions?"""
@@ -169,7 +178,8 @@ class SimulatedJob:
         if self.same_bytes and self.loses_states:
             return
         if self.same_bytes:
-            assert content == self.trajectory[version][shard], f"other bytes in shard {shard} at version {version}"
+            round = self.cadence.begun(shard, version)
+            assert content == self.trajectory[round][shard], f"other bytes in shard {shard} at version {version}"
         elif isinstance(self.sync, LocalSteps):
             due = [round for round in range(self.steps) if self.cadence.due(shard, round)][:version]
             wanted = frozenset((round, replica) for round in due for replica in range(self.expected(shard)))
@@ -199,6 +209,10 @@ class SimulatedJob:
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
         """What `replica` contributes at `step` when the model is `model`."""
         return combine(shard, step, replica, *model) if self.same_bytes else frozenset({(step, replica)})
+
+    def inner_after(self, inner: int, round: int, replica: int, model: Iterable[Content]) -> int:
+        """The state of a replica's own optimizer after the round; 0 is that of a new one."""
+        return combine(inner, round, replica, *model, 17)
 
     def encoded(self, gradient: Content, residual: int) -> tuple[Content, int]:
         """What a codec with a state makes of a gradient: the contribution, and the residual that it leaves."""
@@ -232,19 +246,25 @@ class SimulatedJob:
     def trajectory(self) -> list[list[Content]]:
         """Every shard at every version, computed without any cluster."""
         models = [[self.first(shard) for shard in range(self.shards)]]
-        residuals = dict[tuple[int, int], int]()
+        residuals, inner = dict[tuple[int, int], int](), dict[int, int]()
         for step in range(self.steps):
-            finished = [self._finished(shard, step, models[-1], residuals) for shard in range(self.shards)]
+            model = models[-1]
+            finished = [self._finished(shard, step, model, residuals, inner) for shard in range(self.shards)]
             scale = self._scale(step, finished)
             models.append([
-                self._next(shard, master, finished[shard], step, scale) for shard, master in enumerate(models[-1])
+                self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale)
+                if self.cadence.due(shard, step) else master for shard, master in enumerate(model)
             ])  # fmt: skip
+            for replica in range(self.replicas if self.keeps_inner else 0):
+                inner[replica] = self.inner_after(inner.get(replica, 0), step, replica, model)
         return models
 
     def _finished(
-        self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int]
+        self, shard: int, step: int, model: Iterable[Content], residuals: dict[tuple[int, int], int],
+        inner: dict[int, int],
     ) -> Content:  # fmt: skip
-        contributions = [self.gradient(shard, step, replica, model) for replica in range(self.expected(shard))]
+        replicas = range(self.expected(shard))
+        contributions = [self.gradient(shard, step, r, (*model, inner.get(r, 0))) for r in replicas]
         if shard in self.codec_state_shards:
             for replica, gradient in enumerate(contributions):
                 before = residuals.get((shard, replica), 0)

@@ -1,4 +1,5 @@
-"""A member's link to the simulated coordinator: joins, beats, comes back, keeps what it could not say."""
+"""Links to the simulated coordinator: a member's, which joins, beats, comes back, and keeps what it could not say; and
+an observer's, which says one order."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from rallypoint.net.messages import (
     Prepare,
     Propose,
     Report,
+    Resize,
     Stored,
 )
 from rallypoint.testing.simulation.network import Node, Wire
@@ -91,6 +93,32 @@ class Membership:
                     self.send(self._unsent.popleft())
             case _:
                 self._on_message(from_coordinator(message))
+
+
+class Order:
+    """`rallypoint resize`: says it to the coordinator until that has announced it. Then `heard` is called, once."""
+
+    def __init__(self, node: Node, order: Resize, heard: Callable[[], None]) -> None:
+        self.node, self._order, self._heard = node, order, heard
+        self._connect()
+
+    def _connect(self) -> None:
+        hello = Hello("observer", self.node.name, "host", b"", "", 0)
+        self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
+
+    def _failed(self, reason: str) -> None:
+        self.node.later(RETRY_S, self._connect)
+
+    def _up(self, wire: Wire) -> None:
+        wire.on_message[0] = lambda message: self._receive(wire, message)
+        wire.on_close[0] = lambda: self._failed("")
+        wire.send(0, self._order)
+
+    def _receive(self, wire: Wire, message: Any) -> None:
+        if message == self._order:
+            wire.close(0)
+            self.node.kill()
+            self._heard()
 
 
 # The simulated worker and server speak in tuples; the coordinator's shell in the real messages.

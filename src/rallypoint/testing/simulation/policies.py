@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 
 Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
-WORDS = "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or codec-state:WORD"
+WORDS = (
+    "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
+    "codec-state:WORD, inner:H, inner-fragments:F or inner-fresh:H"
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +20,14 @@ class CodecState:
     sync: Mode = field(default_factory=Sync)
 
 
-Played = Mode | CodecState
+@dataclass(frozen=True)
+class InnerState:
+    """A job of local steps whose contributions depend on the state of the replicas' own optimizers."""
+
+    sync: LocalSteps
+
+
+Played = Mode | CodecState | InnerState
 
 
 def parse_policy(text: str) -> Played:
@@ -25,8 +35,16 @@ def parse_policy(text: str) -> Played:
     name, colon, number = text.partition(":")
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
-        if not isinstance(sync, CodecState | AllReduce):
+        if not isinstance(sync, CodecState | InnerState | AllReduce):
             return CodecState(sync)
+    if number.isdecimal() and int(number) > 0:
+        match name, int(number):
+            case "inner", steps:
+                return InnerState(LocalSteps(steps))
+            case "inner-fresh", steps:
+                return InnerState(LocalSteps(steps, keep_inner=False))
+            case "inner-fragments", fragments if fragments > 1:
+                return InnerState(LocalSteps(fragments, fragments=fragments))
     return _parse_mode(text)
 
 
@@ -54,6 +72,9 @@ def word_for(policy: Played) -> str | None:
         case CodecState(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"
+        case InnerState(sync=LocalSteps(steps=steps, fragments=fragments, keep_inner=keep)):
+            own = f"inner:{steps}" if keep else f"inner-fresh:{steps}"
+            word = own if fragments == 1 else f"inner-fragments:{fragments}"
         case BoundedStaleness(staleness=staleness):
             word = f"ssp:{staleness}"
         case Sync(quorum=None):

@@ -2,138 +2,27 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
-import msgspec
-
-from rallypoint.codec.spec import TopK, has_state
-from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.modes import Feature
-from rallypoint.core.policy import LocalSteps, Sync
+from rallypoint.core.policy import Sync
+from rallypoint.net.messages import Resize
+from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
-from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.member import COORDINATOR
-from rallypoint.testing.simulation.network import World
-from rallypoint.testing.simulation.policies import CodecState, Mode, Played, replay_line
+from rallypoint.testing.simulation.member import COORDINATOR, Order
+from rallypoint.testing.simulation.network import Node, World
+from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
+from rallypoint.testing.simulation.policies import Played, replay_line
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
 LIMIT_S = 600.0  # of simulated time: a run takes about five
-HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
 _SYNC = Sync()
 
 
 class SimulationFailed(AssertionError):
     """A seed whose run went wrong; the message begins with the line that replays it."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that happens at `at` seconds to a member of `role`."""
-
-    at: float
-    kind: str
-    role: str
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one seed plays. `hesitate_s`: at most so long after a worker hears what it is to do it begins with it."""
-
-    seed: int
-    job: SimulatedJob
-    terms: Terms
-    workers: int
-    servers: int
-    faults: tuple[Fault, ...]
-    hesitate_s: float = 0.0
-
-
-_KINDS = (
-    "crash", "crash", "crash", "pause", "pause", "long pause", "drop", "drop", "partition", "join", "leave",
-    "disk full", "torn write", "everything", "half said", "drop first",
-)  # fmt: skip
-
-
-# Codec states are lost with the member that holds them. Where nobody dies who may hold one, nobody is given up either.
-# (A member whose connection to the coordinator breaks counts as dead.)
-_LEAVING = ("pause", "drop data", "partition", "join", "join", "leave", "leave", "leave", "half said", "disk full")
-_LOSING_SERVERS = ("pause", "drop data", "partition", "crash", "crash", "join", "half said", "torn write", "disk full")
-_PATIENT_S = 30.0
-
-
-def make_plan(seed: int, played: Played = _SYNC) -> Plan:
-    """The plan of a seed: everything in it follows from the number (and from the policy)."""
-    if not isinstance(played, CodecState):
-        return _plan_of(seed, played)
-    plan = _plan_of(seed, played.sync)
-    job = replace(plan.job, codec=TopK())
-    plan = replace(plan, job=job, terms=supported(plan.terms, job))
-    if seed % 3 == 0 or not job.same_bytes or job.policy.streaming:
-        return replace(plan, job=replace(job, loses_states=True))
-    kinds, role = (_LEAVING, "worker") if seed % 3 == 1 else (_LOSING_SERVERS, "server")
-    rng = random.Random(seed * 7919 + 2)
-    faults = []
-    for fault in plan.faults:
-        kind = rng.choice(kinds)
-        coordinator = kind == "crash" and rng.random() < 0.2
-        seconds = min(fault.seconds, 1.0) if kind in ("pause", "partition") else fault.seconds
-        faults.append(Fault(fault.at, kind, "coordinator" if coordinator else role, seconds))
-    terms = msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S)
-    return replace(plan, terms=terms, faults=tuple(faults))
-
-
-def _plan_of(seed: int, sync: Mode) -> Plan:
-    rng = random.Random(seed * 7919 + 1)
-    job = SimulatedJob(
-        shards=rng.randint(1, 8), buffers=0, replicas=rng.randint(1, 6), steps=rng.randint(4, 14),
-        clip=rng.choice([None, 1.0]),
-    )  # fmt: skip
-    buffers = int(job.shards > 2 and rng.random() < 0.5)
-    job = SimulatedJob(job.shards, buffers, job.replicas, job.steps, job.clip, skip=rng.random() < 0.25)
-    quorum = sync.quorum if isinstance(sync, Sync) and sync.quorum is not None else 1
-    job = replace(job, sync=sync, replicas=max(job.replicas, quorum))
-    if isinstance(sync, LocalSteps):  # a shard or more for each fragment, and no decisions
-        job = replace(job, shards=max(job.shards, sync.fragments + buffers), clip=None, skip=False)
-    workers, servers = rng.randint(1, 4), rng.randint(1, 4)
-    workers_max = rng.choice([workers, workers + 2, max(1, workers - 1)])
-    terms = Terms(
-        workers_start=workers, workers_min=rng.choice([1, 1, min(2, workers, workers_max)]), workers_max=workers_max,
-        servers=servers, replication=rng.choice([1, 2, 2]), heartbeat=2.0, backup_tasks=rng.random() < 0.3,
-        snapshot_seconds=rng.choice([0.5, 1.0, 3.0]), snapshot_steps=rng.choice([0, 0, 2]), snapshots=True,
-    )  # fmt: skip
-    terms = supported(terms, job)
-    faults = []
-    at = 0.0
-    for _ in range(rng.randint(0, 10)):
-        at += rng.expovariate(1.2)
-        kind = rng.choice(_KINDS)
-        role = rng.choice(["worker", "worker", "server", "server", "coordinator"])
-        seconds = {"pause": rng.uniform(0.1, 1.5), "long pause": rng.uniform(2.0, 6.0)}.get(kind, rng.uniform(0.1, 5.0))
-        faults.append(Fault(0.0 if kind == "drop first" else at, kind, role, seconds))
-    return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S if hesitates(seed) else 0.0)
-
-
-def supported(terms: Terms, job: SimulatedJob) -> Terms:
-    """These terms without what the job's mode does not support: see `core.modes`."""
-    without: dict[Feature, dict[str, Any]] = {
-        Feature.REPLICATION: {"replication": 1}, Feature.BACKUP_TASKS: {"backup_tasks": False},
-    }  # fmt: skip
-    record = job.record
-    for feature, changes in without.items():
-        if feature in terms.features and record.refusal_of(frozenset({feature})):
-            terms = msgspec.structs.replace(terms, **changes)
-    return terms
-
-
-def hesitates(seed: int) -> bool:
-    """Are workers slow to begin with what they were told in this seed's plan?"""
-    return seed % 4 == 3
 
 
 @dataclass
@@ -159,6 +48,7 @@ class Simulation:
         self.coordinator: SimulatedCoordinator | None = None
         self.events: list[str] = []
         self._named = Counter[str]()
+        self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
         """Play the plan to its end; SimulationFailed when something is wrong."""
@@ -173,8 +63,7 @@ class Simulation:
             self.world.run(LIMIT_S, lambda: self.outcome.finished or bool(self.outcome.aborted))
             self._check()
         except AssertionError as error:
-            job = self.plan.job
-            replay = replay_line(self.plan.seed, CodecState(job.sync) if has_state(job.codec) else job.sync)
+            replay = replay_line(self.plan.seed, played_by(self.plan))
             raise SimulationFailed("\n".join([replay, str(error), *self.events])) from error
         steps = {(step, replica) for _, step, replica in self.outcome.computed}
         return Result(
@@ -222,6 +111,8 @@ class Simulation:
             case "half said" | "drop first":
                 self.world.trap(fault.kind)
                 self._watch_coordinator()
+            case "resize":
+                self._resize()
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
@@ -253,8 +144,10 @@ class Simulation:
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
                     self.world.partition(name, other, fault.seconds)
-            case "leave" if fault.role == "worker" and self._staying() > self.plan.terms.workers_min:
+            case "leave" if fault.role == "worker" and self._staying("worker") > self.plan.terms.workers_min:
                 self.workers[name].leave()
+            case "leave" if fault.role == "server" and self._staying("server") > 1:
+                node.run(self.servers[name].leave)
 
     def _watch_coordinator(self) -> None:
         self.start_coordinator()
@@ -269,8 +162,30 @@ class Simulation:
             return
         {"worker": self.start_worker, "server": self.start_server, "coordinator": self.start_coordinator}[role]()
 
-    def _staying(self) -> int:
-        return sum(not self.workers[name].leaving for name in self._alive("worker"))
+    def _resize(self) -> None:
+        """The launcher acts on it when the coordinator has announced it, as the real one does."""
+        choose, least = self.world.random.randint, self.plan.terms.workers_min
+        order = Resize(choose(least, least + 3), choose(1, 4))
+        self.events.append(f"{self.world.now:.3f} {order}")
+        Order(Node(self.world, self._name("launcher")), order, lambda: self._resized(order))
+
+    def _resized(self, order: Resize) -> None:
+        """So many are to be here: start some, or tell the newest to go."""
+        self.computing_at_most = order.workers
+        for role, wanted in (("worker", order.workers), ("server", order.servers)):
+            staying = self._names_staying(role)
+            for name in staying[wanted:]:
+                member = self.workers[name] if role == "worker" else self.servers[name]
+                member.node.run(member.leave)
+            for _ in range(wanted - len(staying)):
+                self._again(role)
+
+    def _staying(self, role: str) -> int:
+        return len(self._names_staying(role))
+
+    def _names_staying(self, role: str) -> list[str]:
+        members = self.workers if role == "worker" else self.servers
+        return [name for name in self._alive(role) if not members[name].leaving]
 
     def _alive(self, role: str) -> list[str]:
         return [name for name in self.world.nodes if name.startswith(role)]
@@ -280,6 +195,7 @@ class Simulation:
     def _check(self) -> None:
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, f"stuck after {self.world.now:.1f} s: {self._where()}"
+        self._check_size()
         job = self.plan.job
         for shard in range(job.shards):
             contents = self._final_contents(shard)
@@ -288,7 +204,7 @@ class Simulation:
                 job.check_end(shard, content)
         for server in self.servers.values():
             server.check_tickets()
-            server.check_staleness()
+            server_checks.check_staleness(server)
         if not job.same_bytes:
             self._check_accounts()
             self._check_wants()
@@ -297,6 +213,12 @@ class Simulation:
                 for shard, content in enumerate(worker.model):
                     job.check_end(shard, content)
 
+    def _check_size(self) -> None:
+        """No more workers compute than were ordered, whoever is coordinator by now."""
+        view = self.coordinator.machine.view if self.coordinator is not None else None
+        computing = [worker for worker, own in view.assignments[-1].replicas.items() if own] if view else []
+        assert len(computing) <= self.computing_at_most, f"{computing} compute: {self.computing_at_most} are to"
+
     def _check_accounts(self) -> None:
         """Each contribution is counted once; a tally lives with its primary, so only where nothing was lost."""
         if self.plan.faults or any("going back" in said for said in self.outcome.said):
@@ -304,7 +226,7 @@ class Simulation:
         for server in self.servers.values():
             for shard in server.machine.held:
                 if server.machine.is_primary(shard):
-                    server.check_tally(shard)
+                    server_checks.check_tally(server, shard)
 
     def _check_wants(self) -> None:
         """Nobody waits for what is there."""

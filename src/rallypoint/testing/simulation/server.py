@@ -15,7 +15,9 @@ from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.net.messages import Finished
 from rallypoint.server.plan import plan_of
+from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
@@ -61,6 +63,7 @@ class SimulatedServer:
         self._tickets: dict[int, tuple[int, Content]] = {}  # shard and payload
         self._last_ticket = 0
         self._snapshot = ""
+        self.leaving = False
         self._codec_states = ServerCodecStates(name, job, self._tell, self._write) if job.codec_state_shards else None
         world.acceptors[name] = self
         self.membership = Membership(self.node, "server", self._on_message, self._on_admitted, address=name)
@@ -71,8 +74,17 @@ class SimulatedServer:
         if shards := self.shell.say_again(new=new):
             self.membership.send(("in step", shards))
 
+    def leave(self) -> None:
+        """SIGTERM: it hands its shards over. It says so again: a coordinator that takes over has not heard it."""
+        self.leaving = True
+        self.membership.send(("leaving",))
+        self.node.later(LEAVING_EVERY_S, self.leave)
+
     def _on_message(self, message: Any) -> None:
         match message:
+            case Finished():
+                self.membership.close()
+                self.node.kill()
             case ("view", View() as view) if not self.shell.fence.has_come(view.number):
                 self._viewed(view)
             case ("capture", id, version, _):
@@ -345,14 +357,6 @@ class SimulatedServer:
         self.node.later(self.node.world.latency() * 2, write)
 
     # ---- afterwards ----
-
-    def check_tally(self, index: int) -> None:
-        """Every contribution is accounted for."""
-        server_checks.check_tally(self, index)
-
-    def check_staleness(self) -> None:
-        """No contribution is later than the bound allows."""
-        server_checks.check_staleness(self)
 
     def check_tickets(self) -> None:
         """No payload is forgotten: each one that is still here waits for its turn."""

@@ -3,15 +3,71 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.inner import InnerStates
 from rallypoint.testing.simulation.exchange import SimulatedExchange
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
+from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob, combine
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.store import SimulatedStore
+
+
+@dataclass(slots=True)
+class Inner:
+    """The state of a replica's own optimizer: a name, and the one that the round was begun with. 0: a new one."""
+
+    round: int
+    whole: bool = False
+    name: int = 0
+    before: int = 0
+
+    def begin(self, round: int) -> None:
+        """It goes on to the next round."""
+        assert round == self.round + 1, f"round {round} is begun with the inner state of round {self.round}"
+        self.round, self.whole, self.before = round, False, self.name
+
+    def go_back(self) -> None:
+        """The round is begun once more."""
+        self.whole, self.name = False, self.before
+
+
+class InnerOptimizers:
+    """The replicas' own optimizers on one worker, which the real `InnerStates` picks from round to round."""
+
+    def __init__(self, name: str, job: SimulatedJob) -> None:
+        self._name, self._job = name, job
+        self._states = InnerStates(job.keeps_inner, Inner)
+        self._state = Inner(-1)  # of the replica in progress
+        self._generation = ViewNumber()
+        self._begun: dict[tuple[ViewNumber, int, int], int] = {}  # generation, round, replica -> state
+        self._made: dict[tuple[int, int], tuple[int, ViewNumber]] = {}  # replica, state -> round, generation
+
+    @property
+    def began_with(self) -> int:
+        """The state that the replica in progress has begun its round with."""
+        return self._state.before
+
+    def begin(self, round: int, replica: int, generation: ViewNumber) -> None:
+        """Make the first step: until the round is over the state is that of half a round."""
+        self._generation = generation
+        self._state = state = self._states.begin(round, replica, generation)
+        what = f"{self._name}: round {round} of replica {replica}"
+        same = self._begun.setdefault((generation, round, replica), state.name)
+        assert state.name == same, f"{what} is begun with two inner states"
+        made = self._made.get((replica, state.name))
+        fits = state.name == 0 or made == (round - 1, generation)
+        assert fits, f"{what} is begun with the inner state of (round, generation) {made}, in {generation}"
+        state.name = combine(state.name, round, 23)
+
+    def made(self, round: int, replica: int, model: list[Content]) -> None:
+        """The last step of the round is made."""
+        self._state.name = self._job.inner_after(self.began_with, round, replica, model)
+        self._made[replica, self._state.name] = (round, self._generation)
+        self._states.made(replica)
 
 
 class SimulatedWorker:
@@ -35,6 +91,7 @@ class SimulatedWorker:
         self._replica = -1
         self._began = 0.0
         self._generation = ViewNumber()  # that the replica in progress belongs to
+        self._inner = InnerOptimizers(name, job)
         self._blocked = self._acting = self._busy = False
         self.membership = Membership(self.node, "worker", self._on_message, self._on_admitted)
 
@@ -213,6 +270,7 @@ class SimulatedWorker:
 
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
+        self._inner.begin(self.machine.step, replica, self._generation)
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
         self._fill_next()
 
@@ -236,7 +294,8 @@ class SimulatedWorker:
 
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
         if fills and not self.machine.rewound:
-            self.slots[shard] = self.job.gradient(shard, step, replica, self.model)
+            model = (*self.model, self._inner.began_with) if self.job.same_bytes else self.model
+            self.slots[shard] = self.job.gradient(shard, step, replica, model)
             self._exchange.run(self.machine.handle(machine.Filled(shard)))
         self._fill_next()
 
@@ -244,6 +303,8 @@ class SimulatedWorker:
         replica, self._replica = self._replica, -1
         self._todo.clear()
         step = self.machine.step
+        if whole and self.job.inner:
+            self._inner.made(step, replica, self.model)
         self._exchange.run(self.shell.end_replica(whole=whole))
         if whole:
             self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._generation))

@@ -50,15 +50,15 @@ class DelayedSource(FragmentsSource):
 
     def may_go_ahead(self, round: int, replica: int) -> bool:
         """True if the round's first steps need no version: this worker has the replica's round before."""
-        inner = self._inner.get(replica)
+        inner = self._inner.kept.get(replica)
         here = inner is not None and inner.whole and inner.round == round - 1
-        return here and self._generation == self._exchange.view.generation
+        return here and self._inner.generation == self._exchange.view.generation
 
     def resume_replica(self, round: int, replica: int) -> None:
         """The version is here: continue the round of a replica that has gone ahead."""
         if self._in_model != replica:
             self._put_away()
-        inner = self._inner[replica]
+        inner = self._inner.kept[replica]
         self._replica, self._round, self._optimizer, self._in_model = replica, round, inner.optimizer, replica
         if (drift := inner.drift) is not None and drift.away and drift.left is not None:
             drift.away = False
@@ -73,7 +73,7 @@ class DelayedSource(FragmentsSource):
     @torch.no_grad()
     def _mix(self) -> None:
         """Set the shards of the round before to mix * version + (1 - mix) * own."""
-        drift, local = self._inner[self._replica].drift, self._config.local
+        drift, local = self._inner.kept[self._replica].drift, self._config.local
         assert local is not None
         if drift is None or self._round == drift.fresh:
             return  # the replica has started this round from the version
@@ -101,7 +101,7 @@ class DelayedSource(FragmentsSource):
             self._save(drift.began)
 
     def _inner_of(self, round: int, replica: int) -> _Inner:
-        inner = self._inner.get(replica)
+        inner = self._inner.kept.get(replica)
         if inner is not None and inner.round == round + 1:
             _step_back(inner)  # it has computed steps of the next round too early
         goes_on, before = inner is not None and inner.round == round - 1, {} if inner is None else inner.before

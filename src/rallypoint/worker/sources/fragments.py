@@ -38,7 +38,7 @@ class FragmentsSource(LocalStepsSource):
         self._replace(new)
 
     def _replace(self, new: Sequence[Shard]) -> None:
-        for inner in self._inner.values():
+        for inner in self._inner.kept.values():
             if inner.drift is not None and inner.drift.left is not None:
                 for shard in new:
                     inner.drift.left[shard.start : shard.stop] = self._start[shard.start : shard.stop]
@@ -78,7 +78,7 @@ class FragmentsSource(LocalStepsSource):
 
     def _put_away(self) -> None:
         """Save the parameters of the replica in the model, because the model will hold something else."""
-        inner = None if self._in_model is None else self._inner.get(self._in_model)
+        inner = None if self._in_model is None else self._inner.kept.get(self._in_model)
         self._in_model = None
         if inner is None or inner.drift is None:
             return

@@ -20,7 +20,7 @@ import torch
 from rallypoint.config import JobConfig, cadence_of, settings_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker.inner import InnerStates
 from rallypoint.optim.flat import build_optimizer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.sources.source import WaitsForVersions, send_buffers
@@ -48,8 +48,8 @@ class LocalStepsSource(WaitsForVersions):
         self._cadence = cadence_of(config, exchange.layout.shards)
         self._start = torch.zeros(exchange.layout.words)
         self._moved = False  # True if the model holds something else than `_start`
-        self._inner: dict[int, _Inner] = {}
-        self._generation = ViewNumber()
+        assert config.local is not None
+        self._inner = InnerStates(config.local.keep_inner, lambda round: _Inner(self._new_optimizer(), round))
         self._step = self._replica = -1
         self._buffers_before: list[torch.Tensor] = []
 
@@ -117,8 +117,7 @@ class LocalStepsSource(WaitsForVersions):
             self._staging.then(partial(self._fill, shard))
         if self._exchange.replica.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
-        if replica in self._inner:
-            self._inner[replica].whole = True
+        self._inner.made(replica)
         self._staging.drain()
         self._exchange.replica.computed()
 
@@ -156,22 +155,7 @@ class LocalStepsSource(WaitsForVersions):
 
     def _inner_of(self, round: int, replica: int) -> _Inner:
         """The replica's optimizer for this round: new, unless the replica made the round before (or this one) here."""
-        assert self._config.local is not None
-        if not self._config.local.keep_inner:
-            return _Inner(self._new_optimizer(), round)
-        if self._generation != self._exchange.view.generation:  # a roll-back has made all states stale
-            self._generation = self._exchange.view.generation
-            self._inner.clear()
-        # A replica that made its last round on another worker has its state there.
-        self._inner = {r: inner for r, inner in self._inner.items() if inner.round >= round - 1}
-        inner = self._inner.get(replica)
-        if inner is not None and inner.round == round:
-            inner.go_back()
-        elif inner is not None and inner.round == round - 1 and inner.whole:
-            inner.begin(round)
-        else:
-            inner = self._inner[replica] = _Inner(self._new_optimizer(), round)
-        return inner
+        return self._inner.begin(round, replica, self._exchange.view.generation)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         of_group: dict[int, list[torch.nn.Parameter]] = {}

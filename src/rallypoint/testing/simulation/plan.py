@@ -1,0 +1,149 @@
+"""What one seed plays: a job, a cluster, a plan of faults."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from rallypoint.codec.spec import TopK, has_state
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.modes import Feature
+from rallypoint.core.policy import LocalSteps, Sync
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.policies import CodecState, InnerState, Mode, Played
+
+HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
+_SYNC = Sync()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens at `at` seconds to a member of `role`."""
+
+    at: float
+    kind: str
+    role: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one seed plays. `hesitate_s`: at most so long after a worker hears what it is to do it begins with it."""
+
+    seed: int
+    job: SimulatedJob
+    terms: Terms
+    workers: int
+    servers: int
+    faults: tuple[Fault, ...]
+    hesitate_s: float = 0.0
+
+
+_KINDS = (
+    "crash", "crash", "crash", "pause", "pause", "long pause", "drop", "drop", "partition", "join", "leave",
+    "disk full", "torn write", "everything", "half said", "drop first",
+)  # fmt: skip
+
+
+# Codec states are lost with the member that holds them. Where nobody dies who may hold one, nobody is given up either.
+# (A member whose connection to the coordinator breaks counts as dead.)
+_LEAVING = ("pause", "drop data", "partition", "join", "join", "leave", "leave", "leave", "half said", "disk full")
+_LOSING_SERVERS = ("pause", "drop data", "partition", "crash", "crash", "join", "half said", "torn write", "disk full")
+_PATIENT_S = 30.0
+
+
+def make_plan(seed: int, played: Played = _SYNC) -> Plan:
+    """The plan of a seed: everything in it follows from the number (and from the policy)."""
+    if isinstance(played, InnerState):
+        return _with_inner(_plan_of(seed, played.sync), played.sync)
+    if not isinstance(played, CodecState):
+        return _plan_of(seed, played)
+    plan = _plan_of(seed, played.sync)
+    job = replace(plan.job, codec=TopK())
+    plan = replace(plan, job=job, terms=supported(plan.terms, job))
+    if seed % 3 == 0 or not job.same_bytes or job.policy.streaming:
+        return replace(plan, job=replace(job, loses_states=True))
+    kinds, role = (_LEAVING, "worker") if seed % 3 == 1 else (_LOSING_SERVERS, "server")
+    rng = random.Random(seed * 7919 + 2)
+    faults = []
+    for fault in plan.faults:
+        kind = rng.choice(kinds)
+        coordinator = kind == "crash" and rng.random() < 0.2
+        seconds = min(fault.seconds, 1.0) if kind in ("pause", "partition") else fault.seconds
+        faults.append(Fault(fault.at, kind, "coordinator" if coordinator else role, seconds))
+    terms = msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S)
+    return replace(plan, terms=terms, faults=tuple(faults))
+
+
+def _with_inner(plan: Plan, sync: LocalSteps) -> Plan:
+    """Where inner states are kept, two of three plans lose some, and one has no faults: its bytes are promised."""
+    faults = plan.faults if plan.seed % 3 or not sync.keep_inner else ()
+    job = replace(plan.job, inner=True, loses_states=sync.keep_inner and faults != ())
+    return replace(plan, faults=faults, job=job)
+
+
+def _plan_of(seed: int, sync: Mode) -> Plan:
+    rng = random.Random(seed * 7919 + 1)
+    job = SimulatedJob(
+        shards=rng.randint(1, 8), buffers=0, replicas=rng.randint(1, 6), steps=rng.randint(4, 14),
+        clip=rng.choice([None, 1.0]),
+    )  # fmt: skip
+    buffers = int(job.shards > 2 and rng.random() < 0.5)
+    job = SimulatedJob(job.shards, buffers, job.replicas, job.steps, job.clip, skip=rng.random() < 0.25)
+    quorum = sync.quorum if isinstance(sync, Sync) and sync.quorum is not None else 1
+    job = replace(job, sync=sync, replicas=max(job.replicas, quorum))
+    if isinstance(sync, LocalSteps):  # a shard or more for each fragment, and no decisions
+        job = replace(job, shards=max(job.shards, sync.fragments + buffers), clip=None, skip=False)
+    workers, servers = rng.randint(1, 4), rng.randint(1, 4)
+    workers_max = rng.choice([workers, workers + 2, max(1, workers - 1)])
+    terms = Terms(
+        workers_start=workers, workers_min=rng.choice([1, 1, min(2, workers, workers_max)]), workers_max=workers_max,
+        servers=servers, replication=rng.choice([1, 2, 2]), heartbeat=2.0, backup_tasks=rng.random() < 0.3,
+        snapshot_seconds=rng.choice([0.5, 1.0, 3.0]), snapshot_steps=rng.choice([0, 0, 2]), snapshots=True,
+    )  # fmt: skip
+    terms = supported(terms, job)
+    faults = []
+    at = 0.0
+    for _ in range(rng.randint(0, 10)):
+        at += rng.expovariate(1.2)
+        kind = rng.choice(_KINDS)
+        role = rng.choice(["worker", "worker", "server", "server", "coordinator"])
+        seconds = {"pause": rng.uniform(0.1, 1.5), "long pause": rng.uniform(2.0, 6.0)}.get(kind, rng.uniform(0.1, 5.0))
+        faults.append(Fault(0.0 if kind == "drop first" else at, kind, role, seconds))
+    if resizes(seed):
+        more = random.Random(seed * 7919 + 3)
+        faults += [Fault(more.uniform(0.3, 6.0), "resize", "launcher") for _ in range(2)]
+    return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S if hesitates(seed) else 0.0)
+
+
+def supported(terms: Terms, job: SimulatedJob) -> Terms:
+    """These terms without what the job's mode does not support: see `core.modes`."""
+    without: dict[Feature, dict[str, Any]] = {
+        Feature.REPLICATION: {"replication": 1}, Feature.BACKUP_TASKS: {"backup_tasks": False},
+    }  # fmt: skip
+    record = job.record
+    for feature, changes in without.items():
+        if feature in terms.features and record.refusal_of(frozenset({feature})):
+            terms = msgspec.structs.replace(terms, **changes)
+    return terms
+
+
+def resizes(seed: int) -> bool:
+    """Is the number of workers and servers changed by order in this seed's plan?"""
+    return seed % 5 == 1
+
+
+def hesitates(seed: int) -> bool:
+    """Are workers slow to begin with what they were told in this seed's plan?"""
+    return seed % 4 == 3
+
+
+def played_by(plan: Plan) -> Played:
+    """What a plan was made for."""
+    job = plan.job
+    if job.inner and isinstance(job.sync, LocalSteps):
+        return InnerState(job.sync)
+    return CodecState(job.sync) if has_state(job.codec) else job.sync

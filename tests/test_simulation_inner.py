@@ -1,0 +1,103 @@
+"""The simulation plays the state of replicas' own optimizers under local steps: it is kept on one worker only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rallypoint.core.policy import LocalSteps
+from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker.inner import InnerStates
+from rallypoint.testing.simulation.plan import make_plan
+from rallypoint.testing.simulation.policies import InnerState, parse_policy, replay_line, word_for
+from rallypoint.testing.simulation.run import SimulationFailed, simulate
+from rallypoint.testing.simulation.worker import Inner
+
+FIXED = range(18)
+ENOUGH = range(200)  # seeds within which a planted bug has to be found
+KEPT, FRAGMENTS = InnerState(LocalSteps(3)), InnerState(LocalSteps(3, fragments=3))
+FRESH = InnerState(LocalSteps(2, keep_inner=False))
+
+
+def test_when_every_round_begins_with_a_new_optimizer_the_bytes_are_the_same_whatever_fails() -> None:
+    assert not any(make_plan(seed, FRESH).job.loses_states for seed in FIXED)
+    assert any(make_plan(seed, FRESH).faults for seed in FIXED)
+    for seed in FIXED:
+        simulate(seed, FRESH)
+
+
+@pytest.mark.parametrize("policy", [KEPT, FRAGMENTS], ids=word_for)
+def test_kept_states_give_the_same_bytes_when_nothing_fails_and_else_the_job_ends(policy: InnerState) -> None:
+    """Each state begins one round, of the generation that it was made in."""
+    plans = [make_plan(seed, policy) for seed in FIXED]
+    assert {plan.job.loses_states for plan in plans} == {True, False}
+    for seed in FIXED:
+        simulate(seed, policy)
+
+
+@pytest.mark.parametrize("policy", [KEPT, FRAGMENTS, FRESH], ids=word_for)
+def test_the_word_for_inner_states_is_read_back_and_is_in_the_line_that_replays(policy: InnerState) -> None:
+    word = word_for(policy)
+    assert word is not None
+    assert parse_policy(word) == policy
+    assert f"--policy {word} --seed 3" in replay_line(3, policy)
+
+
+@pytest.mark.parametrize("word", ["inner", "inner:0", "inner-fragments:1", "inner-fresh:", "codec-state:inner:2"])
+def test_what_no_inner_state_can_be_played_with_is_refused(word: str) -> None:
+    with pytest.raises(ValueError, match="use sync, quorum:K"):
+        parse_policy(word)
+
+
+_begin = InnerStates.begin
+
+
+def _stale_states_go_on(self: InnerStates[Inner], round: int, replica: int, generation: ViewNumber) -> Inner:
+    """After a roll-back the replica goes on with what it had made before it."""
+    self.generation = generation
+    return _begin(self, round, replica, generation)
+
+
+def _nothing_is_kept(self: InnerStates[Inner], round: int, replica: int, generation: ViewNumber) -> Inner:
+    """Every round begins from zero."""
+    return self.new(round)
+
+
+def _everything_is_kept(self: InnerStates[Inner], round: int, replica: int, generation: ViewNumber) -> Inner:
+    """Also where every round is to begin from zero."""
+    self.keeps = True
+    return _begin(self, round, replica, generation)
+
+
+def _begun_again_from_zero(self: InnerStates[Inner], round: int, replica: int, generation: ViewNumber) -> Inner:
+    """A round that is begun once more does not go back to what it was begun with."""
+    if (state := self.kept.get(replica)) is not None and state.round == round:
+        del self.kept[replica]
+    return _begin(self, round, replica, generation)
+
+
+@pytest.mark.parametrize(("policy", "bug", "sentence"), [
+    (KEPT, _stale_states_go_on, "is begun with the inner state of"),
+    (KEPT, _begun_again_from_zero, "is begun with two inner states"),
+    (KEPT, _nothing_is_kept, "other bytes|two inner states"),
+    (FRAGMENTS, _nothing_is_kept, "other bytes|two inner states"),
+    (FRESH, _everything_is_kept, "other bytes"),
+], ids=["stale", "again from zero", "nothing kept", "nothing kept of fragments", "kept"])  # fmt: skip
+def test_a_bug_planted_on_purpose_is_found(
+    policy: InnerState, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(InnerStates, "begin", bug)
+    assert re.search(sentence, _found(policy))
+
+
+def _found(policy: InnerState) -> str:
+    """What the first seed that fails says."""
+    for seed in ENOUGH:
+        try:
+            simulate(seed, policy)
+        except SimulationFailed as failed:
+            return str(failed)
+    pytest.fail(f"not found within {len(ENOUGH)} seeds")

@@ -1,0 +1,109 @@
+"""The simulation plays servers that are told to go, and orders of another size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.effects import Dismiss, Effect
+from rallypoint.core.cluster.membership import Membership
+from rallypoint.core.cluster.succession import Succession
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps, Sync
+from rallypoint.testing.simulation.job import SimulatedJob
+from rallypoint.testing.simulation.plan import Fault, Plan, resizes
+from rallypoint.testing.simulation.policies import Mode, word_for
+from rallypoint.testing.simulation.run import Simulation, SimulationFailed, play, simulate
+
+RESIZED = [seed for seed in range(60) if resizes(seed)]
+ENOUGH = [seed for seed in range(300) if resizes(seed)]  # within which a planted bug has to be found
+POLICIES = (Sync(), Sync(quorum=2), BoundedStaleness(1), LocalSteps(2, fragments=2), AllReduce())
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=word_for)
+def test_servers_that_are_told_to_go_hand_their_shards_over_and_end(policy: Mode) -> None:
+    """Two of three go, also where no shard has a backup."""
+    job = SimulatedJob(replicas=3, steps=14, sync=policy)
+    leaves = tuple(Fault(at, "leave", "server") for at in (0.7, 1.4))
+    for seed in range(4):
+        terms = Terms(workers_start=2, workers_max=2, servers=3, replication=1, snapshots=False)
+        simulation = Simulation(Plan(seed, job, terms, 2, 3, leaves))
+        result = simulation.run()
+        gone = [name for name, server in simulation.servers.items() if server.leaving and not server.node.alive]
+        assert len(gone) == 2, f"seed {seed}: only {gone} are gone; {result.outcome.said}"
+        assert not any("going back" in said for said in result.outcome.said), f"seed {seed}: {result.outcome.said}"
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=word_for)
+def test_workers_and_servers_come_and_go_by_order_whatever_fails(policy: Mode) -> None:
+    sizes = {line.split(" ", 1)[1] for seed in RESIZED for line in simulate(seed, policy).events if "Resize(" in line}
+    assert len(sizes) > 5
+
+
+def _dismissed_at_once(self: Succession) -> list[Effect]:
+    """Who was told to go may, with what it holds."""
+    return [Dismiss(server) for server in self.course.members.servers if server in self.course.members.leaving]
+
+
+def _everybody_may_go(self: Succession) -> list[Effect]:
+    """Who holds nothing is sent home, whether or not it was told to go."""
+    view, members = self.course.view, self.course.members
+    held = set() if view is None else {*view.primary.values(), *view.backup.values()}
+    return [Dismiss(server) for server in members.servers if server not in held]
+
+
+_state = Course.state
+
+
+def _the_order_is_not_written_down(self: Course) -> Any:
+    """The next coordinator goes by the size that the job began with."""
+    return msgspec.structs.replace(_state(self), workers_max=self.terms.workers_max)
+
+
+@pytest.mark.parametrize(("owner", "name", "bug", "sentence"), [
+    (Succession, "dismiss", _dismissed_at_once, "is dismissed, and has shards"),
+    (Succession, "dismiss", _everybody_may_go, "is dismissed, and was not told to go"),
+], ids=["at once", "everybody"])  # fmt: skip
+def test_a_bug_planted_on_purpose_is_found(
+    owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, bug)
+    assert re.search(sentence, _found(Sync()))
+
+
+def test_an_order_that_dies_with_the_coordinator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = SimulatedJob(replicas=6, steps=14)
+    terms = Terms(workers_start=4, workers_max=6, servers=2, snapshots=True)
+    joins = tuple(Fault(at, "join", "worker") for at in (2.0, 2.1, 2.2))
+    faults = (Fault(0.6, "resize", "launcher"), Fault(1.5, "crash", "coordinator", 0.5), *joins)
+    plans = [Plan(seed, job, terms, 4, 2, faults) for seed in range(6)]
+    _play_all(plans)
+    monkeypatch.setattr(Course, "state", _the_order_is_not_written_down)
+    with pytest.raises(SimulationFailed, match=r"compute: \d are to"):
+        _play_all(plans)
+
+
+def _play_all(plans: list[Plan]) -> None:
+    for plan in plans:
+        play(plan)
+
+
+def test_shards_that_stay_on_a_server_that_was_told_to_go_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Membership, "staying", property(lambda self: self.servers))
+    with pytest.raises(AssertionError, match=r"only .* are gone"):
+        test_servers_that_are_told_to_go_hand_their_shards_over_and_end(Sync())
+
+
+def _found(policy: Mode) -> str:
+    """What the first seed that fails says."""
+    for seed in ENOUGH:
+        try:
+            simulate(seed, policy)
+        except SimulationFailed as failed:
+            return str(failed)
+    pytest.fail(f"not found within {len(ENOUGH)} seeds")
