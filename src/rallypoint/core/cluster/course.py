@@ -105,6 +105,12 @@ class Course:
         """The workers to wait for before computing: `workers_start`; `workers_min` once there has been a view."""
         return self.terms.workers_min if self.views.begun else self.terms.workers_start
 
+    @property
+    def servers_to_begin(self) -> int:
+        """The servers to wait for before computing: `servers`; once there has been a view, as many as replication
+        needs. Some may have left since as they were told, and nobody starts others in their place."""
+        return min(self.terms.servers, max(1, self.terms.replication)) if self.views.begun else self.terms.servers
+
     def active(self) -> list[str]:
         """The workers that compute, those that are ready longest first; the others stand by."""
         return self.members.active(self.terms.workers_min, self.workers_max)

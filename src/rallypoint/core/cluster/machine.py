@@ -133,7 +133,9 @@ class ClusterMachine:
         course = self.course
         if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, self.terms)):
             return phrase
-        return awaited(course.phase, course.members, self.terms, course.workers_to_begin)
+        return awaited(
+            course.phase, course.members, self.terms, workers=course.workers_to_begin, servers=course.servers_to_begin
+        )
 
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant does not hold. Call it between any two events."""
@@ -237,7 +239,7 @@ class ClusterMachine:
 
     def _begin_when_gathered(self) -> list[Effect]:
         course, members = self.course, self.course.members
-        if len(members.servers) < self.terms.servers or len(members.proposed) < course.workers_to_begin:
+        if len(members.servers) < course.servers_to_begin or len(members.proposed) < course.workers_to_begin:
             return []
         assert course.record is not None
         course.phase = Phase.RUNNING
@@ -312,6 +314,8 @@ class ClusterMachine:
             effects.append(Refuse(member, f"given up: {why}"))
             course.members.give_up(member, now + self.terms.heartbeat)
             effects += self._left(member, why)
+        if course.record is None:  # all have gone at once: a view of the job that they gave up is for nobody
+            effects = [effect for effect in effects if not isinstance(effect, Publish)]
         if course.phase is Phase.RUNNING:
             if course.storing_first_weights and self._snapshots.taking is None and not course.members.awaited:
                 effects += self._succession.new_generation("")  # an earlier coordinator was lost at the start

@@ -44,21 +44,24 @@ class ClusterState(msgspec.Struct, frozen=True):
     state_holders: dict[str, int] = {}
 
 
-def awaited(phase: Phase, members: Membership, terms: Terms, workers_to_begin: int) -> str | None:
-    """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
-    workers, servers = len(members.proposed.keys() - members.leaving), len(members.servers)
+def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:
+    """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress.
+
+    `workers` and `servers` are how many it takes to begin.
+    """
+    able, here = len(members.proposed.keys() - members.leaving), len(members.servers)
     match phase:
         case Phase.GATHERING:
             missing = [
-                *_missing(terms.servers - servers, "server"),
-                *_missing(workers_to_begin - len(members.workers), "worker"),
+                *_missing(servers - here, "server"),
+                *_missing(workers - len(members.workers), "worker"),
             ]
             silent = sorted(members.workers.keys() - members.proposed.keys())
             return " and ".join(missing) if missing else f"the model of {', '.join(silent)}"
         case Phase.RECOVERING:
-            return " and ".join(_missing(1 - servers, "server")) or "a snapshot to go back to"
-        case Phase.RUNNING if workers < terms.workers_min:
-            missing = _missing(terms.workers_min - workers, "worker")
+            return " and ".join(_missing(1 - here, "server")) or "a snapshot to go back to"
+        case Phase.RUNNING if able < terms.workers_min:
+            missing = _missing(terms.workers_min - able, "worker")
             return f"{missing[0]} (at least {terms.workers_min} are wanted)"
         case Phase.RUNNING if members.all_done and members.given_up:
             return f"{', '.join(sorted(members.given_up))} to come back, given up just before the end"
