@@ -128,6 +128,6 @@ def test_the_worker_holds_where_this_round_and_the_one_before_began() -> None:
             with micro:
                 micro.backward(loss_of(model, micro.batch))
         source: Any = run._source
-    for inner in source._inner.values():
+    for inner in source._inner.kept.values():
         drift = inner.drift
         assert all(kept.numel() == source._start.numel() for kept in (drift.began, drift.earlier, drift.left))

@@ -287,8 +287,8 @@ def test_the_worker_holds_one_vector_more_and_two_states_for_each_replica() -> N
         source: Any = run._source
     parameters = sum(p.numel() for p in model.parameters())
     assert source._start.numel() == run._parts.tensors.layout.words
-    assert sorted(source._inner) == list(range(config.replicas))
-    for inner in source._inner.values():
+    assert sorted(source._inner.kept) == list(range(config.replicas))
+    for inner in source._inner.kept.values():
         kept = inner.optimizer.state_dict()["state"].values()
         for states in (kept, inner.before.values()):
             moments = sum(t.numel() for state in states for name, t in state.items() if name != "step")

@@ -59,8 +59,8 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
             missing = _missing(answer, workers, servers)
             if not missing:
                 here = _counted(len(answer.workers), len(answer.servers))
-                idle = f"; {len(answer.standby)} more workers stand by" if answer.standby else ""
-                return f"done in {time.monotonic() - began:.1f} s: {here} at work{idle}"
+                idle = "; the others stand by: they would have no replica" if len(answer.workers) < workers else ""
+                return f"done in {time.monotonic() - began:.1f} s: {here}{idle}"
             if missing != said:
                 say(f"waiting for {missing}")
                 said = missing
