@@ -59,7 +59,7 @@ def resize(run: Path, workers: int, servers: int, say: Callable[[str], None]) ->
             missing = _missing(answer, workers, servers)
             if not missing:
                 here = _counted(len(answer.workers), len(answer.servers))
-                idle = "; the others stand by: they would have no replica" if len(answer.workers) < workers else ""
+                idle = "; the others stand by for now" if len(answer.workers) < workers else ""
                 return f"done in {time.monotonic() - began:.1f} s: {here}{idle}"
             if missing != said:
                 say(f"waiting for {missing}")
