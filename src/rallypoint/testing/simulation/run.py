@@ -216,7 +216,8 @@ class Simulation:
     def _check_size(self) -> None:
         """No more workers compute than were ordered, whoever is coordinator by now."""
         view = self.coordinator.machine.view if self.coordinator is not None else None
-        computing = [worker for worker, own in view.assignments[-1].replicas.items() if own] if view else []
+        newest = view.assignments[-1].replicas if view is not None and view.assignments else {}
+        computing = [worker for worker, own in newest.items() if own]
         assert len(computing) <= self.computing_at_most, f"{computing} compute: {self.computing_at_most} are to"
 
     def _check_accounts(self) -> None:
