@@ -307,7 +307,7 @@ class StreamMachine(SlotMachine):
         assert not (self._ready and self._installing >= 0), "it installs before the step in progress is over"
         computing = self._computing
         assert computing is None or computing == self._current or self.rewound, f"it computes {computing} unasked"
-        assert self._current is None or 0 <= self.step < self.steps, f"step {self.step} of {self.steps}"
+        assert self._current is None or 0 <= self.step <= self.steps, f"step {self.step} of {self.steps}"
         assert all(0 <= clock <= self.steps for clock in self._clocks.values()), f"clocks {self._clocks}"
         for shard, slot in enumerate(self._slots):
             if slot in (Slot.LANDING, Slot.LANDED):
