@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,17 +22,20 @@ import psutil
 import pytest
 from rich.console import Console
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import UnprovenPeer, UsageError
 from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
-from rallypoint.launch.cluster import Handle
+from rallypoint.launch.cluster import Command, Handle
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
 from rallypoint.launch.supervisor import Limits
-from rallypoint.net.messages import Finished, Message
+from rallypoint.net.handshake import COORDINATOR, introduce
+from rallypoint.net.messages import Finished, Hello, Message
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.store import closing
 from rallypoint.testing.programs import run_program
 
 pytestmark = pytest.mark.programs
@@ -338,7 +343,9 @@ def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
         "failed: coordinator was killed (SIGKILL); it is not started again: 2 times in a row the coordinator died soon"
         in played.said
     )
-    assert f"to go on from the last snapshot: rallypoint resume {played.folder}" in played.said
+    assert re.search(
+        rf"to go on from version \d+, the last snapshot: rallypoint resume {played.folder}", played.said
+    )
 
 
 def test_a_replacement_runs_the_code_that_the_run_began_with(tmp_path: Path, undisturbed: str) -> None:
@@ -372,13 +379,17 @@ def test_a_job_is_resized_while_it_runs_and_ends_with_the_same_bytes(tmp_path: P
 
         return [begins, lambda run: not order.is_alive()]
 
-    moves = [at_step(4), *ordered(2, 2), opens(gate, 8), at_step(8), *ordered(1, 1), opens(gate, 99)]
+    def kept_as(run: ClusterRun) -> bool:  # for `rallypoint resume`
+        kept = read_plan(played.folder)
+        return (kept.workers, kept.workers_start, kept.servers) == ((1, 2), 2, 2)
+
+    moves = [at_step(4), *ordered(2, 2), kept_as, opens(gate, 8), at_step(8), *ordered(1, 1), opens(gate, 99)]
     assert played.run(until(*moves)) == 0, played.said
     assert [answer.partition(": ")[2] for answer in answers] == ["2 workers and 2 servers", "1 worker and 1 server"]
     assert "going back" not in played.said
     assert (played.folder / "hash").read_text() == undisturbed
     kept = read_plan(played.folder)
-    assert (kept.workers, kept.workers_start, kept.servers) == ((1, 1), 1, 1)  # for `rallypoint resume`
+    assert (kept.workers, kept.workers_start, kept.servers) == ((1, 1), 1, 1)
 
 
 def test_processes_listen_at_one_address_and_are_told_another(tmp_path: Path, undisturbed: str) -> None:
@@ -399,6 +410,15 @@ def test_processes_listen_at_one_address_and_are_told_another(tmp_path: Path, un
     assert (played.folder / "hash").read_text() == undisturbed
 
 
+def join_by_hand(played: Played) -> subprocess.Popen[str]:
+    """Start the script as a user does who joins the running job."""
+    where = read_where(played.folder)
+    env = {**os.environ, "RALLYPOINT_COORDINATOR": where.coordinator, "RALLYPOINT_TOKEN": where.token,
+           "RALLYPOINT_ID": "mine", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    argv = [sys.executable, str(played.script)]
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undisturbed: str) -> None:
     gate = tmp_path / "gate"
     gate.write_text("5")
@@ -406,11 +426,7 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
     started: list[subprocess.Popen[str]] = []
 
     def by_hand(run: ClusterRun) -> bool:
-        where = read_where(played.folder)
-        env = {**os.environ, "RALLYPOINT_COORDINATOR": where.coordinator, "RALLYPOINT_TOKEN": where.token,
-               "RALLYPOINT_ID": "mine", "OMP_NUM_THREADS": "1"}  # fmt: skip
-        argv = [sys.executable, str(played.script)]
-        started.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        started.append(join_by_hand(played))
         return True
 
     def drop_one(run: ClusterRun) -> bool:  # so that `mine` computes
@@ -423,6 +439,25 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
 
     assert played.run(until(at_step(5), by_hand, lambda run: "mine" in run.supervisor.took_part, drop_one, computes,
                             opens(gate, 99))) == 0, played.said  # fmt: skip
+    output, _ = started[0].communicate(timeout=60)
+    assert (started[0].returncode, output) == (0, "")
+    assert (played.folder / "hash").read_text() == undisturbed
+
+
+def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_path: Path, undisturbed: str) -> None:
+    gate = tmp_path / "gate"
+    gate.write_text("5")
+    played = Played(tmp_path, GATED)
+    started: list[subprocess.Popen[str]] = []
+
+    def by_hand(run: ClusterRun) -> bool:
+        started.append(join_by_hand(played))
+        return True
+
+    def stands_by(run: ClusterRun) -> bool:
+        return run.console.members is not None and "mine" in run.console.members.standby
+
+    assert played.run(until(at_step(5), by_hand, stands_by, opens(gate, 99))) == 0, played.said
     output, _ = started[0].communicate(timeout=60)
     assert (started[0].returncode, output) == (0, "")
     assert (played.folder / "hash").read_text() == undisturbed
@@ -451,7 +486,7 @@ def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(t
         raise KeyboardInterrupt
 
     assert played.run(until(at_step(5), interrupts)) == launcher.INTERRUPTED
-    assert f"to go on from the last snapshot: rallypoint resume {played.folder}" in played.said
+    assert f", the last snapshot: rallypoint resume {played.folder}" in played.said
     played.script.write_text("raise ValueError('edited')\n")
     (tmp_path / "gate").write_text("99")
     snapshot = sorted(path.name for path in (played.folder / "snapshots").iterdir() if path.is_dir())[0]
@@ -489,10 +524,86 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, number: int) -> None:
         output, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
     rest = [line for line in output.splitlines() if not line.startswith("step ")]
-    assert rest == [
-        "interrupted: every process has been ended",
-        f"to go on from the last snapshot: rallypoint resume {tmp_path / 'run'}",
+    taken = rest[0].startswith("snapshot of version ")  # unless the machine is too busy for a quick one
+    assert rest[taken] == "interrupted: every process has been ended"
+    version = rest[0].split()[3].removesuffix(":") if taken else "0"
+    assert rest[taken + 1 :] == [
+        f"to go on from version {version}, the last snapshot: rallypoint resume {tmp_path / 'run'}"
     ]
+    assert any(folder.name.startswith(f"step-{int(version):08d}") for folder in (tmp_path / "run/snapshots").iterdir())
+
+
+def test_a_run_that_is_under_way_is_not_resumed_and_the_hint_is_possible(tmp_path: Path) -> None:
+    with running(tmp_path, LONG_RUN):
+        argv = command("resume", str(tmp_path / "run"))
+        refused = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1
+    assert refused.stderr.startswith(f"error: the run in {tmp_path / 'run'} is still under way, so there is nothing to")
+    assert "--folder" not in refused.stderr
+
+
+def test_a_coordinator_that_is_started_by_hand_has_a_token_on_loopback_too(tmp_path: Path) -> None:
+    """Another user of the machine could join and end the job. The token is in a file that only its owner reads."""
+    env = {name: value for name, value in os.environ.items() if name != "RALLYPOINT_TOKEN"}
+    argv = command("coordinator", "--terms", '{"workers_start": 1}')
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as coordinator:
+        try:
+            assert coordinator.stdout is not None
+            address = coordinator.stdout.readline().rpartition(" ")[2].strip()
+            told = coordinator.stdout.readline()
+            (file,) = tmp_path.glob("token-*")
+            assert file.stat().st_mode & 0o777 == 0o600
+            assert told.startswith("members need its token, which only you can read:  export RALLYPOINT_COORDINATOR=")
+            assert file.name in told
+            token = file.read_text()
+            assert len(token) == 32
+            assert token not in told
+            transport = TcpTransport()
+            for given, welcome in (("", False), ("guessed" * 4, False), (token, True)):
+                connection = transport.connect(address, 10.0)
+                hello = Hello("observer", "eyes", "here", to=COORDINATOR)
+                with contextlib.nullcontext() if welcome else pytest.raises(UnprovenPeer, match="without proving"):
+                    introduce(connection, hello, given)
+                connection.close()
+        finally:
+            coordinator.send_signal(signal.SIGINT)
+            coordinator.wait(30)
+    assert not list(tmp_path.glob("token-*")), "it ends with its coordinator"
+
+
+class _Hanging:
+    """A server that does not end, and the cluster that it is the only process of."""
+
+    command = Command(name="server0", role="server", argv=())
+
+    def exit(self) -> None:
+        return None
+
+    def signal(self, number: int) -> None:
+        pass
+
+    def start(self, command: Command, output: Callable[[str], None]) -> Handle:
+        return self
+
+    def end(self) -> None:
+        pass
+
+
+def test_who_does_not_end_after_the_job_is_waited_for_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its store hangs: it is let say so itself before it is killed."""
+    assert cluster_run._CLOSE_S > closing.PATIENCE_S
+    for name in ("_CLOSE_S", "_ERROR_S"):
+        monkeypatch.setattr(cluster_run, name, 0.2)
+    monkeypatch.setattr(cluster_run, "_SILENCE_S", 0.05)
+    said = io.StringIO()
+    with ClusterRun(
+        Launch(worker=("true",), folder=str(tmp_path)), RunConsole(Console(file=said, width=1000)), _Hanging()
+    ) as run:
+        run.handles["server0"] = _Hanging()
+        run._over = True
+    assert said.getvalue() == "the job is over; waiting for server0 to close its files\n"
 
 
 def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
@@ -507,3 +618,42 @@ def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
     assert launcher.wait(timeout=60) == 141
     assert launcher.stderr.read() == b""
     launcher.stderr.close()
+
+
+def _breaks_the_store(run: ClusterRun) -> bool:
+    """No snapshot can be written any more, as on a disk that is full or gone."""
+    store = Path(run.plan.snapshots)
+    store.rename(store.with_name("away"))
+    store.write_text("")
+    return True
+
+
+def _mends_the_store(run: ClusterRun) -> bool:
+    store = Path(run.plan.snapshots)
+    store.unlink()
+    store.with_name("away").rename(store)
+    return True
+
+
+@pytest.mark.parametrize("way", ["room", "ctrl-c"])
+def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the_user_lets_go(
+    tmp_path: Path, way: str
+) -> None:
+    gate = tmp_path / "gate"
+    gate.write_text("5")
+    played = Played(tmp_path, GATED, heartbeat=2.0)
+    presses: list[int] = [signal.SIGINT]
+    ends = _mends_the_store if way == "room" else lambda run: run._release(presses)
+    moves = until(at_step(5), _breaks_the_store, opens(gate, 99), lambda run: run.console.holding, ends)
+    assert played.run(moves) == 0, played.said
+    assert "version 12, the last, is not stored (" in played.said
+    assert "server0 hold it in memory and wait: make room, it is tried again" in played.said
+    assert played.said.count("the last, is not stored") == 1
+    stored = list(tmp_path.glob("run/snapshots/step-00000012-*/manifest.json"))
+    assert len(stored) == (way == "room")
+    assert ("ending without the last version stored" in played.said) == (way == "ctrl-c")
+    assert presses == ([signal.SIGINT] if way == "room" else []), "the press is used up: again Ctrl-C ends the scripts"
+    said = played.said.splitlines()
+    assert said[0] == f"the run's folder: {played.folder}"
+    assert said[-1] == f"everything of this run: {played.folder}"
+    assert said[-2].startswith("done: 12 steps, ")

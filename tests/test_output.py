@@ -53,6 +53,16 @@ def ours() -> Output:
     return output
 
 
+def test_a_sentence_that_differs_only_in_its_replica_is_shown_once() -> None:
+    output = Output()
+    for n in (0, 1):
+        assert say(output, f"worker{n}", [f"error: the loss of replica {n} at step 7 is nan"]) == []
+        assert output.ended(f"worker{n}", 1.0) == []
+    assert output.sentence_of("worker1") == "the loss of replica 1 at step 7 is nan"
+    assert output.rest("worker1: the loss of replica 1 at step 7 is nan") == []
+    assert output.summary() == ["worker1 ended with the same error as worker0"]
+
+
 def test_a_sentence_of_ours_that_failed_the_run_stands_in_the_last_line_only() -> None:
     assert ours().rest(f"worker1: {SENTENCE}") == []
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rallypoint.errors import ConfigError, DataError
-from rallypoint.recipes import DESCRIPTIONS, RECIPES, choose_device
+from rallypoint.recipes import DESCRIPTIONS, RECIPES, choose_device, save_patiently
 from rallypoint.recipes import gpt as gpt_recipe
 from rallypoint.recipes import resnet as resnet_recipe
 from rallypoint.recipes.digits import load_digits
@@ -332,3 +332,22 @@ class TestCommandLine:
     def test_an_unknown_device_is_refused(self) -> None:
         with pytest.raises(ConfigError, match="is no device"):
             choose_device("toaster")
+
+    def test_a_model_that_a_full_disk_refuses_is_held_until_there_is_room(
+        self, gpt: GPT, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        tmp_path.joinpath("model.json").symlink_to("/dev/full")
+        paused: list[float] = []
+
+        def make_room(seconds: float) -> None:
+            paused.append(seconds)
+            if len(paused) == 3:
+                tmp_path.joinpath("model.json").unlink()
+
+        save_patiently(gpt.save, tmp_path, pause=make_room)
+        assert paused == [1.0, 2.0, 4.0]
+        said = capsys.readouterr().out.splitlines()
+        assert len(said) == 1, "it is said once"
+        assert said[0].startswith(f"the model cannot be saved in {tmp_path} (")
+        assert said[0].endswith("this process holds it and waits; make room there. Ctrl-C gives it up")
+        assert GPT.load(tmp_path).config == gpt.config

@@ -12,6 +12,10 @@ import pytest
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.core.shard.server import ServerMachine
+from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.core.worker.slots import Effect
+from rallypoint.observe.recording import RecordingError
+from rallypoint.testing import replay as replaying
 from rallypoint.testing.replay import recordings, replay, told
 from rallypoint.testing.simulation.policies import Played, word_for
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
@@ -74,12 +78,45 @@ def test_a_field_failure_becomes_a_test(tmp_path: Path, monkeypatch: pytest.Monk
     assert all("Contribute" in difference.call or "Initialise" in difference.call for difference in differences)
 
 
+def test_a_machine_that_loops_for_ever_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
+    simulate(17, Sync())
+    path = next(path for path in recordings([tmp_path]) if path.name.startswith("server"))
+
+    def loops(self: Sync, ledger: object) -> bool:
+        while True:
+            pass
+
+    monkeypatch.setattr(Sync, "complete", loops)
+    monkeypatch.setattr(replaying, "CALL_S", 0.1)
+    with pytest.raises(RecordingError, match=r"has not ended after 0\.1 s of processor time: the recording is damaged"):
+        replay(path)
+
+
+# The first signal may come inside a callback of the garbage collector, which drops it
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def _for_ever(self: WorkerMachine) -> list[Effect]:
+    while True:
+        pass
+
+
+def test_a_call_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged number can make a machine count for ever."""
+    monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
+    simulate(17, Sync())
+    path = next(path for path in recordings([tmp_path]) if path.name.startswith("worker"))
+    monkeypatch.setattr(WorkerMachine, "_installed", _for_ever)
+    monkeypatch.setattr(replaying, "CALL_S", 0.1)
+    with pytest.raises(RecordingError, match="has not ended after"):
+        replay(path)
+
+
 def test_a_story_has_only_what_concerned_the_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RALLYPOINT_RECORD", str(tmp_path))
     simulate(17, Sync())
     workers = [path for path in recordings([tmp_path]) if path.name.startswith("worker")]
     lines = [line for path in workers for line in story(told(path), 0)]
-    assert any("Filled(shard=0)" in line for line in lines)
+    assert any("Filled(shard=0" in line for line in lines)
     assert any("primary server" in line for line in lines)
     assert not any("shard=1" in line for line in lines)
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import os
 import subprocess
 import sys
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from rallypoint import cli
 from rallypoint.config import JobConfig, record_of
+from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.journal import Journal
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import folder as folders
+from rallypoint.launch import launcher
 from rallypoint.launch.folder import (
     Where,
     clear,
@@ -29,13 +35,20 @@ from rallypoint.launch.folder import (
     write_where,
 )
 from rallypoint.launch.plan import Launch, read_plan, write_plan
+from rallypoint.net.messages import Say
+from rallypoint.store.files import Files
+from rallypoint.store.snapshots import SnapshotStore
+
+sys.path.insert(0, str(Path(__file__).parent / "store"))
+
+from samples import take as snapshot
 
 RECORD = record_of(JobConfig(steps=800), build_layout([TensorSpec("w", (4,), "float32", 0)], 64))
 
 
-def old_run(folder: Path, last_word: Finish | Abort | None) -> None:
+def old_run(folder: Path, last_word: Finish | Abort | None, *, snapshots: str = "") -> None:
     folder.mkdir(exist_ok=True)
-    write_plan(Launch(worker=("true",), folder=str(folder)))
+    write_plan(Launch(worker=("true",), folder=str(folder), snapshots=snapshots))
     journal = Journal(str(folder))
     journal.save(ClusterState(RECORD, None, (), 3, 1, True, 799, 2, last_word, {}))
     journal.close()
@@ -75,6 +88,31 @@ def test_overwriting_deletes_the_run_and_nothing_else(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
+def test_a_new_run_is_not_started_over_the_snapshots_of_another_one(tmp_path: Path) -> None:
+    """Its retention would take them for those of an abandoned course, and delete one after the other."""
+    snapshot(SnapshotStore(str(tmp_path / "shared")), 7)
+    shared = str(tmp_path / "shared")
+    for folder in (tmp_path / "new", tmp_path / "old"):
+        if folder.name == "old":
+            old_run(folder, Finish("worker0"))
+            clear(folder)
+        with pytest.raises(UsageError, match=f"{shared} holds snapshots of another run: choose another --snapshots"):
+            refuse_an_old_run(folder, shared)
+    refuse_an_old_run(tmp_path / "new", str(tmp_path / "elsewhere"))
+
+
+def test_overwriting_says_which_snapshots_stay_because_they_are_elsewhere(tmp_path: Path) -> None:
+    shared, folder = str(tmp_path / "shared"), tmp_path / "run"
+    old_run(folder, None, snapshots=shared)
+    assert clear(folder) == ""  # there are none
+    old_run(folder, None, snapshots=shared)
+    snapshot(SnapshotStore(shared), 7)
+    assert clear(folder) == f"the snapshots of the run that was overwritten stay in {shared}: delete them by hand"
+    old_run(folder, None, snapshots=str(folder / "snapshots"))
+    snapshot(SnapshotStore(str(folder / "snapshots")), 7)
+    assert clear(folder) == ""  # they were deleted
+
+
 def test_a_users_own_folder_named_code_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "mine.py").write_text("precious")
@@ -101,6 +139,34 @@ def test_overwriting_takes_a_link_away_and_not_what_it_points_to(tmp_path: Path)
     clear(tmp_path / "run")
     assert (tmp_path / "disk" / "mine").read_text() == "precious"
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ((), ((2, 5), 3, 4, 2)),
+        (("--workers", "1"), ((1, 1), 1, 4, 2)),
+        (("--workers", "2:8"), ((2, 8), 2, 4, 2)),
+        (("--servers", "1"), ((2, 5), 3, 1, 1)),
+    ],
+    ids=["as before", "one worker", "a range", "one server"],
+)
+def test_a_run_is_resumed_in_its_size_unless_another_one_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], sizes: tuple[Any, ...]
+) -> None:
+    old_run(tmp_path, None)
+    snapshot(SnapshotStore(str(tmp_path / "snapshots")), 7)
+    write_plan(Launch(
+        worker=("true",), folder=str(tmp_path), snapshots=str(tmp_path / "snapshots"), workers=(2, 5), workers_start=3,
+        servers=4, replication=2,
+    ))  # fmt: skip
+    launched: list[Launch] = []
+    monkeypatch.setattr(launcher, "launch", lambda plan, console, **how: launched.append(plan) or 0)
+    result = CliRunner().invoke(cli.app, ["resume", str(tmp_path), *options])
+    assert result.exit_code == 0, result.output
+    (plan,) = launched
+    assert (plan.workers, plan.workers_start, plan.servers, plan.replication) == sizes
+    assert plan.resume.startswith("step-00000007")
 
 
 def test_a_plan_that_cannot_be_written_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,3 +249,32 @@ def test_a_finished_run_is_not_resumed_and_an_interrupted_one_is(tmp_path: Path)
     with pytest.raises(UsageError, match="holds a finished run of 800 steps: nothing is left to do"):
         refuse_a_finished_run(tmp_path)
     refuse_a_finished_run(tmp_path / "elsewhere")
+
+
+def test_what_a_run_writes_is_for_its_owner_only(tmp_path: Path) -> None:
+    """Whatever the umask: settings, addresses and weights are nobody else's."""
+    before = os.umask(0)
+    try:
+        old_run(tmp_path / "run", None)
+        log = EventLog(str(tmp_path / "run"))
+        log.write(Say("words"))
+        log.close()
+        with Files(str(tmp_path / "run" / "snapshots")).writing("step-00000001-1/server0-0.shards") as write:
+            write(b"weights")
+    finally:
+        os.umask(before)
+    for name in ("run.json", "journal.sqlite", "events.jsonl"):
+        assert (tmp_path / "run" / name).stat().st_mode & 0o777 == 0o600, name
+    for name in ("snapshots", "snapshots/step-00000001-1"):
+        assert (tmp_path / "run" / name).stat().st_mode & 0o777 == 0o700, name
+
+
+def test_files_of_an_earlier_version_that_others_could_read_are_closed_to_them(tmp_path: Path) -> None:
+    old_run(tmp_path, None)
+    for name in ("journal.sqlite", "events.jsonl"):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(0o644)
+    old_run(tmp_path, None)
+    EventLog(str(tmp_path)).close()
+    for name in ("journal.sqlite", "events.jsonl"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600, name

@@ -12,9 +12,9 @@ from rallypoint.core.policy import LocalSteps
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.inner import InnerStates
 from rallypoint.testing.simulation.plan import make_plan
-from rallypoint.testing.simulation.policies import InnerState, parse_policy, replay_line, word_for
+from rallypoint.testing.simulation.policies import InnerState, word_for
+from rallypoint.testing.simulation.replicas.inner import Inner
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
-from rallypoint.testing.simulation.worker import Inner
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found
@@ -36,20 +36,6 @@ def test_kept_states_give_the_same_bytes_when_nothing_fails_and_else_the_job_end
     assert {plan.job.loses_states for plan in plans} == {True, False}
     for seed in FIXED:
         simulate(seed, policy)
-
-
-@pytest.mark.parametrize("policy", [KEPT, FRAGMENTS, FRESH], ids=word_for)
-def test_the_word_for_inner_states_is_read_back_and_is_in_the_line_that_replays(policy: InnerState) -> None:
-    word = word_for(policy)
-    assert word is not None
-    assert parse_policy(word) == policy
-    assert f"--policy {word} --seed 3" in replay_line(3, policy)
-
-
-@pytest.mark.parametrize("word", ["inner", "inner:0", "inner-fragments:1", "inner-fresh:", "codec-state:inner:2"])
-def test_what_no_inner_state_can_be_played_with_is_refused(word: str) -> None:
-    with pytest.raises(ValueError, match="use sync, quorum:K"):
-        parse_policy(word)
 
 
 _begin = InnerStates.begin

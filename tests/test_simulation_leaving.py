@@ -15,6 +15,8 @@ from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.policy import AllReduce, BoundedStaleness, LocalSteps, Sync
+from rallypoint.testing.simulation import run
+from rallypoint.testing.simulation.coordinator import Disk, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, resizes
 from rallypoint.testing.simulation.policies import Mode, word_for
@@ -76,16 +78,42 @@ def test_a_bug_planted_on_purpose_is_found(
     assert re.search(sentence, _found(Sync()))
 
 
-def test_an_order_that_dies_with_the_coordinator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def _started_by_hand(world: Any, job: Any, terms: Terms, store: Any, disk: Disk, outcome: Any) -> SimulatedCoordinator:
+    """Whoever starts it knows neither of earlier coordinators nor of the order: only the journal does."""
+    disk.started = 0
+    return _started_with_the_first_size(world, job, terms, store, disk, outcome)
+
+
+def _started_with_the_first_size(
+    world: Any, job: Any, terms: Terms, store: Any, disk: Disk, outcome: Any
+) -> SimulatedCoordinator:
+    """The launcher has announced another size since."""
+    return SimulatedCoordinator(world, job, msgspec.structs.replace(terms, workers_max=6), store, disk, outcome)
+
+
+def _with_an_order() -> list[Plan]:
+    """Six workers compute at most, then fewer by order; the coordinator dies, and more workers come."""
     job = SimulatedJob(replicas=6, steps=14)
     terms = Terms(workers_start=4, workers_max=6, servers=2, snapshots=True)
     joins = tuple(Fault(at, "join", "worker") for at in (2.0, 2.1, 2.2))
     faults = (Fault(0.6, "resize", "launcher"), Fault(1.5, "crash", "coordinator", 0.5), *joins)
-    plans = [Plan(seed, job, terms, 4, 2, faults) for seed in range(6)]
-    _play_all(plans)
+    return [Plan(seed, job, terms, 4, 2, faults) for seed in range(6)]
+
+
+def test_an_order_that_dies_with_the_coordinator_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that started the earlier coordinators knows the order; the journal is for any other."""
+    monkeypatch.setattr(run, "SimulatedCoordinator", _started_by_hand)
+    _play_all(_with_an_order())
     monkeypatch.setattr(Course, "state", _the_order_is_not_written_down)
     with pytest.raises(SimulationFailed, match=r"compute: \d are to"):
-        _play_all(plans)
+        _play_all(_with_an_order())
+
+
+def test_a_launcher_that_forgets_its_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    _play_all(_with_an_order())
+    monkeypatch.setattr(run, "SimulatedCoordinator", _started_with_the_first_size)
+    with pytest.raises(SimulationFailed, match=r"compute: \d are to"):
+        _play_all(_with_an_order())
 
 
 def _play_all(plans: list[Plan]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rallypoint.launch.cluster import Exit
 from rallypoint.launch.supervisor import Drain, Fail, Limits, Over, Start, Supervisor, Warn
 
@@ -65,6 +67,35 @@ def test_quick_deaths_are_answered_more_and_more_slowly() -> None:
     assert starts == [0.0, 0.2, 1.2, 4.2]
 
 
+def test_the_pause_before_a_restart_is_said() -> None:
+    supervisor = running(workers=1)
+    said = []
+    for n in range(5):
+        said += supervisor.ended(f"worker{n}", KILLED, 10.0 * n)
+        supervisor.due(10.0 * n + 3.0)
+    killed = "was killed (SIGKILL): starting another"
+    assert said == [
+        Warn(f"worker0 {killed}"), Warn(f"worker1 {killed} in 0.2 s"), Warn(f"worker2 {killed} in 1 s"),
+        Warn(f"worker3 {killed} in 3 s"), Warn(f"worker4 {killed} in 3 s"),
+    ]  # fmt: skip
+
+
+def test_many_that_die_at_once_have_died_once() -> None:
+    """An OOM killer or a switch takes all of them: that is no reason to give up at the first time."""
+    supervisor = running(workers=40)
+    for n in range(40):
+        assert supervisor.ended(f"worker{n}", KILLED, 5.0) == [
+            Warn(f"worker{n} was killed (SIGKILL): starting another")
+        ]
+    assert len(supervisor.due(5.0)) == 40
+    for n in range(40, 80):
+        assert supervisor.ended(f"worker{n}", KILLED, 6.0) == [
+            Warn(f"worker{n} was killed (SIGKILL): starting another in 0.2 s")
+        ]
+    assert supervisor.due(6.1) == []
+    assert len(supervisor.due(6.2)) == 40
+
+
 def test_a_death_after_a_long_life_is_no_quick_one() -> None:
     supervisor = running(workers=1, limits=Limits(quick_deaths=1))
     for n in range(5):
@@ -96,14 +127,64 @@ def test_a_script_that_fails_before_it_joins_fails_the_run_at_once() -> None:
     assert supervisor.due(1.5) == [Fail("worker1 ended with status 1")]
 
 
-def test_a_late_worker_that_fails_before_it_takes_part_does_not_end_a_job_that_runs_well() -> None:
-    supervisor = running()
-    supervisor.ended("worker1", KILLED, 20.0)
-    supervisor.due(20.0)
-    assert supervisor.ended("worker2", ERROR, 21.0) == [
-        Warn("worker2 ended with status 1 before it took part; the job goes on without it")
+WITHOUT_IT = "before it took part; the job goes on without it; others are tried now and then"
+
+
+@pytest.mark.parametrize("role", ["worker", "server"])
+def test_a_replacement_that_cannot_join_does_not_end_a_job_that_runs_well(role: str) -> None:
+    """It is tried again, less and less often, and said once."""
+    supervisor = running(workers=2, servers=2)
+    supervisor.ended(f"{role}1", KILLED, 20.0)
+    assert supervisor.due(20.0) == [Start(f"{role}2", role)]
+    now, said, starts = 21.0, [], []
+    for n in range(2, 30):
+        said += supervisor.ended(f"{role}{n}", ERROR, now)
+        began = now
+        while not (decisions := supervisor.due(now)):
+            now += 0.5
+        assert decisions == [Start(f"{role}{n + 1}", role)]
+        starts.append(now - began)
+    assert said == [Warn(f"{role}2 ended with status 1 {WITHOUT_IT}")]
+    assert starts[:6] == [1.0, 2.0, 5.0, 10.0, 20.0, 60.0]
+    assert max(starts) == 60.0
+    supervisor.members([f"{role}30"])
+    supervisor.ended(f"{role}30", KILLED, now + 100.0)
+    assert supervisor.due(now + 100.0) == [Start(f"{role}31", role)]
+    assert supervisor.ended(f"{role}31", ERROR, now + 101.0), "another time is said again"
+
+
+def test_a_server_that_dies_again_and_again_before_it_joins_does_not_end_a_job_that_runs_well() -> None:
+    supervisor = running(servers=2, limits=Limits(quick_deaths=2))
+    now, name = 20.0, "server1"
+    for n in range(2, 12):
+        assert not any(isinstance(d, Fail) for d in supervisor.ended(name, KILLED, now))
+        while not (decisions := supervisor.due(now)):
+            now += 0.5
+        name = f"server{n}"
+        assert decisions == [Start(name, "server")]
+
+
+def test_who_cannot_join_again_and_again_fails_a_run_in_which_nobody_computes() -> None:
+    supervisor = running(workers=1, limits=Limits(quick_deaths=2))
+    supervisor.ended("worker0", KILLED, 20.0)
+    now, decisions = 20.0, supervisor.due(20.0)
+    for n in range(1, 3):
+        assert decisions == [Start(f"worker{n}", "worker")]
+        supervisor.ended(f"worker{n}", ERROR, now)
+        while not (decisions := supervisor.due(now)):
+            now += 0.5
+    assert supervisor.ended("worker3", ERROR, now) == [
+        Fail("worker3 ended with status 1: 3 workers in a row could not join, and no worker computes")
     ]
-    assert supervisor.due(30.0) == []
+
+
+def test_one_that_is_to_be_tried_later_is_not_started_by_a_new_size() -> None:
+    supervisor = running(workers=2)
+    supervisor.resized({"worker": 3}, 20.0)
+    supervisor.ended("worker2", ERROR, 21.0)
+    assert supervisor.resized({"worker": 4}, 21.5) == [Start("worker3", "worker")]
+    assert supervisor.resized({"worker": 3}, 21.6) == []
+    assert supervisor.due(22.0) == [], "three are wanted, and three run"
 
 
 def test_a_run_without_workers_fails_unless_one_is_to_come() -> None:
@@ -169,6 +250,6 @@ def test_a_worker_that_never_took_part_takes_no_other_with_it_that_is_to_be_star
     supervisor.resized({"worker": 3}, 20.0)
     supervisor.ended("worker0", KILLED, 21.0)
     assert supervisor.ended("worker2", ERROR, 21.0) == [
-        Warn("worker2 ended with status 1 before it took part; the job goes on without it")
+        Warn(f"worker2 ended with status 1 {WITHOUT_IT}")
     ]
     assert supervisor.due(21.0) == [Start("worker3", "worker")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -14,7 +15,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from rallypoint.errors import ConfigError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.options import Advertise, Bind, RunFolder, RunOptions, with_run_options
 
@@ -42,8 +43,15 @@ def common(
     _: Annotated[bool, typer.Option(
         "--version", is_eager=True, callback=_print_version, help="Print the version, and nothing else.",
     )] = False,
+    trust_network: Annotated[str, typer.Option(
+        metavar="NET,..", envvar=environment.TRUST_NETWORK,
+        help="Networks where nobody changes bytes, as 10.0.0.0/8: tensors carry checksums there instead of MACs.",
+    )] = "",
 ) -> None:  # fmt: skip
     """Options that stand before any command."""
+    if trust_network:
+        os.environ[environment.TRUST_NETWORK] = trust_network  # for the processes that are started, too
+        environment.transport()  # a mistake is told at once
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
@@ -60,6 +68,7 @@ def run(
 
     Example: [bold]rallypoint run --workers 4 --servers 2 train.py --my-option 3[/bold]
     """
+    _refuse_option(context, str(script), "script")
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
     _launch([sys.executable, str(script), *context.args], options, script=str(script))
@@ -76,6 +85,7 @@ def train(
 
     Example: [bold]rallypoint train gpt --data my/texts --steps 500[/bold]; its own options: rallypoint train gpt --help
     """
+    _refuse_option(context, recipe, "recipe")
     arguments, settings = _without_settings(context.args)
     _launch(_recipe_argv(recipe, arguments), options, settings=settings)
 
@@ -113,6 +123,7 @@ def chaos(
     from rallypoint.launch.chaos.chaos import parse_faults, random_faults
     from rallypoint.launch.console import Screen
 
+    _refuse_option(context, recipe, "recipe")
     faults = parse_faults(schedule) or random_faults(kills, _sizes(resizes), stops, everything, options.servers, seed)
     arguments, settings = _without_settings(context.args)
     plan = options.plan(_recipe_argv(recipe, arguments), more_settings=settings)
@@ -159,12 +170,13 @@ def resume(
     Example: [bold]rallypoint resume runs/20260131-235959[/bold]
     """
     from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.folder import refuse_a_finished_run
+    from rallypoint.launch.folder import refuse_a_finished_run, refuse_a_running_run
     from rallypoint.launch.launcher import launch
     from rallypoint.launch.plan import parse_workers, read_plan, resized
     from rallypoint.store.snapshots import SnapshotStore
 
     plan = read_plan(run)
+    refuse_a_running_run(run)
     refuse_a_finished_run(run)
     if not plan.snapshots:
         raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
@@ -204,26 +216,33 @@ def coordinator(
     bind: Bind = "127.0.0.1:0",
     advertise: Advertise = "",
 ) -> None:
-    """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN."""
+    """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN; without one, a new one is made and told."""
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
     from rallypoint.core.cluster.terms import Terms
+    from rallypoint.launch.folder import Where, token_file
     from rallypoint.launch.lifeline import hold_lifeline
+    from rallypoint.net.handshake import new_token
     from rallypoint.store.snapshots import SnapshotStore
 
     hold_lifeline()
     about = msgspec.json.decode(join_info, type=JoinInfo)
+    given = os.environ.get(environment.TOKEN, "")
+    token = given or new_token()  # on loopback too: other users of this machine can connect
     start = None
     if resume:
         manifest = SnapshotStore(about.snapshots).load(resume)
         start = (manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(
         terms=msgspec.json.decode(terms, type=Terms), bind=bind, advertise=advertise, join_info=about,
-        resume=start, token=os.environ.get(environment.TOKEN, ""),
+        resume=start, token=token, transport=environment.transport(),
     )  # fmt: skip
     service.start()
-    _announce(service.address)
-    failure = service.wait()
-    service.close()
+    with contextlib.ExitStack() as stack:
+        stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
+        _announce(service.address)
+        if not given:
+            print(stack.enter_context(token_file(Path(about.folder or "."), Where(service.address, token))), flush=True)
+        failure = service.wait()
     raise typer.Exit(0 if failure is None else 3)
 
 
@@ -244,7 +263,9 @@ def server(
         raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
     name = id or os.environ.get(environment.ID) or f"server-{os.getpid()}"
     token = os.environ.get(environment.TOKEN, "")
-    service = ServerService(id=name, coordinator=address, token=token, bind=bind, advertise=advertise)
+    service = ServerService(
+        id=name, coordinator=address, token=token, bind=bind, advertise=advertise, transport=environment.transport()
+    )
     signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
     failure = run_servers([service])
     raise typer.Exit(0 if failure is None else 3)
@@ -299,6 +320,18 @@ def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings:
 
     plan = options.plan(argv, script=script, more_settings=settings)
     raise typer.Exit(launch(plan, RunConsole(), overwrite=options.overwrite))
+
+
+def _refuse_option(context: typer.Context, first: str, what: str) -> None:
+    """Raise UsageError if what was taken for the script or the recipe is an option that we do not have."""
+    if not first.startswith("-"):
+        return
+    name = first.partition("=")[0]
+    known = [option for parameter in context.command.params for option in parameter.opts if option.startswith("--")]
+    raise UsageError(
+        f"there is no option {name}{meant(name, known) or f'; `rallypoint {context.info_name} --help` lists them'} "
+        f"(the {what}'s own options stand after it)"
+    )
 
 
 def _sizes(text: str) -> list[int]:

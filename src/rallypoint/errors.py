@@ -8,7 +8,11 @@
     ├── ProtocolError      bytes from the network that are not ours
     ├── AccessDenied       a wrong or missing job token
     ├── LinkError          a connection could not be made, or ended
-    │   └── AddressInUse   somebody listens there already
+    │   ├── AddressInUse   somebody listens there already
+    │   ├── LinkClosed     the process at the other end has closed it, or has ended
+    │   ├── LinkReset      the system at the other end knows nothing of it (any more)
+    │   ├── UnprovenPeer   who answered has not proved that it knows the job token: nothing of it is believed
+    │   └── CorruptFrame   bytes changed on the way
     ├── SnapshotError      no snapshot where one was expected, or one that cannot be used
     │   ├── DamagedSnapshot  bytes of a snapshot are missing, or not those that were written
     │   └── SnapshotFailed   a snapshot could not be written
@@ -17,6 +21,15 @@
 """
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Return ``: did you mean steps?`` for a misspelt word; "" if no known word is like it."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f": did you mean {close[0]}?" if close else ""
 
 
 class RallypointError(Exception):
@@ -51,8 +64,24 @@ class LinkError(RallypointError):
     """A connection could not be made, or has ended."""
 
 
+class LinkClosed(LinkError):
+    """The process at the other end has closed the connection, or has ended. A network that fails does not do that."""
+
+
+class LinkReset(LinkError):
+    """The other end's system has reset the connection: its process has died, or its TCP had given the connection up."""
+
+
 class AddressInUse(LinkError):
     """Another process listens on the address already."""
+
+
+class UnprovenPeer(LinkError):
+    """Who answered has not proved that it knows the job's token. It may be gone at the next attempt."""
+
+
+class CorruptFrame(LinkError):
+    """A frame was changed, repeated, left out or put in on its way. Only the connection ends: connect again."""
 
 
 class SnapshotError(RallypointError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import queue
 import shutil
 import threading
@@ -16,7 +18,9 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator import announcer, owner, service
+from rallypoint.coordinator import announcer, journal, owner, service, shell
+from rallypoint.coordinator import events as events_module
+from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.inbox import Barrier
 from rallypoint.coordinator.journal import Journal
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
@@ -30,7 +34,7 @@ from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, DataError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import Identity, introduce
+from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
@@ -42,6 +46,7 @@ from rallypoint.net.messages import (
     Done,
     Finished,
     GiveUp,
+    Hello,
     Leaving,
     Members,
     Message,
@@ -124,9 +129,9 @@ class House:
     def call(self, role: str, id: str, incarnation: int = 0) -> Channel:
         """A bare connection: it has said hello, and nothing speaks for it."""
         connection = self.transport.connect(self.coordinator.address, PATIENCE_S)
-        introduce(connection, "", role=role, id=id, host="here", incarnation=incarnation)
+        _, keys = introduce(connection, Hello(role, id, "here", incarnation=incarnation, to=COORDINATOR), "")
         connection.set_timeout(PATIENCE_S)
-        self.channels.append(Channel(connection, id))
+        self.channels.append(Channel(connection, id, keys))
         return self.channels[-1]
 
     def begin(self, **settings: Any) -> tuple[Member, Member, View]:
@@ -317,7 +322,7 @@ def test_a_resize_is_followed_by_a_view_and_a_worker_that_leaves_is_let_go(house
 def impatient(monkeypatch: pytest.MonkeyPatch) -> float:
     """Sentences come at every tick."""
     monkeypatch.setattr(announcer, "SILENCE_S", 0.0)
-    monkeypatch.setattr(service, "_TICKS", LONG * 50)  # a tick every 20 ms
+    monkeypatch.setattr(service, "tick_seconds", lambda terms: 0.02)
     return 0.0
 
 
@@ -449,12 +454,42 @@ def test_a_job_outlives_the_disk_that_its_log_is_on(
     assert eyes.next(Finished) == Finished("worker0")
     assert coordinator.wait() is None
     assert [entry.message for entry in caplog.records if "events.jsonl" in entry.message] == [
-        f"{tmp_path}/events.jsonl ends here, the job goes on: No space left on device"
+        f"{tmp_path}/events.jsonl cannot be written, the job goes on: No space left on device"
     ]
 
 
-def test_a_journal_that_cannot_be_written_ends_the_job_with_a_sentence(house: House, tmp_path: Path) -> None:
-    """Nobody may be told what the next coordinator would not know."""
+def test_a_log_whose_disk_gets_room_again_goes_on_and_counts_what_it_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    clock = Clock()
+    monkeypatch.setattr(events_module, "time", clock)
+    log, room = EventLog(str(tmp_path)), [5]
+    write = os.write
+
+    def little_room(descriptor: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = write(descriptor, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(events_module.os, "write", little_room)
+    for number in range(3):  # the first is torn, the others are not tried
+        log.write(Say(f"lost {number}"))
+    clock.ahead, room[0] = 1.5, 10_000
+    log.write(Say("room"))
+    log.close()
+    torn, whole = (tmp_path / "events.jsonl").read_bytes().splitlines()
+    assert len(torn) == 5
+    assert msgspec.json.decode(whole)["text"] == "room"
+    assert [entry.message.rpartition("jsonl ")[2] for entry in caplog.records] == [
+        "cannot be written, the job goes on: No space left on device", "is written again: 3 events are missing",
+    ]  # fmt: skip
+
+
+def test_a_journal_that_cannot_be_written_ends_a_job_that_has_not_begun(house: House, tmp_path: Path) -> None:
+    """Nothing is lost yet, and the next coordinator would not know that there is a job."""
     coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
     server, worker, view = house.begin()
     pages = coordinator._journal._db.execute("pragma page_count").fetchone()[0]
@@ -475,6 +510,40 @@ def test_a_journal_that_cannot_be_written_ends_the_job_with_a_sentence(house: Ho
     assert view.number <= before.number
 
 
+def test_a_disk_that_fills_up_in_mid_run_is_told_once_and_written_again_when_there_is_room(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(journal, "LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr(shell, "_SLOWEST_TICK_S", 0.02)
+    coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
+    eyes = house.enter("observer", "eyes")
+    server, worker, view = house.begin()
+    worker.link.send(Report(0, 0, 1.0, 1.0, 1, generation=view.generation))  # it has begun, and the journal knows
+    house.settle()
+    db = coordinator._journal._db
+    db.execute(f"pragma max_page_count = {db.execute('pragma page_count').fetchone()[0]}")
+    for number in range(1, 400):  # every newcomer is a view: at some time the next one has no room
+        house.call("worker", f"worker{number}").send_message(Propose(record()))
+        house.settle()
+        if coordinator._persistence._pause > 0.0:
+            break
+    assert eyes.next(Say, lambda said: "cannot be written" in said.text).text.startswith(
+        f"the journal {tmp_path}/journal.sqlite cannot be written (database or disk is full): the job goes on"
+    )
+    newest = coordinator._shell.machine.view
+    assert newest is not None
+    assert worker.next(NewView, lambda message: message.view.number == newest.number), "published all the same"
+    db.execute("pragma max_page_count = 100000")
+    said = []
+    until(lambda: said.append(eyes.next(Say).text) or said[-1] == "the journal is written again")  # type: ignore[func-returns-value]
+    assert not [text for text in said if "cannot be written" in text], "once is enough"
+    kept = coordinator._journal.load()
+    assert kept is not None
+    assert kept.view == coordinator._shell.machine.view
+    assert server.lost.empty()
+
+
 def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_model(house: House, tmp_path: Path) -> None:
     """The last version is on the workers: they are told to go home, journal or not."""
     coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
@@ -491,7 +560,7 @@ def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_model(house: Hous
         assert member.next(Finished) == Finished("worker0")
     assert coordinator.wait() is None
     said = eyes.next(Say, lambda said: "journal" in said.text).text
-    assert said.endswith("the job ends all the same, but no other coordinator could go on from here")
+    assert "cannot be written (database or disk is full): the job goes on, and its members keep" in said
 
 
 def test_a_coordinator_killed_at_any_moment_of_its_start_leaves_a_journal_to_go_on_from(
@@ -584,3 +653,35 @@ def test_a_server_s_account_that_comes_after_the_last_word_is_written_down(house
     server.link.close()  # as a server does when the job is over
     closing.join(PATIENCE_S)
     assert "Accounted" in (tmp_path / "events.jsonl").read_text()
+
+
+def test_whoever_closes_a_coordinator_waits_for_servers_without_looking_at_the_clock(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = house.open()
+    server, worker, view = house.begin()
+    house.finish(worker, view)
+    assert server.next(Finished) == Finished("worker0")
+    waits, looked = threading.Event(), threading.Event()
+    hear_out = coordinator._hear_servers_out
+
+    def waiting(deadline: float) -> None:
+        waits.set()
+        hear_out(deadline)
+
+    class NoSleep(Clock):
+        def sleep(self, seconds: float) -> None:
+            looked.set()
+            time.sleep(seconds)
+
+    monkeypatch.setattr(coordinator, "_hear_servers_out", waiting)
+    monkeypatch.setattr(service, "time", NoSleep())
+    monkeypatch.setattr(service, "_FAREWELL_S", LONG)
+    closing = threading.Thread(target=coordinator.close)
+    closing.start()
+    assert waits.wait(PATIENCE_S)
+    looked.wait(0.1)  # without the mend it looks at once; with it there is nothing to wait for
+    server.link.close()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
+    assert not looked.is_set()

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator.journal import JOURNAL, Journal
+from rallypoint.coordinator.journal import JOURNAL, Journal, Persistence
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
@@ -31,7 +31,7 @@ RECORD = msgspec.json.decode(  # lists, as from the wire
 WRITER = """
 import sys
 import msgspec
-from rallypoint.coordinator.journal import Journal
+from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 journal = Journal(sys.argv[1])
@@ -142,6 +142,70 @@ def test_a_writer_that_is_killed_loses_nothing_that_it_had_saved(tmp_path: Path)
         saved = after.incarnations
         assert saved in (int(lines[-1]), int(lines[-1]) + 1), "what was said to be saved is there, at most one more"
         assert after == msgspec.structs.replace(state(), incarnations=saved, furthest=saved)
+
+
+# ---- a disk that is full ---------------------------------------------------------------------------------------
+
+# A process whose files may not grow: the kernel refuses the writes, as a full disk or a quota does.
+FULL = """
+import resource, sys
+import msgspec
+from rallypoint.coordinator.journal import Journal, Persistence
+journal = Journal(sys.argv[1])
+state = journal.load()
+said = []
+persistence = Persistence(journal, said.append)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+state = msgspec.structs.replace(state, furthest=7)
+persistence.save(state, 0.0, needed=False)
+persistence.tick(0.5)
+persistence.save(msgspec.structs.replace(state, furthest=8), 0.6, needed=False)
+persistence.tick(1.5)
+assert len(said) == 1, said
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+persistence.tick(2.0)  # not yet its time: it waits longer from try to try
+assert len(said) == 1, said
+persistence.tick(10.0)
+print(*said, sep="\\n")
+"""
+
+
+def test_a_process_whose_journal_may_not_grow_says_so_goes_on_and_writes_it_when_it_may(tmp_path: Path) -> None:
+    journal = Journal(str(tmp_path))
+    journal.save(state())
+    journal.close()
+    full = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert full.returncode == 0, full.stderr
+    began, ended = full.stdout.splitlines()
+    assert began.startswith(f"the journal {tmp_path / JOURNAL} cannot be written (")
+    assert "the job goes on, and its members keep what the next coordinator must know; make room" in began
+    assert ended == "the journal is written again"
+    again = Journal(str(tmp_path))
+    assert again.load() == msgspec.structs.replace(state(), furthest=8), "the newest of what was not written"
+    again.close()
+
+
+@pytest.mark.parametrize("error", ["database or disk is full", "disk I/O error", "it is read-only"])
+def test_every_error_of_the_disk_is_tried_again_ever_more_rarely(error: str) -> None:
+    tries: list[float] = []
+    clock = 0.0
+
+    class Broken(Journal):
+        def save(self, state: ClusterState) -> None:
+            tries.append(clock)
+            raise DataError(f"the journal cannot be written ({error})")
+
+    said: list[str] = []
+    persistence = Persistence(Broken(""), said.append)
+    persistence.save(state(), clock, needed=False)
+    while clock < 400.0:
+        clock += 0.5
+        persistence.tick(clock)
+    assert len(said) == 1
+    assert tries[:5] == [0.0, 1.0, 3.0, 7.0, 15.0]
+    assert tries[-1] - tries[-2] == 60.0
+    with pytest.raises(DataError, match=error):
+        persistence.save(state(), clock, needed=True)
 
 
 # ---- a journal that cannot be read -----------------------------------------------------------------------------

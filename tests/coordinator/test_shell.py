@@ -22,9 +22,11 @@ from rallypoint.net.messages import (
     Admitted,
     Beat,
     Capture,
+    CaughtUp,
     Done,
     Finished,
     Hello,
+    Knows,
     Message,
     Metrics,
     NewView,
@@ -52,15 +54,17 @@ class Play:
     """A shell, and what it has done."""
 
     def __init__(
-        self, recovered: ClusterState | None = None, settings: dict[str, Any] | None = None, **terms: Any
-    ) -> None:
+        self, recovered: ClusterState | None = None, settings: dict[str, Any] | None = None,
+        resume: tuple[JobRecord, str, int] | None = None, **terms: Any,
+    ) -> None:  # fmt: skip
         self.record = record(**(settings or {}))
         self.now = 100.0
         self.done: list[acts.Act] = []
         self.incarnations: dict[str, int] = {}
+        self.known: dict[str, View] = {}  # the newest view that each member was sent
         self.shell = CoordinatorShell(
             Terms(**{"workers_start": 1, "workers_max": 2, "heartbeat": 1000.0, **terms}), self.now,
-            recovered=recovered,
+            recovered=recovered, resume=resume,
         )  # fmt: skip
         self._do(self.shell.start())
 
@@ -69,6 +73,8 @@ class Play:
         for act in todo:
             if isinstance(act, acts.Send) and isinstance(act.message, Admitted):
                 self.incarnations[str(act.connection)] = act.message.incarnation
+            if isinstance(act, acts.Send) and isinstance(act.message, NewView):
+                self.known[str(act.connection)] = act.message.view
         self.done += todo
         return todo
 
@@ -78,11 +84,14 @@ class Play:
 
     def hello(self, name: str) -> Hello:
         role = {"s": "server", "w": "worker", "o": "observer"}[name[0]]
-        return Hello(role, name, "here", b"", f"{name}:1", self.incarnations.get(name, 0))
+        return Hello(role, name, "here", f"{name}:1", self.incarnations.get(name, 0))
 
     def join(self, *names: str) -> None:
         for name in names:
-            self.take(inbox.Opened(name, self.hello(name)))
+            hello, known = self.hello(name), self.known.get(name)
+            self.take(inbox.Opened(name, hello))
+            if hello.incarnation:
+                self.say(name, Knows(known))
 
     def say(self, name: str, message: Message) -> list[acts.Act]:
         return self.take(inbox.Received(name, self.hello(name), message))
@@ -247,6 +256,16 @@ def test_the_plan_says_how_many_items_a_step_uses_and_how_many_steps_are_behind_
     play.begin()
     (plan,) = play.logged(Planned)
     assert (plan.items, plan.done) == (2 * 4, 0)
+    play.steps(0, 3)
+    (plan,) = Play(play.shell.machine.state()).logged(Planned)
+    assert (plan.items, plan.done) == (2 * 4, 3), "the coordinator died, and the next one goes on"
+
+
+def test_a_resumed_job_has_the_steps_of_its_snapshot_behind_it() -> None:
+    play = Play(resume=(record(), "step-00000010-1", 10))
+    play.begin()
+    (plan,) = play.logged(Planned)
+    assert (plan.items, plan.done) == (2 * 4, 10)
 
 
 # ---- a full disk -----------------------------------------------------------------------------------------------
@@ -266,11 +285,18 @@ def test_with_no_room_for_version_0_it_says_so_computes_and_tries_again() -> Non
     assert play.sent(Capture)[-1].snapshot != snapshot, "another is taken as soon as it can be"
 
 
-def test_once_a_worker_holds_the_last_version_the_journal_is_not_needed_any_more() -> None:
+def test_once_the_journal_knows_that_the_job_has_begun_it_may_fall_behind() -> None:
     play = Play()
     play.begin()
     play.steps(0, STEPS)
-    assert all(act.needed for act in play.done if isinstance(act, acts.Save))
+    begun = [act.needed for act in play.done if isinstance(act, acts.Save)]
+    assert begun
+    assert all(begun), "up to the first step"
+    play.done.clear()
+    play.join("w1")
+    play.say("w1", Propose(play.record))
+    assert {act.needed for act in play.done if isinstance(act, acts.Save)} == {False}
+    play.say("w1", Done(play.view.generation))
     play.done.clear()
     play.say("w0", Done(play.view.generation))
     assert [act.needed for act in play.done if isinstance(act, acts.Save)] == [False]
@@ -312,6 +338,126 @@ def test_each_of_many_coordinators_that_die_at_once_goes_on_where_the_one_before
     last.incarnations = dict(play.incarnations)
     last.join("s0", "w0")
     assert last.sent(NewView) == [NewView(view)] * 2
+
+
+# ---- a journal that fell behind (its disk was full) -------------------------------------------------------------
+
+
+def after_a_full_disk(*lost: str, **terms: Any) -> tuple[Play, Play, View]:
+    """A job whose journal ends before worker w1 joined and `lost` died, and the coordinator that takes over.
+
+    Nobody has come back to it yet.
+    """
+    play = Play(servers=2, replication=2, **terms)
+    play.join("s0", "s1", "w0")
+    play.say("w0", Propose(play.record))
+    play.steps(0, 3)
+    for server, backups in (("s0", (0,)), ("s1", (1,))):
+        play.say(server, CaughtUp(dict.fromkeys(backups, play.view.number)))
+    journaled = play.shell.machine.state()
+    play.join("w1")
+    play.say("w1", Propose(play.record))
+    for name in lost:
+        play.take(inbox.Closed(name, play.hello(name), "killed"))
+    after = Play(journaled, servers=2, replication=2, **terms)
+    after.incarnations, after.known = dict(play.incarnations), dict(play.known)
+    return play, after, play.view
+
+
+def test_the_next_coordinator_goes_on_from_the_newest_view_that_a_member_knows() -> None:
+    play, after, newest = after_a_full_disk("s1")
+    after.known["s0"] = after.known["w0"] = newest
+    after.join("s0", "w0")
+    assert not after.sent(NewView), "w1 may know of a newer one"
+    after.join("w1")
+    assert after.view.number == newest.number
+    assert after.sent(NewView) == [NewView(newest)] * 3
+    assert {member.id for member in after.view.servers} == {"s0"}, "s1 was given up, and stays so"
+    assert after.shell.machine.state().incarnations == play.shell.machine.state().incarnations
+    after.join("w2")
+    after.say("w2", Propose(after.record))
+    assert after.view.number > newest.number
+
+
+def test_a_view_that_reached_one_member_of_the_one_before_counts_too() -> None:
+    _, after, newest = after_a_full_disk()
+    old = next(view for view in (after.shell.machine.view,) if view is not None)
+    after.known |= {"s0": old, "s1": old, "w0": newest, "w1": newest}
+    after.join("s0", "s1", "w0", "w1")
+    assert after.view.number == newest.number
+    assert after.sent(NewView) == [NewView(newest)] * 4, "those who had missed it hear it now"
+
+
+def test_a_view_that_only_a_newcomer_was_sent_had_no_effect_and_costs_nothing() -> None:
+    _, after, newest = after_a_full_disk()
+    old = next(view for view in (after.shell.machine.view,) if view is not None)
+    after.known |= {"s0": old, "s1": old, "w0": old, "w1": newest}
+    after.join("s0", "s1", "w0")
+    assert after.sent(NewView) == [NewView(old)] * 3
+    after.join("w1")
+    after.say("w1", Propose(after.record))
+    assert after.view.generation == old.generation, "no step is lost"
+    assert after.view.number > newest.number
+    assert [member.id for member in after.view.workers] == ["w0", "w1"]
+
+
+def test_who_does_not_come_back_is_not_waited_for_longer_than_three_seconds() -> None:
+    _, after, newest = after_a_full_disk(heartbeat=6.0)
+    after.known["w0"] = newest
+    after.join("w0", "s0")
+    assert not after.sent(NewView)
+    after.take(inbox.Ticked(), seconds=3.1)
+    assert after.view.number == newest.number
+    assert len(after.sent(NewView)) == 2
+
+
+def test_two_coordinators_never_give_one_number_twice_even_if_the_journal_has_neither() -> None:
+    play, after, newest = after_a_full_disk("s1", heartbeat=6.0)
+    numbers = []
+    for earlier in (1, 2):  # as the launcher counts them
+        after = Play(play.shell.machine.recovered or after.shell.machine.recovered, servers=2, replication=2,
+                     heartbeat=6.0, earlier=earlier)  # fmt: skip
+        after.incarnations, after.known = {"w0": play.incarnations["w0"]}, {"w0": newest}
+        after.join("w0")
+        after.take(inbox.Ticked(), seconds=3.1)
+        after.take(inbox.Ticked(), seconds=0.1)
+        numbers.append(after.shell.machine.course.views.epoch)
+    assert numbers[0] < numbers[1]
+    assert newest.number.epoch < numbers[0]
+
+
+def test_a_member_that_comes_too_late_with_a_newer_view_sends_everybody_back_to_a_snapshot() -> None:
+    _, after, newest = after_a_full_disk(heartbeat=6.0)
+    old = next(view for view in (after.shell.machine.view,) if view is not None)
+    after.known |= {"s0": old, "s1": old, "w0": newest}
+    after.join("s0", "s1")
+    after.take(inbox.Ticked(), seconds=3.1)
+    assert after.view.number == old.number
+    after.join("w0")
+    said = " ".join(say.text for say in after.logged(Say))
+    assert f"w0 comes back with view {newest.number}, which the journal had no room for" in said
+    assert after.shell.machine.phase is Phase.RECOVERING
+    assert any(isinstance(act, acts.FindSnapshot) for act in after.done)
+
+
+def test_a_process_that_comes_in_the_place_of_another_ends_the_wait_for_it() -> None:
+    """Its coordinator died before it heard that it was admitted: it comes as somebody new."""
+    _, after, newest = after_a_full_disk()
+    del after.incarnations["w0"]
+    after.known |= dict.fromkeys(("s0", "s1", "w1"), newest)
+    after.join("s0", "s1", "w1")
+    assert not after.sent(NewView)
+    after.join("w0")
+    assert after.view.number >= newest.number
+
+
+def test_a_member_cannot_claim_a_view_that_it_has_no_place_in() -> None:
+    _, after, newest = after_a_full_disk()
+    old = next(view for view in (after.shell.machine.view,) if view is not None)
+    forged = msgspec.structs.replace(newest, number=ViewNumber(9, 9), workers=(), servers=())
+    after.known |= {"s0": old, "s1": old, "w0": forged}
+    after.join("s0", "s1", "w0")
+    assert after.view.number == old.number
 
 
 # ---- what is announced is known to the next coordinator (I7) ---------------------------------------------------

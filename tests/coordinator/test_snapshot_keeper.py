@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from rallypoint.coordinator.acts import AddPart, BeginSnapshot, CommitSnapshot, 
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.errors import DamagedSnapshot, SnapshotError
 from rallypoint.net.messages import Stored
-from rallypoint.store import retry
+from rallypoint.store import closing, retry
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.retention import Retention
 from rallypoint.store.snapshots import SnapshotStore
@@ -222,3 +223,48 @@ def test_a_damaged_snapshot_is_passed_over_aloud(keeper: Keeper, tmp_path: Path)
     assert len(keeper.said) == 1
     assert keeper.said[0].startswith(f"snapshot {snapshot_id(2, 1)} is damaged: file {file.name}: ")
     assert keeper.said[0].endswith("; using the one before it")
+
+
+# ---- the end ----------------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(closing, "PATIENCE_S", 0.05)
+    name = keeper.store(3)
+    entered, answers = threading.Event(), threading.Event()
+
+    def hangs(*_: Any) -> None:
+        entered.set()
+        answers.wait()
+
+    monkeypatch.setattr(SnapshotStore, "commit", hangs)
+    keeper.keeper.do(CommitSnapshot(name, 3, 3, JOB, {}, ""))
+    assert entered.wait(PATIENCE_S)
+    closes = threading.Thread(target=keeper.keeper.close)
+    closes.start()
+    closes.join(PATIENCE_S)
+    ended = not closes.is_alive()
+    answers.set()
+    closes.join(PATIENCE_S)
+    assert ended, "the end of the job waits for the store"
+    assert [said.getMessage() for said in caplog.records] == [
+        f"given up: the manifest of snapshot {name}. The job is over, and the store has not answered for 0.05 s"
+    ]
+
+
+def test_what_was_asked_for_before_the_end_is_still_done(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
+    name = keeper.store(3)
+    keeper.keeper.do(CommitSnapshot(name, 3, 3, JOB, {}, ""))
+    keeper.keeper.close()
+    assert keeper.on_disk() == [3]
+    assert caplog.records == []
+
+
+def test_a_fault_on_the_keeper_s_thread_ends_the_job_with_a_sentence(
+    keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the coordinator would wait for ever for an answer."""
+    monkeypatch.setattr(SnapshotKeeper, "_commit", broken(KeyError("a bug")))
+    assert keeper.commit(keeper.store(3), 3) == inbox.Ended("the thread for snapshots failed: KeyError: 'a bug'")

@@ -43,11 +43,14 @@ def test_only_the_very_process_that_an_earlier_coordinator_knew_is_back() -> Non
     members.expect(view)
     assert members.awaited == {"w0", "s0"}
     assert list(members.proposed) == ["w0"]
-    assert members.is_back(Member("w0", "here", incarnation=4), "worker")
-    assert not members.is_back(Member("w0", "here", incarnation=5), "worker")
-    assert not members.is_back(Member("w0", "here", incarnation=4), "server")
-    members.awaited.discard("w0")
-    assert not members.is_back(Member("w0", "here", incarnation=4), "worker")
+    assert members.is_same("w0", "worker", 4)
+    assert not members.is_same("w0", "worker", 5)
+    assert not members.is_same("w0", "worker", 0)
+    assert not members.is_same("w0", "server", 4)
+    members.unlinked("w0", reset="x")
+    members.returned("w0")
+    assert members.awaited == {"s0"}
+    assert members.resets == {}
 
 
 def test_who_is_silent_is_named_with_the_seconds_and_one_never_heard_is_not_silent() -> None:

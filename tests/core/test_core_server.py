@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.policy import Sync
-from rallypoint.core.shard.clip import Measure, Tell, Verdict
-from rallypoint.core.shard.effects import Abandon, Apply, CaughtUp, Fill, Finish, Install, Publish, Take
+from rallypoint.core.policy import Async, Policy, Sync
+from rallypoint.core.shard.clip import Measure, Rule, Tell, Verdict
+from rallypoint.core.shard.effects import Abandon, Apply, CaughtUp, Fill, Finish, Install, Publish, Reply, Take
 from rallypoint.core.shard.events import Acked, Contribute, Initialise, Loaded, Replicated
-from rallypoint.core.shard.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Restore, ServerMachine
+from rallypoint.core.shard.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Report, Restore, ServerMachine
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import Member, View, ViewNumber
 
@@ -27,11 +27,15 @@ def applied(step: int, scale: float | None) -> Apply:
 
 
 
-def _plan(shards: int, *, decides: bool = False, buffers: frozenset[int] = frozenset(), skip: bool = False) -> Plan:
+def _plan(
+    shards: int, *, decides: bool = False, buffers: frozenset[int] = frozenset(), skip: bool = False,
+    policy: Policy | None = None,
+) -> Plan:  # fmt: skip
     parameters = frozenset(range(shards)) - buffers
     waiting = frozenset(range(shards)) if skip else parameters
     return Plan(
-        Sync(), [1] * shards, parameters, waiting if decides else frozenset(), 1.0 if decides else None, skip
+        policy or Sync(), [1] * shards, parameters, waiting if decides else frozenset(),
+        Rule(1.0 if decides else None, skip),
     )
 
 
@@ -317,7 +321,7 @@ def _step(server: ServerMachine, index: int, step: int, norm: float) -> list[Eff
     """The shard's only contribution comes, and is measured."""
     effects = server.handle(index, Contribute(step, 0, 1.0, 100 + step))
     for shard, effect in _on(effects, Finish):
-        if effect.measure and shard in server.plan.measured:
+        if effect.measure:
             effects += server.measured(effect.step, Measure(shard, norm))
     return effects
 
@@ -342,7 +346,8 @@ def test_all_servers_scale_by_the_norm_of_all_shards() -> None:
 def test_without_decisions_nothing_is_measured_and_nothing_told() -> None:
     server = _server(_plan(1), _view(1, {0: "s0"}))
     effects = server.handle(0, Contribute(0, 0, 1.0, 1))
-    assert effects == [On(0, Take(1, 1.0)), On(0, Finish(0, 1.0, False)), On(0, applied(0, 1.0)), On(0, Publish(1))]
+    finished = Finish(0, 1.0, False, (), 1)
+    assert effects == [On(0, Take(1, 1.0)), On(0, finished), On(0, applied(0, 1.0)), On(0, Publish(1))]
     assert server.measured(0, Measure(0, 1.0)) == []
     assert server.told(0, [Measure(0, 1.0)]) == []
     assert server.peer_linked("s1") == []
@@ -356,6 +361,33 @@ def test_buffers_do_not_wait_for_clipping_and_wait_to_be_skipped() -> None:
         effects = _finish(server, _step(server, 0, 0, float("inf")))
         nothing, zero = [(0, applied(0, None)), (1, applied(0, None))], [(0, applied(0, 0.0))]
         assert _on(effects, Apply) == (nothing if skip else zero)
+
+
+@pytest.mark.parametrize("word", [0, 7])
+def test_a_server_refuses_a_sum_that_is_not_finite_by_itself_and_says_so_again(word: int) -> None:
+    plan = Plan(Sync(), [1, 1], frozenset({0, 1}), frozenset(), Rule(stops=True), rounds=9)
+    server = _server(plan, _view(1, {0: "s0", 1: "s0"}))
+    assert _on(_step(server, 0, 0, 1.0), Apply) == [(0, applied(0, 1.0))]
+    server.handle(1, Contribute(0, 0, 1.0, 7))
+    (report,) = server.measured(0, Measure(1, 0.0, at=word))
+    assert isinstance(report, Report)
+    assert (report.verdict.stops, report.verdict.gradients, report.verdict.at) == (True, (0,), (1, word))
+    assert server.machine(1).version == 0  # type: ignore[union-attr]
+    assert server.report_again() == [report]
+    server.adopt(_view(2, {0: "s0", 1: "s0"}, generation=2))
+    assert server.report_again() == []
+
+
+@pytest.mark.parametrize("rule", [Rule(1.0, stops=True), Rule(1.0, skips=True), Rule(None, skips=True)])
+def test_all_servers_refuse_or_skip_what_one_of_them_finds(rule: Rule) -> None:
+    plan = Plan(Sync(), [1, 1], frozenset({0, 1}), frozenset({0, 1}), rule)
+    server = _server(plan, _view(1, {0: "s0", 1: "s1"}), "s1")
+    _step(server, 0, 0, 1.0)
+    (verdict,) = [e for e in server.told(0, [Measure(1, 0.0, gradients=(2,), at=5)]) if isinstance(e, Verdict)]
+    assert (verdict.scale, verdict.stops, verdict.at, verdict.gradients) == (None, rule.stops, (1, 5), (2,))
+    assert _on(server.decided(verdict), Apply) == ([] if rule.stops else [(0, applied(0, None))])
+    assert server.report_again() == ([Report(verdict)] if rule.stops else [])
+    server.validate()
 
 
 def test_what_is_known_is_told_again_when_servers_change_and_when_a_link_stands_again() -> None:
@@ -435,3 +467,37 @@ def test_the_link_to_a_peer_s_older_incarnation_does_not_count() -> None:
     assert shell.peers == {}
     shell.peer_linked(Member("s1", "h", "s1:1", 7), new)
     assert shell.peers == {"s1": new}
+
+
+class _Line:
+    """A worker's connection."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_a_worker_s_new_link_takes_the_place_of_its_old_one_before_that_is_known_to_be_lost() -> None:
+    """A connection whose other end has vanished may stay for long: nothing is sent on it any more, and what was asked
+    for on it is not answered on the new one."""
+    shell: ServerShell[_Line] = ServerShell(ServerMachine("s0", _plan(1, policy=Async())))
+    shell.adopt(_view(1, {0: "s0"}))
+    old, new = _Line(1), _Line(2)
+    assert shell.linked(old, "w") == []
+    shell.follow(old)
+    assert shell.want(old, "w", 0, 0) == []  # not yet: there is no version
+    assert shell.linked(new, "w") == []
+    assert shell.followers == []
+    assert _on(shell.machine.handle(0, Initialise(1)), Reply) == []
+    shell.follow(new)
+    assert shell.gone(old, "w") == []
+    assert (shell.followers, shell.workers) == ([new], {"w": new})
+
+
+def test_a_link_that_is_older_than_the_known_one_is_not_followed() -> None:
+    """Two connections of one worker waited for the same view, and come in the other order."""
+    shell: ServerShell[_Line] = ServerShell(ServerMachine("s0", _plan(1)))
+    shell.adopt(_view(1, {0: "s0"}))
+    old, new = _Line(1), _Line(2)
+    shell.linked(new, "w")
+    assert shell.linked(old, "w") is None
+    assert shell.workers == {"w": new}

@@ -1,15 +1,16 @@
-"""The shard's machine: first of its name, in replica order, exactly once, whatever the network does."""
+"""The shard's machine: first of its name, by the tree, exactly once, whatever the network does."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.policy import Async, Sync
+from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.policy import Verdict as Admission
 from rallypoint.core.shard.effects import (
     Abandon,
@@ -18,6 +19,7 @@ from rallypoint.core.shard.effects import (
     Apply,
     Capture,
     CaughtUp,
+    Discard,
     Drop,
     Effect,
     Fill,
@@ -25,6 +27,8 @@ from rallypoint.core.shard.effects import (
     Gather,
     Hold,
     Install,
+    Merge,
+    OnTime,
     Publish,
     Take,
 )
@@ -81,9 +85,21 @@ class _Bench:
     def of(self, *kinds: type) -> list[Effect]:
         return [effect for effect in self.effects if isinstance(effect, kinds)]
 
-    def summed(self) -> list[tuple[int, int]]:
-        """(step, replica) in the order in which they went into the sum."""
-        return [(self.tickets[e.ticket].step, self.tickets[e.ticket].replica) for e in self.of(Take, Add)]  # type: ignore[attr-defined]
+    def summed(self) -> list[object]:
+        """Each finished sum as nested pairs (left, right) of leaves "step/replica"."""
+        parts: dict[int, object] = {}
+        sums: list[object] = []
+        for effect in self.effects:
+            match effect:
+                case Take(ticket=ticket, at=at):
+                    assert at not in parts
+                    parts[at] = f"{self.tickets[ticket].step}/{self.tickets[ticket].replica}"
+                case Merge(left=left, right=right):
+                    parts[left] = (parts[left], parts.pop(right))
+                case Finish():
+                    assert set(parts) == {0}
+                    sums.append(parts.pop(0))
+        return sums
 
 
 def _ready(expected: int, decides: bool = False) -> _Bench:
@@ -115,15 +131,23 @@ def _play(bench: _Bench, steps: list[list[tuple[int, int]]]) -> None:
 
 @PURE
 @given(_storms(), st.booleans())
-def test_contributions_are_summed_in_replica_order_whatever_order_they_arrive_in(
+def test_contributions_are_summed_by_the_tree_whatever_order_they_arrive_in(
     storm: tuple[int, list[list[tuple[int, int]]]], decides: bool
 ) -> None:
     replicas, steps = storm
     bench = _ready(replicas, decides)
     _play(bench, steps)
-    assert bench.summed() == [(step, replica) for step in range(len(steps)) for replica in range(replicas)]
-    firsts = [bench.tickets[effect.ticket].replica for effect in bench.of(Take)]  # type: ignore[attr-defined]
-    assert firsts == [0] * len(steps)
+    trees: dict[int, Callable[[list[str]], object]] = {
+        1: lambda r: r[0],
+        2: lambda r: (r[0], r[1]),
+        3: lambda r: ((r[0], r[1]), r[2]),
+        4: lambda r: ((r[0], r[1]), (r[2], r[3])),
+        5: lambda r: (((r[0], r[1]), (r[2], r[3])), r[4]),
+        6: lambda r: (((r[0], r[1]), (r[2], r[3])), (r[4], r[5])),
+    }
+    leaves = [[f"{step}/{replica}" for replica in range(replicas)] for step in range(len(steps))]
+    assert bench.summed() == [trees[replicas](of_step) for of_step in leaves]
+    assert not bench.of(Add, Hold)
 
 
 @PURE
@@ -153,7 +177,8 @@ def test_there_is_one_update_per_step_and_versions_rise_by_one(
     outcome = [effect for effect in bench.effects if isinstance(effect, (Finish, Apply, Publish))]
     expected: list[Effect] = [Publish(0)]
     for step in range(len(steps)):
-        expected += [Finish(step, total, decides), applied(step, 0.5 if decides else 1.0), Publish(step + 1)]
+        finished = Finish(step, total, decides, (), replicas)
+        expected += [finished, applied(step, 0.5 if decides else 1.0), Publish(step + 1)]
     assert outcome == expected
     assert bench.machine.version == len(steps)
     assert missing(bench.machine) == list(range(replicas))
@@ -181,14 +206,59 @@ def test_only_a_replica_that_does_not_contribute_is_a_fault(storm: tuple[int, li
 
 @PURE
 @given(st.permutations(list(range(5))))
-def test_the_next_in_order_is_added_at_once_and_missing_names_who_has_not_come(arrivals: list[int]) -> None:
+def test_missing_names_who_has_not_come_and_only_what_waits_for_a_lower_replica_is_early(arrivals: list[int]) -> None:
     bench = _ready(5)
+    early: set[int] = set()
     for count, replica in enumerate(arrivals):
         come = set(arrivals[:count])
         assert missing(bench.machine) == [r for r in range(5) if r not in come]
         in_turn = set(range(replica)) <= come
-        first = bench.push(0, replica)[0]
-        assert isinstance(first, Take if replica == 0 else Add) if in_turn else isinstance(first, Hold)
+        taken, *others = bench.push(0, replica)
+        assert taken == Take(count + 1, 1.0, None, replica, 1, not in_turn)
+        early |= set() if in_turn else {replica}
+        on_time = [effect.at for effect in others if isinstance(effect, OnTime)]
+        assert len(on_time) == len(set(on_time))
+        assert set(on_time) <= early
+        early -= set(on_time)
+        come.add(replica)
+        assert not any(set(range(at)) <= come for at in early)  # nobody whose turn it is is slowed down
+    assert not early
+
+
+def test_a_larger_block_supersedes_what_it_covers_and_what_is_covered_is_a_repeat() -> None:
+    bench = _ready(6)
+    bench.push(0, 1)
+    bench.push(0, 3)
+    block = Contribute(0, 0, 4.5, 3, count=4)
+    assert bench.handle(block) == [Discard(1), OnTime(1), Discard(3), OnTime(3), Take(3, 4.5, None, 0, 4)]
+    for replica, count in ((0, 1), (2, 1), (2, 2), (0, 4)):
+        assert bench.handle(Contribute(0, replica, 1.0, 9, count=count)) == [Drop(9)]
+    assert bench.handle(Contribute(0, 4, 2.0, 4, count=2)) == [
+        Take(4, 2.0, None, 4, 2), Merge(0, 4), Finish(0, 6.5, False, (), 6), applied(0, 1.0), Publish(1),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("replica", "count"), [(0, 3), (1, 2), (2, 4), (4, 4), (0, 8), (0, 0)])
+def test_what_is_no_block_of_the_tree_is_the_senders_fault(replica: int, count: int) -> None:
+    (dropped,) = _ready(6).handle(Contribute(0, replica, 1.0, 1, count=count))
+    assert isinstance(dropped, Drop)
+    assert "no block" in dropped.fault
+
+
+def test_blocks_are_not_taken_where_contributions_are_counted_one_by_one() -> None:
+    for policy in (Sync(quorum=2), Async(), BoundedStaleness(1)):
+        machine = ShardMachine(policy, 4)
+        machine.handle(Initialise(0))
+        (dropped,) = machine.handle(Contribute(0, 0, 2.0, 1, count=2))
+        assert isinstance(dropped, Drop)
+        assert dropped.fault == "replicas 0 to 1: in this mode, one replica contributes at a time"
+
+
+def test_a_block_that_is_not_finite_names_all_of_its_replicas() -> None:
+    bench = _ready(4)
+    bench.handle(Contribute(0, 2, 2.0, 1, finite=False, count=2))
+    bench.handle(Contribute(0, 0, 2.0, 2, count=2))
+    assert bench.of(Finish) == [Finish(0, 4.0, False, (2, 3), 4)]
 
 
 @PURE
@@ -197,31 +267,31 @@ def test_the_next_in_order_is_added_at_once_and_missing_names_who_has_not_come(a
     st.lists(st.floats(0.001, 1e4), min_size=4, max_size=4),
     st.lists(st.booleans(), min_size=4, max_size=4),
 )
-def test_the_total_weight_is_the_sum_in_replica_order_and_bad_replicas_are_named(
+def test_the_total_weight_is_added_by_the_tree_and_bad_replicas_are_named(
     arrivals: list[int], weights: list[float], finite: list[bool]
 ) -> None:
     bench = _ready(4, decides=True)
     for replica in arrivals:
         bench.push(0, replica, weights[replica], finite[replica])
         bench.push(0, replica, 99.0, not finite[replica])  # a repeat changes neither
-    total = ((0.0 + weights[0]) + weights[1] + weights[2]) + weights[3]
+    total = (weights[0] + weights[1]) + (weights[2] + weights[3])
     bad = tuple(replica for replica in range(4) if not finite[replica])
-    assert bench.of(Finish) == [Finish(0, total, True, bad)]
-    assert [effect.weight for effect in bench.of(Take, Add)] == weights  # type: ignore[attr-defined]
+    assert bench.of(Finish) == [Finish(0, total, True, bad, 4)]
+    assert {e.at: e.weight for e in bench.of(Take)} == dict(enumerate(weights))  # type: ignore[attr-defined]
 
 
 def test_weights_and_flags_of_one_step_do_not_leak_into_the_next() -> None:
     bench = _ready(1)
     bench.push(0, 0, 3.0, finite=False)
     bench.push(1, 0, 5.0)
-    assert bench.of(Finish) == [Finish(0, 3.0, False, (0,)), Finish(1, 5.0, False, ())]
+    assert bench.of(Finish) == [Finish(0, 3.0, False, (0,), 1), Finish(1, 5.0, False, (), 1)]
 
 
 def test_with_decisions_the_update_waits_and_a_repeat_or_a_stale_decision_is_ignored() -> None:
     bench = _ready(2, decides=True)
     assert bench.handle(Decide(7, 0.1)) == []
     bench.push(0, 0)
-    assert bench.push(0, 1)[-1] == Finish(0, 2.0, True)
+    assert bench.push(0, 1)[-1] == Finish(0, 2.0, True, (), 2)
     assert bench.machine.awaiting
     assert bench.push(0, 1) == [Drop(3)]
     assert bench.handle(Decide(1, 0.1)) == []
@@ -237,8 +307,8 @@ def test_with_decisions_the_update_waits_and_a_repeat_or_a_stale_decision_is_ign
 def test_a_decision_that_comes_before_the_sum_is_finished_is_kept_for_that_step_only() -> None:
     bench = _ready(1, decides=True)
     assert bench.handle(Decide(0, None)) == []
-    assert bench.push(0, 0)[1:] == [Finish(0, 1.0, True), applied(0, None), Publish(1)]
-    assert bench.push(1, 0)[1:] == [Finish(1, 1.0, True)]  # the old decision decides nothing
+    assert bench.push(0, 0)[1:] == [Finish(0, 1.0, True, (), 1), applied(0, None), Publish(1)]
+    assert bench.push(1, 0)[1:] == [Finish(1, 1.0, True, (), 1)]  # the old decision decides nothing
     assert bench.machine.awaiting
 
 
@@ -257,7 +327,7 @@ def test_a_buffer_shard_takes_replica_0_alone() -> None:
     (dropped,) = bench.push(0, 1)
     assert isinstance(dropped, Drop)
     assert dropped.fault == "replica 1 does not contribute to this shard (it has 1)"
-    assert bench.push(0, 0) == [Take(2, 1.0), Finish(0, 1.0, False), applied(0, 1.0), Publish(1)]
+    assert bench.push(0, 0) == [Take(2, 1.0), Finish(0, 1.0, False, (), 1), applied(0, 1.0), Publish(1)]
 
 
 def test_the_first_parameters_are_installed_and_later_ones_dropped_without_fault() -> None:
@@ -276,27 +346,29 @@ def test_nothing_is_taken_before_the_first_parameters_have_come_and_nobody_is_to
 
 
 @pytest.mark.parametrize(
-    ("step", "replica", "expected"),
+    ("step", "replica", "quorum", "expected"),
     [
-        (3, 2, Admission.ADD),
-        (3, 3, Admission.HOLD),
-        (3, 1, Admission.DROP),  # in the sum
-        (3, 4, Admission.DROP),  # held
-        (2, 2, Admission.DROP),
-        (4, 2, Admission.REJECT),
-        (3, 6, Admission.REJECT),
-        (2, 6, Admission.REJECT),
+        (3, 2, None, Admission.ADD),
+        (3, 3, None, Admission.ADD),
+        (3, 3, 4, Admission.ADD),
+        (3, 1, 4, Admission.DROP),  # in the sum
+        (3, 3, 3, Admission.DROP),  # three have come
+        (2, 2, None, Admission.DROP),
+        (4, 2, None, Admission.REJECT),
+        (3, 6, None, Admission.REJECT),
+        (2, 6, None, Admission.REJECT),
     ],
 )
-def test_sync_admits_by_step_and_replica_order(step: int, replica: int, expected: Admission) -> None:
-    bench = _ready(6)
+def test_sync_admits_by_step_and_replica(step: int, replica: int, quorum: int | None, expected: Admission) -> None:
+    bench = _Bench(ShardMachine(Sync(quorum), 6, decides=True))  # a decision keeps finished sums waiting
+    bench.initialise()
     for generation in range(3):
         for each in range(6):
             bench.push(generation, each)
+        bench.handle(Decide(generation, 1.0))
     for each in (0, 1, 4):
         bench.push(3, each)
-    assert Sync().admit(bench.machine, step, replica) is expected
-    assert not Sync().complete(bench.machine)
+    assert Sync(quorum).admit(bench.machine, step, replica) is expected
 
 
 # ---- primary and backup ----
@@ -371,10 +443,10 @@ def test_before_its_first_acknowledgement_a_backup_holds_nothing_up() -> None:
     assert pair.run(FillBackup()) == []  # there is nothing to send yet
     assert pair.run(Initialise(pair.ticket())) == [Install(1), Publish(0)]
     assert pair.primary.replication.needs_sync
-    assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0), Publish(1)]
+    assert pair.step(0)[1:] == [Finish(0, 1.0, False, (), 1), applied(0, 1.0), Publish(1)]
     assert pair.run(FillBackup()) == [Fill(1)]
     assert pair.run(FillBackup()) == []
-    assert pair.step(1)[1:] == [Finish(1, 1.0, False), applied(1, 1.0, replicate=True), Publish(2)]
+    assert pair.step(1)[1:] == [Finish(1, 1.0, False, (), 1), applied(1, 1.0, replicate=True), Publish(2)]
     assert not pair.primary.replication.caught_up
 
 
@@ -393,7 +465,7 @@ def test_a_backup_has_caught_up_once_it_holds_all_that_has_been_published() -> N
 
 def test_nothing_is_published_that_a_caught_up_backup_does_not_hold() -> None:
     pair = _caught_up()
-    assert pair.step(0)[1:] == [Finish(0, 1.0, False), applied(0, 1.0, replicate=True)]
+    assert pair.step(0)[1:] == [Finish(0, 1.0, False, (), 1), applied(0, 1.0, replicate=True)]
     assert (pair.primary.version, pair.primary.published) == (1, 0)
     assert pair.run(Acked(1)) == [Publish(1)]
     assert pair.run(Acked(0)) == []  # late news
@@ -545,12 +617,12 @@ def test_a_backup_that_is_promoted_before_its_state_came_publishes_nothing() -> 
     assert backup.published == -1
 
 
-def test_a_demoted_primary_drops_what_it_held_and_waits_for_the_state() -> None:
+def test_a_demoted_primary_drops_its_sum_and_waits_for_the_state() -> None:
     pair = _caught_up(expected=3)
     held = [pair.ticket(), pair.ticket()]
     pair.run(Contribute(0, 2, 1.0, held[0]))
     pair.run(Contribute(0, 0, 1.0, held[1]))
-    assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [Drop(held[0]), Abandon()]
+    assert pair.run(Assigned(primary=False, backup=False, fresh=False)) == [Abandon()]
     assert (pair.primary.version, pair.primary.published, pair.primary.replication.caught_up) == (-1, -1, False)
     assert missing(pair.primary) == [0, 1, 2]
     assert pair.primary.handle(Loaded(7)) == [Acknowledge(7)]
@@ -582,7 +654,7 @@ def test_a_decision_does_not_survive_a_demotion() -> None:
     bench.handle(Assigned(primary=False, backup=False, fresh=False))
     bench.handle(Assigned(primary=True, backup=False, fresh=False))
     bench.handle(Loaded(0))
-    assert bench.push(0, 0)[-1] == Finish(0, 1.0, True)
+    assert bench.push(0, 0)[-1] == Finish(0, 1.0, True, (), 1)
 
 
 # ---- snapshots ----

@@ -120,11 +120,30 @@ def test_one_without_news_is_given_up_after_some_heartbeats_and_wanted_again() -
 def test_one_that_is_lost_is_taken_again_only_if_it_came_too_late() -> None:
     duty = _duty()
     duty.begin(7, SHARDS, now=1.0)
-    assert duty.lost(passed=-1) == 7
+    assert duty.lost(passed=-1, now=1.0) == 7
     assert (duty.taking, duty.wanted) == (None, False)
     duty.begin(8, SHARDS, now=1.0)
-    assert duty.lost(passed=9) == 8
+    assert duty.lost(passed=9, now=1.0) == 8
     assert (duty.taking, duty.wanted) == (None, True)
+
+
+def test_one_that_fails_is_tried_again_more_and_more_seldom() -> None:
+    """A process without file descriptors, or a full disk: 289 tries in a minute do not help it."""
+    duty, now, pauses = _duty(steps=1), 0.0, []
+    for _ in range(8):
+        began = now
+        while not duty.is_due(_record(), 9, now, ending=False):
+            now += 1.0
+        pauses.append(now - began)
+        duty.begin(7, SHARDS, now)
+        duty.lost(passed=-1, now=now)
+    assert pauses == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
+    duty.wanted = True
+    assert duty.is_due(_record(), 9, now, ending=False), "a user who asks is not made to wait"
+    duty.begin(7, SHARDS, now)
+    duty.complete(now)
+    duty.wanted = False
+    assert duty.is_due(_record(), 9, now, ending=False), "the next one is due as always"
 
 
 def test_one_that_cannot_be_completed_any_more_is_wanted_again_and_none_where_none_was_taken() -> None:

@@ -128,3 +128,12 @@ def test_a_worker_that_has_no_part_in_the_step_does_not_follow_and_is_not_asked(
     speeds.computed("fast", 4, 0, 1.0, now=9.0)
     assert speeds.straggler(spared, 4, ["spare", "slow"], now=9.0) is None
     assert speeds.straggler(_HANDS, 4, ["spare", "slow"], now=9.0) is None  # nor one that is in no deal at all
+
+
+def test_what_a_straggler_has_computed_it_may_keep_unsent_so_an_idle_worker_computes_it_too() -> None:
+    speeds = _speeds(fast=1.0, slow=1.0)
+    hands = {"fast": (2, 3), "slow": (0, 1)}
+    for worker, replica in (("fast", 2), ("fast", 3), ("slow", 0)):
+        speeds.computed(worker, 4, replica, 1.0, now=5.0)
+    asked = [speeds.straggler(hands, 4, ["fast", "slow"], now=60.0) for _ in range(3)]
+    assert asked == [("fast", 4, 1), ("fast", 4, 0), None]

@@ -348,6 +348,38 @@ def test_a_replica_that_turns_out_to_be_finished_makes_room_for_the_next() -> No
     assert bench.machine.next_action() == Compute(2, 1)
 
 
+def test_a_replica_that_turns_out_to_be_finished_before_its_step_is_over_is_not_installed_once_more() -> None:
+    bench = _Bench(2, [0], steps=4)
+    bench.answer(0, 1)
+    bench.begin()
+    for shard in (0, 1):  # who had it before has computed it to the end: the servers drop this step as a repeat
+        (send,) = bench.fill(shard)
+        assert isinstance(send, Send)
+        bench.handle(Sent(shard, send.serial))
+        bench.land(0, 4, [shard])
+    assert bench.handle(ReplicaComputed()) == _wants(EVERYTHING, 0, 1)
+    assert bench.machine.next_action() is None
+    bench.answer(EVERYTHING, 4)
+    assert bench.machine.step == 4
+
+
+def test_a_replica_that_was_finished_on_a_lost_primary_goes_on_where_the_new_one_is() -> None:
+    bench = _Bench(2, [0], steps=4)
+    bench.answer(0, 1)
+    bench.begin()
+    for shard in (0, 1):
+        (send,) = bench.fill(shard)
+        assert isinstance(send, Send)
+        bench.handle(Sent(shard, send.serial))
+        bench.land(0, 4, [shard])
+    bench.handle(LinkLost("s1"))
+    assert bench.handle(ReplicaComputed()) == []
+    bench.handle(LinkUp("s1"))
+    assert [(send.shard, send.step, send.wants) for send in bench.compute()] == [(1, 1, 0)]
+    bench.land(0, 3, [1])  # shard 0 has it all, this one has not
+    assert bench.machine.next_action() == Install(3)
+
+
 def test_a_replica_that_is_finished_on_some_shards_only_is_computed_for_the_others() -> None:
     bench = _Bench(2, steps=4)
     bench.land(0, 4, [0])

@@ -31,11 +31,14 @@ def test_every_replica_is_assigned_to_exactly_one_worker_in_ascending_order(repl
 
 @PURE
 @given(st.integers(0, 40), st.integers(1, 8), st.floats(0.01, 1000.0))
-def test_equal_speeds_get_a_round_robin_assignment(replicas: int, count: int, speed: float) -> None:
+def test_equal_speeds_get_equal_runs_of_neighbours(replicas: int, count: int, speed: float) -> None:
     workers = _workers(count)
-    expected = {worker: tuple(range(i, replicas, count)) for i, worker in enumerate(workers)}
-    assert assign_replicas(replicas, workers) == expected
-    assert assign_replicas(replicas, workers, dict.fromkeys(workers, speed)) == expected
+    assigned = assign_replicas(replicas, workers)
+    lengths = sorted(len(own) for own in assigned.values())
+    assert sorted(replica for own in assigned.values() for replica in own) == list(range(replicas))
+    assert all(own == tuple(range(own[0], own[-1] + 1)) for own in assigned.values() if own)
+    assert lengths[-1] - lengths[0] <= 1
+    assert assign_replicas(replicas, workers, dict.fromkeys(workers, speed)) == assigned
 
 
 @PURE
@@ -55,7 +58,12 @@ def test_a_worker_three_times_as_fast_gets_three_times_as_many() -> None:
 
 
 def test_a_worker_of_unknown_speed_counts_as_one() -> None:
-    assert assign_replicas(4, ["a", "b"], {"a": 1.0}) == {"a": (0, 2), "b": (1, 3)}
+    assert assign_replicas(4, ["a", "b"], {"a": 1.0}) == {"a": (0, 1), "b": (2, 3)}
+
+
+def test_the_larger_runs_are_where_fewer_blocks_are_sent() -> None:
+    assert assign_replicas(5, ["a", "b"]) == {"a": (2, 3, 4), "b": (0, 1)}  # [2,4) and [4,5), [0,2)
+    assert assign_replicas(8, ["a", "b", "c"]) == {"a": (0, 1, 2), "b": (3, 4, 5), "c": (6, 7)}
 
 
 def test_workers_beyond_the_replicas_get_none() -> None:
@@ -112,7 +120,7 @@ def test_an_idle_worker_takes_all_replicas_of_one_that_is_gone() -> None:
 
 def test_without_an_idle_worker_each_orphan_goes_to_who_would_finish_it_first() -> None:
     assigned = {"a": (0, 3), "b": (1, 4), "c": (2,)}
-    assert reassign_orphans(assigned, ["a", "c"]) == {"a": (0, 3, 4), "c": (1, 2)}
+    assert reassign_orphans(assigned, ["a", "c"]) == {"a": (0, 1, 3), "c": (2, 4)}
     assert reassign_orphans(assigned, ["a", "c"], {"a": 9.0, "c": 1.0}) == {"a": (0, 1, 3, 4), "c": (2,)}
 
 

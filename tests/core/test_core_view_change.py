@@ -13,6 +13,7 @@ from rallypoint.core.cluster.view_change import (
     AHEAD,
     first_homes,
     following_assignments,
+    homings,
     pairings,
     rebalanced,
     says_nothing_new,
@@ -22,6 +23,7 @@ from rallypoint.core.cluster.view_change import (
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker.links import LinkTable
 
 LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)
 SHARDS = [shard.index for shard in LAYOUT.shards]
@@ -93,6 +95,25 @@ def test_a_meeting_lasts_while_primary_and_backup_are_the_same_processes() -> No
     assert still_caught_up(view, before, frozenset(SHARDS)) == set(SHARDS) - reborn
 
 
+def test_a_worker_that_missed_views_sees_that_a_shard_was_elsewhere_meanwhile() -> None:
+    """Shard 0 went from a to b and back: a has dropped what it was sent before."""
+    first = _view(_servers("a", "b"))
+    first = msgspec.structs.replace(first, homed=homings(first, None))
+    away, back = dict(first.primary), first.primary
+    away[0] = "b" if first.primary[0] == "a" else "a"
+    views = [first]
+    for count, primary in enumerate((away, back), start=2):
+        view = msgspec.structs.replace(views[-1], number=ViewNumber(1, count), primary=primary)
+        views.append(msgspec.structs.replace(view, homed=homings(view, views[-1])))
+    assert views[2].primary == first.primary
+    assert views[2].moved(first) == views[1].moved(first) == [0]
+    assert first.moved(first) == []
+    links = LinkTable()
+    links.to_open(first)
+    assert links.to_end(first, views[2]) == [first.primary[0]]
+    assert links.to_end(views[2], views[2]) == []
+
+
 # ---- replicas ----
 
 
@@ -106,22 +127,22 @@ def _speeds(**seconds: float) -> Speeds:
 
 def test_survivors_keep_their_replicas_and_a_fair_assignment_follows_a_little_ahead() -> None:
     (first,) = following_assignments({}, ["w1", "w0"], 4, -1, Speeds())
-    assert first == Assignment(0, {"w0": (0, 2), "w1": (1, 3)})
+    assert first == Assignment(0, {"w0": (0, 1), "w1": (2, 3)})
     (alone,) = following_assignments(first.replicas, ["w0"], 4, 5, Speeds())
     assert alone == Assignment(0, {"w0": (0, 1, 2, 3)})
     now, later = following_assignments(alone.replicas, ["w0", "w1"], 4, 5, Speeds())
     assert now == Assignment(0, {"w0": (0, 1, 2, 3), "w1": ()})
-    assert later == Assignment(5 + AHEAD, {"w0": (0, 2), "w1": (1, 3)})
+    assert later == Assignment(5 + AHEAD, {"w0": (0, 1), "w1": (2, 3)})
 
 
 def test_an_assignment_that_is_nearly_fair_stays() -> None:
-    assigned = {"w0": (0, 2), "w1": (1, 3)}
+    assigned = {"w0": (0, 1), "w1": (2, 3)}
     assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=1.05))) == 1
     assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, _speeds(w0=1.0, w1=3.0))) == 2
 
 
 def test_what_a_round_takes_beside_computing_no_assignment_makes_shorter() -> None:
-    assigned, speeds = {"w0": (0, 2), "w1": (1, 3)}, _speeds(w0=1.0,
+    assigned, speeds = {"w0": (0, 1), "w1": (2, 3)}, _speeds(w0=1.0,
         w1=3.0)  # six seconds of computing would become three
     for seconds, assignments in ((0.0, 2), (6.0, 2), (32.9, 2), (33.1, 1), (60.0, 1)):
         assert len(following_assignments(assigned, ["w0", "w1"], 4, 5, speeds, seconds)) == assignments

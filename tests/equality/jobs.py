@@ -16,7 +16,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.testing.reference import train_reference
 from rallypoint.testing.reference_local import train_local_reference
-from rallypoint.worker.tensors import weights_hash
+from rallypoint.worker.tensors import ModelTensors, weights_hash
 
 
 @dataclass(frozen=True)
@@ -280,6 +280,35 @@ def _train(job: rp.Job, case: Case) -> str:
     return weights_hash(model)
 
 
+@dataclass(frozen=True)
+class Pushed:
+    """The weights' hash, the bytes of parameters pushed by this worker, and the bytes of all parameters."""
+
+    hash: str
+    pushed: int
+    whole: int
+
+
+def bytes_pushed(job: rp.Job, settings: dict[str, Any]) -> Pushed:
+    """Train a small GPT and count what this worker pushes."""
+    model, dataset = _gpt()
+    shards = ModelTensors(model, resolve(settings)).layout.shards
+    pushed = 0
+    send = Channel.send
+
+    def counted(self: Channel, header: Header, *args: Any, **kwargs: Any) -> None:
+        nonlocal pushed
+        if header.kind is Kind.PUSH and shards[header.shard].role == "parameters":
+            pushed += header.length
+        send(self, header, *args, **kwargs)
+
+    setattr(Channel, "send", counted)  # noqa: B010 - this process is only this job's
+    for micro in job.train(model, dataset, **settings):
+        with micro:
+            micro.backward(_gpt_loss(model, micro.batch))
+    return Pushed(weights_hash(model), pushed, sum(shard.nbytes for shard in shards if shard.role == "parameters"))
+
+
 def train_with(job: rp.Job, settings: dict[str, Any]) -> tuple[str, dict[int, float]]:
     """A small job with other settings: the weights' hash, and the losses of the steps computed here."""
     model, dataset = _gpt()
@@ -295,7 +324,6 @@ def train_with(job: rp.Job, settings: dict[str, Any]) -> tuple[str, dict[int, fl
 
 def train_counting(job: rp.Job, settings: dict[str, Any]) -> dict[tuple[str, int], tuple[int, int]]:
     """Bytes of payload that crossed this worker's links, and the same as fp32, for each (kind, group)."""
-    from rallypoint.worker.tensors import ModelTensors
 
     model, _ = _gpt()
     common = {"replicas": 3, "batch": 8, "steps": 40, "seed": 5, "shard_bytes": 16 << 10}

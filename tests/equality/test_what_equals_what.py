@@ -70,13 +70,13 @@ def same_bytes(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
-def test_losses_divided_by_a_power_of_two_of_replicas_give_the_same_bytes(replicas: int) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_losses_divided_by_one_or_two_replicas_give_the_same_bytes(replicas: int) -> None:
     assert same_bytes(reference(config(replicas)), own_script(config(replicas)))
 
 
-@pytest.mark.parametrize("replicas", [3, 5, 6])
-def test_losses_divided_by_another_number_of_replicas_round_otherwise(replicas: int) -> None:
+@pytest.mark.parametrize("replicas", [3, 4, 5, 6, 8])
+def test_losses_of_more_replicas_are_added_one_after_the_other_there_and_pairwise_here(replicas: int) -> None:
     assert not same_bytes(reference(config(replicas)), own_script(config(replicas)))
 
 
@@ -87,7 +87,7 @@ def test_losses_divided_by_the_micro_batches_of_a_replica_give_the_same_bytes(ac
 
 
 def test_torch_s_own_clipping_gives_the_same_bytes_where_nothing_is_clipped() -> None:
-    assert same_bytes(reference(config(4, clip=NEVER)), own_script(config(4), clip=NEVER))
+    assert same_bytes(reference(config(2, clip=NEVER)), own_script(config(2), clip=NEVER))
 
 
 def test_torch_s_own_clipping_has_another_factor_where_something_is_clipped() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import signal
+from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
+from rallypoint import cli
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import UsageError
+from rallypoint.launch import lifeline
 from rallypoint.net.advertise import advertised
+from rallypoint.server import service
 from rallypoint.server.service import ServerService
 
 TOKEN = "correct horse battery staple and more"
@@ -50,3 +57,16 @@ def test_a_coordinator_bound_to_every_address_needs_to_be_told_what_to_tell() ->
     assert coordinator.address.startswith("127.0.0.1:")
     assert not coordinator.address.endswith(":0")
     coordinator.close()
+
+
+def test_the_server_s_command_passes_its_addresses_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(service, "ServerService", lambda **how: made.append(how))
+    monkeypatch.setattr(service, "run_servers", lambda services: None)
+    monkeypatch.setattr(lifeline, "hold_lifeline", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    where = ["--bind", "0.0.0.0:4700", "--advertise", "node7:80"]
+    result = CliRunner().invoke(cli.app, ["server", "--coordinator", "node1:4699", "--id", "s", *where])
+    assert result.exit_code == 0, result.output
+    (how,) = made
+    assert (how["bind"], how["advertise"], how["coordinator"]) == ("0.0.0.0:4700", "node7:80", "node1:4699")

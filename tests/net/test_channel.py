@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
-from rallypoint.errors import LinkError, ProtocolError
+from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import dialers_keys, token_keys
 from rallypoint.net.messages import Done, Refused, Say, decode, expect
+from rallypoint.net.outbox import Backlog
+from rallypoint.net.seal import SEALED_BYTES, Sealer
+from rallypoint.net.transport import FIRST_PIECE
 from rallypoint.testing.contracts.transports import Beside
 
 PATIENCE_S = 20.0
+KEYS = dialers_keys(token_keys("a token"), bytes(32), checksums=False)
 
 
 class Stuck:
@@ -52,7 +59,8 @@ class Stuck:
 def pair() -> Iterator[tuple[Channel, Channel]]:
     transport = InprocTransport()
     listener = transport.listen("x")
-    near, far = Channel(transport.connect("x", 1.0), "far"), Channel(listener.accept(), "near")
+    near = Channel(transport.connect("x", 1.0), "far", KEYS)
+    far = Channel(listener.accept(), "near", KEYS.other_side())
     yield near, far
     for thing in (near, far, listener):
         thing.close()
@@ -82,7 +90,7 @@ def test_messages_arrive(pair: tuple[Channel, Channel]) -> None:
 
 def test_urgent_frames_overtake_bulk_ones() -> None:
     stuck = Stuck()
-    channel = Channel(stuck, "x")
+    channel = Channel(stuck, "x", KEYS)
     channel.send(frame(0))
     assert stuck.entered.acquire(timeout=PATIENCE_S)  # frame 0 is under way: nothing overtakes it
     for number in (1, 2):
@@ -98,7 +106,7 @@ def test_urgent_frames_overtake_bulk_ones() -> None:
 
 def test_sent_is_called_once_for_each_frame_in_order() -> None:
     stuck = Stuck()
-    channel = Channel(stuck, "x")
+    channel = Channel(stuck, "x", KEYS)
     called: list[int] = []
     for number in range(5):
         channel.send(frame(number), sent=lambda number=number: called.append(number))  # type: ignore[misc]
@@ -114,7 +122,7 @@ def test_sent_is_called_once_for_each_frame_in_order() -> None:
 @pytest.mark.parametrize("how", ["the link breaks", "it is closed"])
 def test_sent_is_called_once_also_for_what_never_left(how: str) -> None:
     stuck = Stuck()
-    channel = Channel(stuck, "x")
+    channel = Channel(stuck, "x", KEYS)
     called: Counter[int] = Counter()
 
     def count(number: int) -> None:
@@ -133,9 +141,93 @@ def test_sent_is_called_once_also_for_what_never_left(how: str) -> None:
     assert stuck.sent == []
 
 
+def test_a_newer_frame_replaces_the_one_that_waits_at_its_place() -> None:
+    """Of each shard only the newest version waits for a slow follower; every shard gets its share of the link."""
+    stuck = Stuck()
+    channel = Channel(stuck, "x", KEYS)
+    called: list[tuple[int, int]] = []
+    payload = memoryview(bytes(1000))
+
+    def version(shard: int, number: int, place: object = None) -> None:
+        header = Header(Kind.VERSION, shard=10 * number + shard, length=1000)
+        channel.send(header, payload, lambda: called.append((shard, number)), place=place)
+
+    channel.send(frame(0))
+    assert stuck.entered.acquire(timeout=PATIENCE_S)  # frame 0 is under way: all others wait
+    for number in (1, 2, 3):
+        for shard in (0, 1, 2):
+            version(shard, number, place=("version", shard))
+            assert channel.waiting_bytes <= 4000
+        if number == 1:
+            version(7, 1)  # asked for by its number: never replaced
+    version(7, 2)
+    assert called == [(shard, number) for number in (1, 2) for shard in (0, 1, 2)], "those that were replaced"
+    assert channel.waiting_bytes == 5000
+    for _ in range(6):
+        stuck.release.release()
+    assert channel.flush(PATIENCE_S)
+    assert stuck.sent == [0, 30, 31, 32, 17, 27]
+    assert sorted(called) == sorted([(s, n) for n in (1, 2, 3) for s in (0, 1, 2)] + [(7, 1), (7, 2)])
+    assert channel.waiting_bytes == 0
+    channel.close()
+
+
+def test_a_peer_that_reads_too_slowly_is_told_to_ask_anew(caplog: pytest.LogCaptureFixture) -> None:
+    stuck, backlog = Stuck(), Backlog(4000, 100_000)
+    channel = Channel(stuck, "w3", KEYS, backlog=backlog)
+    dropped: list[int] = []
+    payload = memoryview(bytes(952))  # 1000 with its header
+
+    def send(number: int, place: object = None) -> None:
+        header = Header(Kind.ROWS, shard=number, length=952)
+        channel.send(header, payload, lambda: dropped.append(number), place=place)
+
+    channel.send(frame(0))
+    assert stuck.entered.acquire(timeout=PATIENCE_S)
+    for number in range(100, 110):
+        send(number, place=number)  # a place for each: they are bounded by the number of places
+    for number in range(1, 5):
+        send(number)
+    assert backlog.nbytes == 4000
+    assert dropped == []
+    send(5)
+    assert sorted(dropped) == [1, 2, 3, 4, 5, *range(100, 110)], "what waited is released at once"
+    send(6)
+    assert dropped[-1] == 6, "nothing is queued any more"
+    assert channel.waiting_bytes < 500, "but for the sentence"
+    for _ in range(2):
+        stuck.release.release()
+    assert channel.flush(PATIENCE_S)
+    assert len(stuck.sent) == 2
+    assert stuck.broken, "the connection is closed after the sentence"
+    assert "the link to w3 is ended" in caplog.text
+    assert backlog.nbytes == 0
+    channel.close()
+
+
+def test_of_all_that_wait_those_with_little_are_spared() -> None:
+    stuck = [Stuck() for _ in range(3)]
+    backlog = Backlog(4000, 6000)
+    channels = [Channel(connection, "x", KEYS, backlog=backlog) for connection in stuck]
+    payload = memoryview(bytes(952))
+    for channel, connection in zip(channels, stuck, strict=True):
+        channel.send(frame(0))
+        assert connection.entered.acquire(timeout=PATIENCE_S)
+    for channel, count in zip(channels, (4, 2, 1), strict=True):
+        for _ in range(count):
+            channel.send(Header(Kind.ROWS, length=952), payload)
+    assert [channel.waiting_bytes > 0 for channel in channels] == [True, True, True]
+    assert backlog.nbytes == 7000, "too much in all; but the last has only a quarter of what one may have"
+    channels[1].send(Header(Kind.ROWS, length=952), payload)
+    assert channels[1].waiting_bytes < 500, "this one has more: it is ended"
+    for channel in channels:
+        channel.close()
+    assert backlog.nbytes == 0
+
+
 def test_flush_says_when_there_was_not_enough_time() -> None:
     stuck = Stuck()
-    channel = Channel(stuck, "x")
+    channel = Channel(stuck, "x", KEYS)
     assert channel.flush(0.0)
     channel.send(frame(0))
     assert not channel.flush(0.01)
@@ -170,11 +262,51 @@ def test_a_refusal_is_the_last_word(pair: tuple[Channel, Channel]) -> None:
         far.receive_header()
 
 
-def test_what_is_no_header_is_a_protocol_error(pair: tuple[Channel, Channel]) -> None:
+def test_what_was_not_sealed_is_a_corrupt_frame(pair: tuple[Channel, Channel]) -> None:
     near, far = pair
-    near.connection.send(b"x" * 48)
-    with pytest.raises(ProtocolError):
+    near.connection.send(b"x" * SEALED_BYTES)
+    with pytest.raises(CorruptFrame, match=r"^a frame from near has a wrong tag"):
         far.receive_header()
+
+
+def test_a_payload_that_was_changed_is_a_corrupt_frame(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    sealer = Sealer(KEYS)
+    for receive in (far.receive_bytes, lambda header: far.receive_into(memoryview(bytearray(4)))):
+        near.connection.send(sealer.seal(Header(Kind.PUSH, length=4), memoryview(b"four")), memoryview(b"five"))
+        header = far.receive_header()
+        with pytest.raises(CorruptFrame, match=r"^the payload of a PUSH frame from near was changed on the way$"):
+            receive(header)
+
+
+def test_what_is_sealed_and_no_header_is_a_protocol_error(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    near.send(Header(Kind.CREDIT, length=1))  # a kind that carries nothing
+    with pytest.raises(ProtocolError, match="a CREDIT frame of 1 bytes: at most 0 are allowed"):
+        far.receive_header()
+
+
+@pytest.mark.parametrize("came", [0, 3 << 20])
+def test_a_length_is_believed_as_far_as_its_bytes_have_come(pair: tuple[Channel, Channel], came: int) -> None:
+    near, far = pair
+    sealed = near._sealer.seal(Header(Kind.CONTROL, length=64 << 20), memoryview(b"of other bytes"))
+    near.connection.send(sealed, memoryview(bytes(came)))
+    tracemalloc.start()
+    try:
+        with Beside(lambda: far.receive_bytes(far.receive_header())) as receiving:
+            near.close()
+            assert isinstance(receiving.outcome(), LinkError)
+        assert tracemalloc.get_traced_memory()[1] <= 4 * (1 << 20) + 2 * came
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_payload_of_many_pieces_arrives_whole(pair: tuple[Channel, Channel]) -> None:
+    near, far = pair
+    for count in (0, 1, FIRST_PIECE - 1, FIRST_PIECE, FIRST_PIECE + 1, 5 * FIRST_PIECE + 3):
+        payload = random.Random(count).randbytes(count)
+        near.send(Header(Kind.CONTROL, length=count), memoryview(payload))
+        assert far.receive_bytes(far.receive_header()) == payload
 
 
 def test_many_threads_may_send_at_once(pair: tuple[Channel, Channel]) -> None:
@@ -192,3 +324,45 @@ def test_many_threads_may_send_at_once(pair: tuple[Channel, Channel]) -> None:
         for urgent in (True, False):
             order = [shard for shard in own if ((shard - base) % 3 == 0) is urgent]
             assert order == sorted(order), "frames of one urgency keep their order"
+
+
+# ---- faults of our own ------------------------------------------------------------------------------------------
+
+
+def raises() -> None:
+    raise KeyError("a bug")
+
+
+@pytest.mark.parametrize("how", ["a frame that cannot be packed", "a callback that fails"])
+def test_a_fault_of_the_sending_thread_reaches_the_receiving_one(
+    pair: tuple[Channel, Channel], caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Else frames would be queued for ever, and nobody would know why none arrives."""
+    near, _ = pair
+    called: list[str] = []
+    with Beside(near.receive_header) as receiving:
+        if how == "a callback that fails":
+            near.send(frame(1), sent=raises)
+        else:
+            near.send(frame(2**40), sent=lambda: called.append("first"))
+        near.send(frame(2), sent=lambda: called.append("second"))
+        error = receiving.outcome()
+    assert isinstance(error, ProtocolError)
+    assert str(error).startswith("what was queued for far could not be sent: ")
+    assert isinstance(near.fault, Exception)
+    assert near.flush(PATIENCE_S)
+    near.close()
+    assert called == (["second"] if how == "a callback that fails" else ["first", "second"])
+    assert [entry.getMessage() for entry in caplog.records] == ["sending to far has failed"]
+
+
+def test_callbacks_that_fail_keep_no_other_from_being_called() -> None:
+    stuck = Stuck()
+    channel = Channel(stuck, "x", KEYS)
+    called: list[int] = []
+    channel.send(frame(0))
+    assert stuck.entered.acquire(timeout=PATIENCE_S)
+    channel.send(frame(1), sent=raises)
+    channel.send(frame(2), sent=lambda: called.append(2))
+    channel.close()
+    assert called == [2]

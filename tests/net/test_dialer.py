@@ -12,6 +12,7 @@ import pytest
 
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.net import dialer
 from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind
@@ -37,7 +38,8 @@ class Host:
     came: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        self.gate = Gate(self.transport, self.address, self.token, lambda hello: Welcome(), self._serve)
+        me = Identity("server", "server0", self.token)
+        self.gate = Gate(self.transport, self.address, me, lambda hello: Welcome(), self._serve)
         self.address = self.gate.address
 
     def next(self) -> tuple[Channel, Hello]:
@@ -60,12 +62,13 @@ class Caller:
         self.threads: set[str] = set()
         self.serving = threading.Semaphore(0)
         self.fault: RallypointError | None = None
+        self.fault_when_down: Exception | None = None
         self.dialer = Dialer(
             transport=transport, peer=Member("server0", "there", address), me=Identity("worker", "worker0", TOKEN),
             tracer=Tracer("worker0"),
             calls=Calls(
                 view, up=lambda channel: self._called("up", channel), serve=self._serve,
-                down=lambda error: self._called("down", error),
+                down=self._down, failed=lambda fault: self._called("failed", fault),
             ),
         )  # fmt: skip
 
@@ -81,6 +84,11 @@ class Caller:
             raise self.fault
         while True:
             channel.receive_header()
+
+    def _down(self, error: RallypointError) -> None:
+        self._called("down", error)
+        if self.fault_when_down is not None:
+            raise self.fault_when_down
 
     def _called(self, name: str, what: object) -> None:
         self.threads.add(threading.current_thread().name)
@@ -199,7 +207,7 @@ def test_a_refusal_is_why_there_is_no_connection(transport: Transport) -> None:
     host = Host(transport, "127.0.0.1:0", token="the right token of this job")
     caller = Caller(transport, host.address)
     caller.dialer.start()
-    until_trouble(caller, "the job token is wrong")
+    until_trouble(caller, "refuses worker worker0 without proving that it knows the job token")
     caller.dialer.close()
     assert caller.calls.empty()
     host.close()
@@ -259,3 +267,61 @@ def test_a_fault_in_what_is_received_is_told_and_the_link_is_made_again(
         assert str(error) == "what server0 sent could not be taken: RuntimeError('a bug in a codec')"
     caller.dialer.close()
     assert {entry.message for entry in caplog.records} == {"the link to server0 has failed"}
+
+
+def test_a_peer_that_answers_can_be_reached_and_one_that_does_not_cannot(host: Host, caller: Caller) -> None:
+    assert caller.dialer.unreachable() > 0.0
+    caller.dialer.start()
+    host.next()
+    caller.expect("up")
+    assert caller.dialer.unreachable() == 0.0
+    host.close()
+    caller.expect("serve")
+    caller.expect("down")
+    assert caller.dialer.unreachable() > 0.0
+
+
+def test_a_peer_whose_connections_do_not_hold_cannot_be_reached_although_it_answers(
+    host: Host, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller.dialer.start()
+    began = time.monotonic()
+    for _ in range(2):
+        host.next()[0].connection.close()
+        for call in ("up", "serve", "down"):
+            caller.expect(call)
+    caller.expect("up")
+    assert caller.dialer.unreachable() > 0.0
+    assert caller.dialer.unreachable() <= time.monotonic() - began
+    monkeypatch.setattr(dialer, "_HOLDS_S", 0.0)  # this one has held for long enough
+    assert caller.dialer.unreachable() == 0.0
+
+
+def test_a_fault_while_the_loss_is_told_is_told_in_its_turn(
+    host: Host, caller: Caller, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The dialer ends: nobody knows what state its owner is in."""
+    caller.fault_when_down = KeyError("a bug")
+    caller.dialer.start()
+    there, _ = host.next()
+    caller.expect("up")
+    caller.expect("serve")
+    there.connection.close()
+    caller.expect("down")
+    assert caller.expect("failed") is caller.fault_when_down
+    caller.dialer._thread.join(PATIENCE_S)
+    assert not caller.dialer._thread.is_alive()
+    assert [entry.message for entry in caplog.records] == ["the link to server0 has failed"]
+
+
+def test_a_fault_while_it_dials_is_told(transport: Transport, host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    fault = KeyError("a bug")
+
+    def raises() -> ViewNumber:
+        raise fault
+
+    caller = Caller(transport, host.address, raises)
+    caller.dialer.start()
+    assert caller.expect("failed") is fault
+    assert caller.dialer.trouble == "it has failed: KeyError('a bug')"
+    caller.dialer.close()

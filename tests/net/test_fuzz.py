@@ -23,8 +23,10 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net import messages
 from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, SKIP, Header, Kind, pack, unpack
-from rallypoint.net.handshake import introduce
+from rallypoint.net.handshake import COORDINATOR, introduce
+from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import encode
+from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, SharedCheck
 from rallypoint.net.tcp import TcpConnection, TcpTransport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job
@@ -122,7 +124,8 @@ class Fuzzer:
     """Throws frames at a running job's ports; every connection ends with a frame for which it must be closed."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
-        self.rng = random.Random(seed)
+        self.rng, self.damage = random.Random(seed), random.Random(seed + 1)
+        self.keys: LinkKeys | None = None  # of the connection, once it is greeted
         self.ports = cluster.ports
         self.transport = TcpTransport()
         reducer, view = cluster.servers[0]._reducer, cluster.servers[0]._views.view
@@ -138,6 +141,7 @@ class Fuzzer:
     def connection(self) -> None:
         """One more connection, with all its frames."""
         self.connections += 1
+        self.keys = None
         who = self.rng.choice([*self.ports])
         connection = self.transport.connect(self.ports[who], PATIENCE_S)
         try:
@@ -166,7 +170,8 @@ class Fuzzer:
 
     def _at_the_coordinator(self, connection: TcpConnection) -> None:
         role = self.rng.choice(["worker", "server", "observer", "king"])
-        if not self._enter(connection, role, self.rng.choice(["worker0", "server0", f"stranger{self.connections}"])):
+        id = self.rng.choice(["worker0", "server0", f"stranger{self.connections}"])
+        if not self._enter(connection, COORDINATOR, role, id):
             return
         if role == "observer":
             self._throw(connection, self._frame(self._kind()), last=True)
@@ -180,7 +185,7 @@ class Fuzzer:
 
     def _at_a_server_as_a_worker(self, connection: TcpConnection, who: str) -> None:
         id = self.rng.choice(["worker0", f"stranger{self.connections}"])
-        if not self._enter(connection, "worker", id):
+        if not self._enter(connection, ("server", who), "worker", id):
             return
         for _ in range(self.rng.randrange(40)):
             self._throw(connection, self._harmless(who))
@@ -193,7 +198,8 @@ class Fuzzer:
 
     def _at_a_server_as_a_server(self, connection: TcpConnection, who: str) -> None:
         peer = next(server for server in SERVERS if server != who)
-        if not self._enter(connection, "server", self.rng.choice([peer, f"stranger{self.connections}"])):
+        id = self.rng.choice([peer, f"stranger{self.connections}"])
+        if not self._enter(connection, ("server", who), "server", id):
             return
         for _ in range(self.rng.randrange(20)):
             self._throw(connection, self._old_measures(peer))
@@ -272,8 +278,8 @@ class Fuzzer:
         return bytes(data)
 
     def _refused_greeting(self) -> bytes:
-        proof = self.rng.randbytes(32)
-        return self._frame(Kind.HELLO, encode(messages.Hello("worker", "worker0", "here", proof)))
+        hello = messages.Hello("worker", "worker0", "here", to=COORDINATOR, nonce=bytes(32))
+        return self._frame(Kind.HELLO, encode(hello) + self.rng.randbytes(32))
 
     def _bad_control(self) -> bytes:
         if self.rng.random() < 0.5:
@@ -360,22 +366,35 @@ class Fuzzer:
         view = ViewNumber(self.rng.randrange(2**32), self.rng.randrange(2**32))
         return pack(Header(kind, view, weight=self.rng.uniform(-9, 9), **{**random_fields, **fields}))
 
-    def _enter(self, connection: TcpConnection, role: str, id: str) -> bool:
+    def _enter(self, connection: TcpConnection, to: tuple[str, str], role: str, id: str) -> bool:
         try:
-            introduce(connection, TOKEN, role=role, id=id, host="nowhere")
+            _, keys = introduce(connection, messages.Hello(role, id, "nowhere", to=to), TOKEN)
         except (AccessDenied, LinkError):  # a member may be refused here: taken id, unknown role, the job is full
             self.thrown += 1
             return False
         connection.set_timeout(PATIENCE_S)
+        self.keys, self.sealer = keys, Sealer(keys)
         return True
 
     def _throw(self, connection: TcpConnection, data: bytes, *, last: bool = False) -> None:
         self.thrown += 1
         with contextlib.suppress(LinkError):  # closed already, for the frame before
-            connection.send(data)
+            connection.send(self._sealed(data, last=last))
             if last and len(data) < HEADER_BYTES:
                 with contextlib.suppress(OSError):
                     connection._socket.shutdown(socket.SHUT_WR)  # so that a truncated frame is seen as one
+
+    def _sealed(self, data: bytes, *, last: bool) -> bytes:
+        """The frame as somebody sends it who knows the token; now and then the last one is damaged on its way."""
+        if self.keys is None or len(data) < HEADER_BYTES:
+            return data
+        head, payload = data[:HEADER_BYTES], memoryview(data[HEADER_BYTES:])
+        key = b"" if self.keys.checksums and head[5] >= Kind.INITIAL else self.keys.payload
+        check = SharedCheck().of(payload, key) if payload else bytes(16)
+        whole = bytearray(head + check + self.sealer._tags.next(head + check) + payload)
+        if last and self.damage.random() < 0.2:
+            whole[self.damage.randrange(SEALED_BYTES)] ^= 1 << self.damage.randrange(8)
+        return bytes(whole)
 
     def _must_be_closed(self, connection: TcpConnection) -> None:
         """Read until the other side has closed; whatever it says before is made of frames."""
@@ -387,10 +406,13 @@ class Fuzzer:
             pytest.fail("a connection with a bad frame was not closed")
         except ConnectionError:
             return  # closed, with our bytes unread
-        while len(stream) >= HEADER_BYTES:
-            header = unpack(stream[:HEADER_BYTES])
+        opener = None if self.keys is None else Opener(self.keys, "it")
+        head = HEADER_BYTES if opener is None else SEALED_BYTES
+        while len(stream) >= head:
+            start = memoryview(bytes(stream[:head]))
+            header = unpack(start) if opener is None else opener.open(start)
             assert header.kind in (Kind.CHALLENGE, Kind.REFUSE, Kind.CREDIT, Kind.VERSION, Kind.CONTROL, Kind.WELCOME)
-            del stream[: HEADER_BYTES + header.length]
+            del stream[: head + header.length]
 
 
 def test_ten_thousand_bad_frames_change_no_byte(caplog: pytest.LogCaptureFixture) -> None:

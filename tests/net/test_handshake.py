@@ -1,4 +1,4 @@
-"""Only who knows the token comes in, and the token itself never travels."""
+"""Both sides prove that they know the token, over every byte of the greeting; the token itself never travels."""
 
 from __future__ import annotations
 
@@ -7,142 +7,444 @@ import hashlib
 import hmac
 import itertools
 import threading
+import tracemalloc
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UsageError
+from rallypoint.core.view import ViewNumber
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError, UnprovenPeer, UsageError
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind, pack
+from rallypoint.net.frames import _LIMITS, HEADER_BYTES, PROTOCOL, Header, Kind, pack
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import check_exposure, greet, introduce, new_token, refuse, welcome
+from rallypoint.net.handshake import (
+    COORDINATOR,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Greeting,
+    Identity,
+    _Transcript,
+    check_exposure,
+    greet,
+    introduce,
+    new_token,
+)
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Challenge, Hello, Welcome, encode, expect
+from rallypoint.net.keys import LinkKeys
+from rallypoint.net.messages import Challenge, Hello, Welcome, encode
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.testing.contracts.transports import Beside, receive
 
 TOKEN = "correct horse battery staple"
+ME = Identity("coordinator", "", TOKEN)
+HELLO = Hello("worker", "w0", "here", "127.0.0.1:7", to=COORDINATOR)
+WELCOME = Welcome({"steps": 3}, "runs/1", (5, 7))
 
 
-class Recording:
-    """A connection that keeps what passes through it."""
+@dataclass
+class Tapped:
+    """A connection that keeps what passes through it, and may change a byte of what is received."""
 
-    def __init__(self, inner: Connection) -> None:
-        self._inner = inner
-        self.peer = inner.peer
-        self.set_timeout, self.set_deadline, self.close = inner.set_timeout, inner.set_deadline, inner.close
-        self.bytes = bytearray()
+    inner: Connection
+    sent: bytearray = field(default_factory=bytearray)
+    received: bytearray = field(default_factory=bytearray)
+    flips: int = -1  # the number of the received byte that is changed; -1: none
+
+    def __post_init__(self) -> None:
+        self.peer, self.trusted = self.inner.peer, self.inner.trusted
+        self.set_timeout, self.set_deadline = self.inner.set_timeout, self.inner.set_deadline
+        self.limit_in_flight, self.close = self.inner.limit_in_flight, self.inner.close
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
-        self.bytes += head + bytes(payload or b"")
-        self._inner.send(head, payload)
+        self.sent += head + bytes(payload or b"")
+        self.inner.send(head, payload)
 
     def recv_into(self, view: memoryview) -> None:
-        self._inner.recv_into(view)
-        self.bytes += view
+        self.inner.recv_into(view)
+        if len(self.received) <= self.flips < len(self.received) + len(view):
+            view[self.flips - len(self.received)] ^= 0x10
+        self.received += view
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Recording, Connection]]:
+def ends() -> Iterator[tuple[Tapped, Tapped]]:
     transport = InprocTransport()
     listener = transport.listen("gate")
     near, far = transport.connect("gate", 1.0), listener.accept()
-    yield Recording(near), far
+    yield Tapped(near), Tapped(far)
     for thing in (near, far, listener):
         thing.close()
 
 
-def join(connection: Connection, token: str) -> Welcome:
-    return introduce(connection, token, role="worker", id="w0", host="here", address="127.0.0.1:7")
+@dataclass
+class Listener:
+    """Greets whoever comes at `end`, as `me`, and then welcomes or refuses."""
+
+    end: Connection
+    me: Identity = ME
+    refuses: str = ""
+    hello: Hello | None = None
+    keys: LinkKeys | None = None
+
+    def __call__(self) -> None:
+        try:
+            greeting: Greeting = greet(self.end, self.me)
+            self.hello = greeting.hello
+            if self.refuses:
+                greeting.refuse(self.refuses)
+            else:
+                self.keys = greeting.welcome(WELCOME)
+        except RallypointError:
+            self.end.close()  # as a gate does
+            raise
 
 
-def test_the_right_token_comes_in(ends: tuple[Recording, Connection]) -> None:
+def join(connection: Connection, token: str = TOKEN, hello: Hello = HELLO) -> tuple[Welcome, LinkKeys]:
+    return introduce(connection, hello, token)
+
+
+def frame(kind: Kind, data: bytes) -> bytes:
+    return pack(Header(kind, length=len(data))) + data
+
+
+# ---- the right token -------------------------------------------------------------------------------------------------
+
+
+def test_the_right_token_comes_in_and_both_sides_have_the_same_keys(ends: tuple[Tapped, Tapped]) -> None:
     near, far = ends
-    greeted: list[Hello] = []
-
-    def listen() -> None:
-        greeted.append(greet(far, TOKEN))
-        welcome(far, Welcome({"steps": 3}, "runs/1", (5, 7)))
-
-    with Beside(listen) as listening:
-        assert join(near, TOKEN) == Welcome({"steps": 3}, "runs/1", (5, 7))
+    with Beside(listener := Listener(far)) as listening:
+        welcome, keys = join(near)
         listening.raise_if_failed()
-    (hello,) = greeted
-    assert (hello.role, hello.id, hello.host, hello.address) == ("worker", "w0", "here", "127.0.0.1:7")
-    assert TOKEN.encode() not in near.bytes
+    assert (welcome.overrides, welcome.folder, welcome.trace) == ({"steps": 3}, "runs/1", (5, 7))
+    assert listener.hello is not None
+    assert (listener.hello.role, listener.hello.id, listener.hello.address) == ("worker", "w0", "127.0.0.1:7")
+    assert listener.keys == keys.other_side()
+    assert keys.sending != keys.receiving
+    assert TOKEN.encode() not in near.sent + near.received
+
+
+def test_the_keys_of_two_connections_differ() -> None:
+    transport, found = InprocTransport(), []
+    listener = transport.listen("gate")
+    for _ in range(2):
+        near, far = transport.connect("gate", 1.0), listener.accept()
+        with Beside(Listener(far)):
+            found.append(join(near)[1])
+        near.close()
+        far.close()
+    listener.close()
+    assert len({keys.sending for keys in found} | {keys.receiving for keys in found}) == 4
+    assert found[0].payload == found[1].payload, "one MAC of a version is for all who follow"
+
+
+@pytest.mark.parametrize("trust", [(True, True), (True, False), (False, True), (False, False)])
+def test_checksums_are_enough_only_where_both_sides_trust_the_network(
+    ends: tuple[Tapped, Tapped], trust: tuple[bool, bool]
+) -> None:
+    near, far = ends
+    near.trusted, far.trusted = trust
+    with Beside(listener := Listener(far)):
+        welcome, keys = join(near)
+    assert listener.keys is not None
+    assert (welcome.checksums, keys.checksums, listener.keys.checksums) == (all(trust),) * 3
+
+
+def test_the_greeting_is_byte_for_byte_what_the_documents_say(
+    ends: tuple[Tapped, Tapped], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Known answers: the proofs and keys, computed here from RFC 2104 and RFC 5869 and from nothing of ours."""
+    nonces = iter([bytes(range(32)), bytes(range(32, 64))])
+    monkeypatch.setattr("rallypoint.net.handshake.secrets.token_bytes", lambda count: next(nonces))
+    near, far = ends
+    with Beside(listener := Listener(far)):
+        _, keys = join(near)
+
+    def mac(key: bytes, data: bytes) -> bytes:
+        return hmac.new(key, data, hashlib.sha256).digest()
+
+    def expand(key: bytes, info: bytes) -> bytes:  # one block of HKDF-Expand
+        return mac(key, info + b"\x01")
+
+    root = mac(b"rallypoint/8", TOKEN.encode())
+    challenge = frame(Kind.CHALLENGE, encode(Challenge(bytes(range(32)), "coordinator", "")))
+    nonce = bytes(range(32, 64))
+    hello_data = encode(Hello("worker", "w0", "here", "127.0.0.1:7", to=COORDINATOR, nonce=nonce, trusts=True))
+    hello = pack(Header(Kind.HELLO, length=len(hello_data) + 32)) + hello_data
+    hello += mac(expand(root, b"dialer"), hashlib.sha256(challenge + hello).digest())
+    welcome_data = encode(Welcome({"steps": 3}, "runs/1", (5, 7), checksums=True))
+    welcome = pack(Header(Kind.WELCOME, length=len(welcome_data) + 32)) + welcome_data
+    welcome += mac(expand(root, b"listener"), hashlib.sha256(challenge + hello + welcome).digest())
+    assert near.received == challenge + welcome
+    assert near.sent == hello
+    session = mac(hashlib.sha256(challenge + hello + welcome).digest(), expand(root, b"session"))
+    assert keys == LinkKeys(
+        expand(session, b"from the dialer"), expand(session, b"from the listener"), expand(root, b"payload"), True
+    )
+    assert listener.keys == keys.other_side()
+    assert keys.sending.hex() == "f4abcb690f946776c14f8a7df85e40f0f3674c688d352ebbcad0e0ec825603e7"
+
+
+# ---- the wrong token -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrong", ["", "correct horse battery stapl", TOKEN + " ", "x" * 1000])
-def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Recording, Connection], wrong: str) -> None:
+def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Tapped, Tapped], wrong: str) -> None:
     near, far = ends
-    with Beside(lambda: greet(far, TOKEN)) as listening:
-        with pytest.raises(AccessDenied, match=r"^gate refused worker w0: the job token is wrong: start every member"):
+    with Beside(Listener(far)) as listening:
+        with pytest.raises(UnprovenPeer, match=r"^gate refuses worker w0 without proving .* wrong \(RALLYPOINT"):
             join(near, wrong)
         denied = listening.outcome()
     assert isinstance(denied, AccessDenied)
-    assert str(denied) == "a thread, for gate (worker w0) came with a wrong token"
-    assert TOKEN.encode() not in near.bytes
-    assert not wrong or wrong.encode() not in near.bytes
+    assert str(denied) == "a thread, for gate came with a wrong token"
+    assert TOKEN.encode() not in near.sent + near.received
+    assert not wrong or wrong.encode() not in near.sent + near.received
 
 
-def test_an_answer_is_good_for_one_challenge_only() -> None:
+def test_a_refusal_that_is_proved_is_believed(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far, refuses="it is taken")), pytest.raises(AccessDenied, match=r"refused worker w0: it is"):
+        join(near)
+
+
+def test_squatter_a_listener_without_the_token_is_not_believed(ends: tuple[Tapped, Tapped]) -> None:
+    """He takes any proof for right, and welcomes with settings of his own."""
+    near, far = ends
+
+    def squat() -> None:
+        far.send(frame(Kind.CHALLENGE, encode(Challenge(bytes(32), "coordinator", ""))))
+        head = receive(far, HEADER_BYTES)
+        receive(far, int.from_bytes(head[40:44], "little"))
+        far.send(frame(Kind.WELCOME, encode(Welcome(folder="/home/victim")) + bytes(PROOF_BYTES)))
+
+    with Beside(squat), pytest.raises(UnprovenPeer, match=r"^gate welcomes worker w0 without proving"):
+        join(near)
+
+
+@pytest.mark.parametrize("kind", [Kind.CHALLENGE, Kind.WELCOME, Kind.REFUSE, Kind.CONTROL])
+def test_a_stranger_s_answer_is_a_failed_attempt_and_nothing_more(ends: tuple[Tapped, Tapped], kind: Kind) -> None:
+    """Whatever comes before the proof, nothing of it may end a member: it says so with a LinkError."""
+    near, far = ends
+    far.send(pack(Header(kind)))
+    far.send(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
+    with pytest.raises(UnprovenPeer):
+        join(near)
+
+
+def test_a_listener_that_is_not_meant_is_left_before_anything_is_proved(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far, Identity("server", "server1", TOKEN))) as listening:
+        with pytest.raises(UnprovenPeer, match=r"^gate is server server1, not server server0$"):
+            join(near, hello=Hello("worker", "w0", "here", to=("server", "server0")))
+        near.close()
+        assert isinstance(listening.outcome(), LinkError)
+    assert near.sent == b""
+
+
+# ---- bytes that change, repeat or come back --------------------------------------------------------------------------
+
+
+def test_relay_a_greeting_cannot_be_led_to_another_listener() -> None:
+    """A relay answers for server0, and passes everything on to server1, who it calls server0."""
     transport = InprocTransport()
     listener = transport.listen("gate")
-    answers: list[bytes] = []
-    for attempt in range(2):
-        near, far = transport.connect("gate", 1.0), listener.accept()
-        with Beside(lambda far=far: greet(far, TOKEN)) as listening:  # type: ignore[misc]
-            if attempt == 0:
-                recording = Recording(near)
-                with Beside(lambda recording=recording: join(recording, TOKEN)):  # type: ignore[misc]
-                    listening.raise_if_failed()
-                    refuse(far, "enough")
-                answers.append(bytes(recording.bytes))
-            else:
-                hello_at = answers[0].index(b"RLPT", 4)
-                near.send(answers[0][hello_at : answers[0].index(b"RLPT", hello_at + 4)])
-                assert isinstance(listening.outcome(), AccessDenied)
-        near.close()
+    near, relay_near = transport.connect("gate", 1.0), listener.accept()
+    relay_far, far = transport.connect("gate", 1.0), listener.accept()
+
+    def relay() -> None:
+        head = receive(relay_far, HEADER_BYTES)
+        receive(relay_far, int.from_bytes(head[40:44], "little"))
+        nonce = bytes(NONCE_BYTES)
+        relay_near.send(frame(Kind.CHALLENGE, encode(Challenge(nonce, "server", "server0"))))
+        for source, sink in ((relay_near, relay_far), (relay_far, relay_near)):
+            head = receive(source, HEADER_BYTES)
+            sink.send(head + receive(source, int.from_bytes(head[40:44], "little")))
+
+    with Beside(Listener(far, Identity("server", "server1", TOKEN))) as listening, Beside(relay):
+        with pytest.raises(UnprovenPeer):
+            join(near, hello=Hello("worker", "w0", "here", to=("server", "server0")))
+        assert isinstance(listening.outcome(), AccessDenied)
+    for end in (near, far, relay_near, relay_far, listener):
+        end.close()
+
+
+def greeting_bytes() -> tuple[bytes, bytes]:
+    """What the listener and the dialer send."""
+    transport = InprocTransport()
+    listener = transport.listen("gate")
+    near, far = Tapped(transport.connect("gate", 1.0)), listener.accept()
+    with Beside(Listener(far)):
+        join(near)
+    for end in (near, far, listener):
+        end.close()
+    return bytes(near.received), bytes(near.sent)
+
+
+@pytest.mark.parametrize("direction", ["to the dialer", "to the listener"])
+def test_forged_welcome_a_changed_byte_anywhere_in_the_greeting_is_seen(
+    direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Challenge, Hello, Welcome; headers, messages and proofs: no byte may change, and nothing of it is believed."""
+    monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 0.2)  # a length that has grown is waited for
+    transport = InprocTransport()
+    listener = transport.listen("gate")
+    said, answered = greeting_bytes()
+    welcome_at = said.index(b"RLPT", 4)
+    for position in range(len(said if direction == "to the dialer" else answered)):
+        near, far = Tapped(transport.connect("gate", 1.0)), Tapped(listener.accept())
+        (near if direction == "to the dialer" else far).flips = position
+        greeted = Listener(far)
+        with Beside(greeted) as listening:
+            try:
+                with pytest.raises(LinkError):
+                    join(near)
+            finally:
+                near.close()
+            heard = listening.outcome()
+        if direction == "to the listener" or position < welcome_at:
+            assert isinstance(heard, RallypointError), position
+            assert greeted.hello is None
         far.close()
     listener.close()
 
 
-def test_a_proof_is_bound_to_the_role_and_the_id(ends: tuple[Recording, Connection]) -> None:
-    near, far = ends
-    with Beside(lambda: greet(far, TOKEN)) as listening:
-        head = receive(near, 48)
-        nonce = expect(receive(near, int.from_bytes(head[40:44], "little")), Challenge).nonce
-        proof = hmac.new(TOKEN.encode(), nonce + b"observer/w0", hashlib.sha256).digest()
-        data = encode(Hello("server", "w0", "here", proof))
-        near.send(pack(Header(Kind.HELLO, length=len(data))), memoryview(data))
+def test_replayed_handshake_a_hello_is_good_for_one_challenge_only() -> None:
+    transport = InprocTransport()
+    listener = transport.listen("gate")
+    near, far = Tapped(transport.connect("gate", 1.0)), listener.accept()
+    with Beside(Listener(far)):
+        join(near)
+    again, far_again = transport.connect("gate", 1.0), listener.accept()
+    with Beside(Listener(far_again)) as listening:
+        again.send(bytes(near.sent))
         assert isinstance(listening.outcome(), AccessDenied)
+    replayed, squatter = transport.connect("gate", 1.0), listener.accept()
+    squatter.send(bytes(near.received))  # the same listener's challenge and welcome, for another dialer
+    with pytest.raises(UnprovenPeer):
+        join(replayed)
+    for end in (near, far, again, far_again, replayed, squatter, listener):
+        end.close()
+
+
+def test_reflection_the_dialer_s_own_proof_proves_nothing_to_it(ends: tuple[Tapped, Tapped]) -> None:
+    """The listener sends the proof of the Hello back, as its own: the two sides prove with different keys."""
+    near, far = ends
+
+    def reflect() -> None:
+        far.send(frame(Kind.CHALLENGE, encode(Challenge(bytes(32), "coordinator", ""))))
+        head = receive(far, HEADER_BYTES)
+        proof = receive(far, int.from_bytes(head[40:44], "little"))[-PROOF_BYTES:]
+        far.send(frame(Kind.WELCOME, encode(Welcome()) + proof))
+
+    with Beside(reflect), pytest.raises(UnprovenPeer):
+        join(near)
+
+
+def test_reflection_a_listener_does_not_greet_itself() -> None:
+    """A relay connects a listener's two connections with each other: nobody proves anything."""
+    transport = InprocTransport()
+    listener = transport.listen("gate")
+    near, far = transport.connect("gate", 1.0), listener.accept()
+    with Beside(Listener(far)) as one:
+        challenge = receive(near, HEADER_BYTES)
+        near.send(challenge + receive(near, int.from_bytes(challenge[40:44], "little")))
+        assert isinstance(one.outcome(), ProtocolError)
+    for end in (near, far, listener):
+        end.close()
+
+
+@pytest.mark.parametrize("version", [0, 1, PROTOCOL - 1, PROTOCOL + 1])
+def test_downgrade_an_older_protocol_is_refused_by_both_sides(ends: tuple[Tapped, Tapped], version: int) -> None:
+    near, far = ends
+    with Beside(Listener(far)) as listening:
+        old = bytearray(frame(Kind.HELLO, encode(HELLO) + bytes(PROOF_BYTES)))
+        old[4] = version
+        near.send(bytes(old))
+        assert f"protocol {version} instead of {PROTOCOL}" in str(listening.outcome())
+    transport = InprocTransport()
+    listener = transport.listen("gate")
+    mine, theirs = transport.connect("gate", 1.0), listener.accept()
+    challenge = bytearray(frame(Kind.CHALLENGE, encode(Challenge(bytes(32), "coordinator", ""))))
+    challenge[4] = version
+    theirs.send(bytes(challenge))
+    with pytest.raises(UnprovenPeer, match=f"protocol {version} instead of {PROTOCOL}: run the same version"):
+        join(mine)
+    for end in (mine, theirs, listener):
+        end.close()
+
+
+@pytest.mark.parametrize("changed", [
+    Hello("server", "w0", "here", "127.0.0.1:7", to=COORDINATOR),
+    Hello("worker", "w1", "here", "127.0.0.1:7", to=COORDINATOR),
+    Hello("worker", "w0", "here", "127.0.0.1:8", to=COORDINATOR),
+    Hello("worker", "w0", "here", "127.0.0.1:7", incarnation=3, to=COORDINATOR),
+    Hello("worker", "w0", "here", "127.0.0.1:7", view=ViewNumber(1, 1), to=COORDINATOR),
+])  # fmt: skip
+def test_a_proof_is_bound_to_all_that_the_hello_says(ends: tuple[Tapped, Tapped], changed: Hello) -> None:
+    """The proof of HELLO under another Hello."""
+    near, far = ends
+    there = InprocTransport()
+    listener = there.listen("gate")
+    mine, theirs = there.connect("gate", 1.0), listener.accept()
+    with Beside(Listener(far)) as listening:
+        challenge = receive(near, HEADER_BYTES)
+        theirs.send(challenge + receive(near, int.from_bytes(challenge[40:44], "little")))
+        with Beside(lambda: join(mine)):
+            head = receive(theirs, HEADER_BYTES)
+            proof = receive(theirs, int.from_bytes(head[40:44], "little"))[-PROOF_BYTES:]
+            near.send(frame(Kind.HELLO, encode(changed) + proof))
+            assert isinstance(listening.outcome(), AccessDenied)
+            theirs.close()
+    for end in (mine, theirs, listener):
+        end.close()
+
+
+def test_a_hello_without_a_nonce_is_refused(ends: tuple[Tapped, Tapped], monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = ends
+    with Beside(Listener(far)) as listening:
+        monkeypatch.setattr("rallypoint.net.handshake.secrets.token_bytes", lambda count: b"")
+        with pytest.raises(LinkError):
+            join(near)
+        assert isinstance(listening.outcome(), ProtocolError)
+
+
+# ---- who says something else, or nothing -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.HELLO}))
-def test_a_frame_before_the_greeting_is_refused(ends: tuple[Recording, Connection], kind: Kind) -> None:
+def test_a_frame_before_the_greeting_is_refused(ends: tuple[Tapped, Tapped], kind: Kind) -> None:
     near, far = ends
     near.send(pack(Header(kind)))
     with pytest.raises(ProtocolError, match=rf"sent a {kind.name} frame before its HELLO"):
-        greet(far, TOKEN)
+        greet(far, ME)
 
 
-def test_garbage_instead_of_a_greeting_is_refused(ends: tuple[Recording, Connection]) -> None:
+@pytest.mark.parametrize("length", [0, 1, PROOF_BYTES - 1])
+def test_a_greeting_too_short_for_a_proof_is_refused(ends: tuple[Tapped, Tapped], length: int) -> None:
+    near, far = ends
+    near.send(frame(Kind.HELLO, bytes(length)))
+    with pytest.raises(ProtocolError, match=f"a HELLO frame of {length} bytes: it has no proof"):
+        greet(far, ME)
+
+
+def test_garbage_instead_of_a_greeting_is_refused(ends: tuple[Tapped, Tapped]) -> None:
     near, far = ends
     near.send(b"GET / HTTP/1.1\r\nHost: example.org\r\nAccept: */*\r\n\r\n")
     with pytest.raises(ProtocolError, match="is this another program's connection"):
-        greet(far, TOKEN)
+        greet(far, ME)
 
 
-def test_who_says_nothing_is_let_go(ends: tuple[Recording, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_let_go(ends: tuple[Tapped, Tapped], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 0.05)
     near, far = ends
     with pytest.raises(LinkError, match="no greeting from a thread, for gate"):
-        greet(far, TOKEN)
+        greet(far, ME)
     head = receive(near, 48)  # the challenge, which we did not answer
     receive(near, int.from_bytes(head[40:44], "little"))
     with pytest.raises(LinkError, match="no greeting from gate"):
-        join(near, TOKEN)
+        join(near)
 
 
 @pytest.mark.parametrize("transport", [InprocTransport(), TcpTransport()], ids=["inproc", "tcp"])
@@ -154,8 +456,7 @@ def test_who_trickles_is_let_go_when_the_whole_greeting_takes_too_long(
     listener = transport.listen("127.0.0.1:0")
     near, far = transport.connect(listener.address, 5.0), listener.accept()
     near.set_timeout(5.0)
-    data = encode(Hello("worker", "w0", "here", bytes(32)))
-    slow = pack(Header(Kind.HELLO, length=len(data))) + data
+    slow = frame(Kind.HELLO, encode(HELLO) + bytes(PROOF_BYTES))
     let_go = threading.Event()
 
     def trickle() -> None:
@@ -168,12 +469,67 @@ def test_who_trickles_is_let_go_when_the_whole_greeting_takes_too_long(
     with Beside(trickle) as trickling:
         try:
             with pytest.raises(LinkError):
-                greet(far, TOKEN)
+                greet(far, ME)
         finally:
             let_go.set()
             trickling.raise_if_failed()
     for thing in (near, far, listener):
         thing.close()
+
+
+def test_the_deadline_of_a_greeting_is_for_the_welcome_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer has the token, and reads nothing of a long answer."""
+    monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 0.3)
+    listener = TcpTransport().listen("127.0.0.1:0")
+    near, far = TcpTransport().connect(listener.address, 5.0), listener.accept()
+    near.limit_in_flight(4096)
+
+    def listen() -> None:
+        greeting = greet(far, ME)
+        while True:
+            greeting.welcome(Welcome({"steps": "x" * 1_000_000}))
+            far.set_deadline(0.3)  # `welcome` takes it away, when it has come to its end
+
+    with Beside(listen) as listening:
+        transcript = _Transcript(near, TOKEN)
+        transcript.receive(transcript.receive_header(), None)
+        hello = msgspec.structs.replace(HELLO, nonce=bytes(NONCE_BYTES))
+        transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
+        assert isinstance(listening.outcome(), LinkError)
+    for thing in (near, far, listener):
+        thing.close()
+
+
+@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.WELCOME, Kind.REFUSE}))
+def test_a_length_alone_costs_a_member_nothing(ends: tuple[Tapped, Tapped], kind: Kind) -> None:
+    """48 bytes of somebody who listens at the coordinator's address must not make a member allocate 384 MiB."""
+    near, far = ends
+    data = encode(Challenge(bytes(32), "coordinator"))
+    far.send(pack(Header(Kind.CHALLENGE, length=len(data))), memoryview(data))
+    far.send(pack(Header(kind, length=_LIMITS[kind])))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnprovenPeer, match=rf"answered the greeting with a {kind.name} frame"):
+            join(near)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_of_a_welcome_a_member_believes_what_has_come(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    data = encode(Challenge(bytes(32), "coordinator"))
+    far.send(pack(Header(Kind.CHALLENGE, length=len(data))), memoryview(data))
+    far.send(pack(Header(Kind.WELCOME, length=1 << 20)))
+    tracemalloc.start()
+    try:
+        with Beside(lambda: join(near)) as joining:
+            receive(far, 48)
+            far.close()
+            assert isinstance(joining.outcome(), LinkError)
+        assert tracemalloc.get_traced_memory()[1] < 512 << 10
+    finally:
+        tracemalloc.stop()
 
 
 def test_tokens_are_fresh_and_long_enough() -> None:
@@ -184,8 +540,9 @@ def test_tokens_are_fresh_and_long_enough() -> None:
 @pytest.mark.parametrize("token", ["", "short", "fifteen letters"])
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "10.0.0.1:4700", "node7:4700", "[::]:0"])
 def test_nothing_is_served_to_others_without_a_token(address: str, token: str) -> None:
+    me = Identity("coordinator", "", token)
     with pytest.raises(UsageError, match=r"set a job token of at least 16 characters \(RALLYPOINT_TOKEN\)"):
-        Gate(TcpTransport(), address, token, admit=lambda hello: Welcome(), serve=lambda channel, hello: None)
+        Gate(TcpTransport(), address, me, admit=lambda hello: Welcome(), serve=lambda channel, hello: None)
 
 
 def test_loopback_needs_no_token() -> None:
@@ -193,7 +550,7 @@ def test_loopback_needs_no_token() -> None:
     check_exposure(InprocTransport(), "name", "")
 
 
-# ---- the gate --------------------------------------------------------------------------------------------------
+# ---- the gate --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -205,10 +562,10 @@ def test_a_refusal_reaches_who_was_refused(transport: TcpTransport) -> None:
     def admit(hello: Hello) -> Welcome:
         raise AccessDenied("the id w0 is taken: give every member one of its own")
 
-    gate = Gate(transport, "127.0.0.1:0", TOKEN, admit, serve=lambda channel, hello: None)
+    gate = Gate(transport, "127.0.0.1:0", ME, admit, serve=lambda channel, hello: None)
     connection = transport.connect(gate.address, 5.0)
     with pytest.raises(AccessDenied, match="refused worker w0: the id w0 is taken"):
-        join(connection, TOKEN)
+        join(connection)
     connection.close()
     gate.close()
 
@@ -221,19 +578,20 @@ def test_a_protocol_error_ends_one_connection_with_a_sentence(transport: TcpTran
                 raise ProtocolError(f"no {header.kind.name} here")
             channel.send(Header(Kind.CREDIT))
 
-    gate = Gate(transport, "127.0.0.1:0", TOKEN, admit=lambda hello: Welcome(), serve=serve)
+    gate = Gate(transport, "127.0.0.1:0", ME, admit=lambda hello: Welcome(), serve=serve)
     good, bad = transport.connect(gate.address, 5.0), transport.connect(gate.address, 5.0)
+    channels = []
     for connection in (good, bad):
-        join(connection, TOKEN)
+        channels.append(Channel(connection, "gate", join(connection)[1]))
         connection.set_timeout(5.0)
-    bad.send(pack(Header(Kind.FETCH)))
-    head = receive(bad, 48)
-    assert b"no FETCH here" in receive(bad, int.from_bytes(head[40:44], "little"))
+    channels[1].send(Header(Kind.FETCH))
+    refusal = channels[1].receive_header()
+    assert (refusal.kind, b"no FETCH here" in channels[1].receive_bytes(refusal)) == (Kind.REFUSE, True)
     with pytest.raises(LinkError):
-        receive(bad, 1)
-    good.send(pack(Header(Kind.CREDIT)))
-    assert receive(good, 48) == pack(Header(Kind.CREDIT))
-    for thing in (good, bad, gate):
+        channels[1].receive_header()
+    channels[0].send(Header(Kind.CREDIT))
+    assert channels[0].receive_header() == Header(Kind.CREDIT)
+    for thing in (*channels, gate):
         thing.close()
 
 
@@ -241,10 +599,10 @@ def test_a_gate_closes_with_connections_in_every_state(transport: TcpTransport) 
     def serve(channel: Channel, hello: Hello) -> None:
         channel.receive_header()
 
-    gate = Gate(transport, "127.0.0.1:0", TOKEN, admit=lambda hello: Welcome(), serve=serve)
+    gate = Gate(transport, "127.0.0.1:0", ME, admit=lambda hello: Welcome(), serve=serve)
     connections = [transport.connect(gate.address, 5.0) for _ in range(6)]
     for connection in connections[:3]:
-        join(connection, TOKEN)
+        join(connection)
     gate.close()
     for connection in connections:
         connection.close()

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
 
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net import member
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind
+from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Admitted, Beat, Done, Finished, Hello, Message, Say, Welcome, decode
+from rallypoint.net.messages import (
+    Admitted,
+    Beat,
+    Challenge,
+    Done,
+    Finished,
+    Hello,
+    Knows,
+    Message,
+    NewView,
+    Refused,
+    Say,
+    Welcome,
+    decode,
+    encode,
+)
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Connection, Transport
+from rallypoint.net.transport import Connection, Listener, Transport
+from rallypoint.testing.contracts.transports import Beside, receive
 
 PATIENCE_S = 20.0
 TOKEN = "a token that nobody guesses"
@@ -36,10 +55,12 @@ class Coordinator:
     heartbeat: float = LONG
     joined: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
     heard: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
+    ended: queue.SimpleQueue[Channel] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
         welcome = Welcome(heartbeat=self.heartbeat)
-        self.gate = Gate(self.transport, self.address, self.token, lambda hello: welcome, self._serve)
+        me = Identity("coordinator", "", self.token)
+        self.gate = Gate(self.transport, self.address, me, lambda hello: welcome, self._serve)
         self.address = self.gate.address
 
     def member(self) -> tuple[Channel, Hello]:
@@ -53,8 +74,11 @@ class Coordinator:
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         self.joined.put((channel, hello))
-        while True:
-            self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
+        try:
+            while True:
+                self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
+        finally:
+            self.ended.put(channel)
 
 
 class Member:
@@ -179,9 +203,25 @@ def test_a_coordinator_that_comes_back_at_its_address_finds_its_member_again(
     assert hello.incarnation == 4
     channel.send_message(Admitted(4))
     assert me.admissions.get(timeout=PATIENCE_S) is False, "the same process as before"
+    assert again.hear() == Knows(None), "before anything else: which view it knows"
     assert again.hear() == Say("said to nobody")
     me.link.send(Done())
     assert again.hear() == Done()
+    me.link.close()
+    again.close()
+
+
+def test_a_member_that_comes_back_says_the_newest_view_that_it_was_sent(coordinator: Coordinator, me: Member) -> None:
+    channel, _ = admit(coordinator, me, incarnation=4)
+    older, newest = (View(ViewNumber(1, n), ViewNumber(1, 1), (), (), (), {}) for n in (2, 3))
+    for view in (newest, older):
+        channel.send_message(NewView(view))
+        assert me.messages.get(timeout=PATIENCE_S) == NewView(view)
+    coordinator.close()
+    until_lost(me)
+    again = Coordinator(coordinator.transport, coordinator.address)
+    again.member()
+    assert again.hear() == Knows(newest)
     me.link.close()
     again.close()
 
@@ -194,6 +234,7 @@ def test_as_somebody_new_what_the_former_one_said_is_dropped(coordinator: Coordi
     me.says_when_admitted = [Say("by the new one")]
     again = Coordinator(coordinator.transport, coordinator.address)
     assert admit(again, me, incarnation=9)[1] is True
+    assert again.hear() == Knows(None)
     assert again.hear() == Say("by the new one")
     me.link.send(Done())
     assert again.hear() == Done()
@@ -216,12 +257,15 @@ def test_a_refusal_before_the_admission_is_handed_over(coordinator: Coordinator,
     assert me.messages.get(timeout=PATIENCE_S).reason == "the id worker0 is taken"  # type: ignore[union-attr]
 
 
-def test_who_must_not_come_back_is_told_so_once(coordinator: Coordinator, me: Member) -> None:
+def test_who_must_not_come_back_is_told_so_once(
+    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "RETURN_TIMEOUT_S", 0.1)
     admit(coordinator, me, incarnation=1)
     coordinator.close()
     other = Coordinator(coordinator.transport, coordinator.address, token="the token of another job")
     assert isinstance(error := me.lost.get(timeout=PATIENCE_S), AccessDenied)
-    assert "the job token is wrong" in str(error)
+    assert "without proving that it knows the job token" in str(error)
     me.link._thread.join(PATIENCE_S)
     assert not me.link._thread.is_alive()
     other.close()
@@ -234,6 +278,21 @@ def test_a_coordinator_that_stays_away_is_given_up(
     admit(coordinator, me, incarnation=1)
     coordinator.close()
     assert isinstance(me.lost.get(timeout=PATIENCE_S), LinkError)
+
+
+def test_a_corrupt_frame_is_no_farewell_it_comes_back_before_it_closes(coordinator: Coordinator, me: Member) -> None:
+    """A member that closes its connection has left: this one has not."""
+    channel, _ = admit(coordinator, me, incarnation=1)
+    sealed = bytearray(channel._sealer.seal(Header(Kind.CONTROL, length=4), memoryview(b"four")))
+    sealed[60] ^= 1
+    channel.connection.send(bytes(sealed), memoryview(b"four"))
+    again, hello = coordinator.member()
+    assert hello.incarnation == 1
+    assert coordinator.ended.empty(), "the first connection still stands"
+    again.send_message(Admitted(1))
+    assert me.admissions.get(timeout=PATIENCE_S) is False
+    assert coordinator.ended.get(timeout=PATIENCE_S) is channel
+    assert me.lost.empty()
 
 
 def test_what_is_no_message_ends_it(coordinator: Coordinator, me: Member) -> None:
@@ -264,9 +323,88 @@ def test_a_coordinator_that_is_not_there_is_waited_for(transport: Transport) -> 
     late[0].close()
 
 
-def test_a_wrong_token_is_denied_when_it_joins(coordinator: Coordinator) -> None:
-    with pytest.raises(AccessDenied, match="the job token is wrong"):
+def test_a_wrong_token_is_told_at_once_and_denied_when_nothing_better_comes(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(member, "NEWCOMER_TIMEOUT_S", 0.3)
+    with pytest.raises(AccessDenied, match=r"either the token here is wrong \(RALLYPOINT_TOKEN\)"):
         Member(coordinator, token="another")
+    warned = [entry.message for entry in caplog.records if "trying again for" in entry.message]
+    assert len(warned) == 1, "one line, though it tries more than once"
+
+
+@dataclass
+class Squatter:
+    """Listens at a coordinator's address without the token, and tells everybody what it likes."""
+
+    listener: Listener
+    says: Message
+    came: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.listener.close()
+        self._thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        kind = Kind.WELCOME if isinstance(self.says, Welcome) else Kind.REFUSE
+        while True:
+            try:
+                connection = self.listener.accept()
+            except LinkError:
+                return
+            with contextlib.suppress(LinkError):
+                for name, message in ((Kind.CHALLENGE, Challenge(bytes(32), "coordinator")), (kind, self.says)):
+                    data = encode(message) + bytes(0 if name is Kind.CHALLENGE else 32)
+                    connection.send(pack(Header(name, length=len(data))), memoryview(data))
+                    if name is Kind.CHALLENGE:
+                        head = receive(connection, HEADER_BYTES)
+                        receive(connection, int.from_bytes(head[40:44], "little"))
+                data = encode(Finished("worker0"))  # what made a member save its model, once
+                connection.send(pack(Header(Kind.CONTROL, length=len(data))), memoryview(data))
+            connection.close()
+            self.came.release()
+
+
+@pytest.mark.parametrize("says", [Welcome(folder="/home/victim"), Refused("never come back", final=True)])
+def test_squatter_a_member_keeps_waiting_for_the_coordinator_of_its_job(
+    coordinator: Coordinator, me: Member, says: Message
+) -> None:
+    admit(coordinator, me, incarnation=4)
+    welcome = me.link.welcome
+    coordinator.close()
+    squatter = Squatter(coordinator.transport.listen(coordinator.address), says)
+    for _ in range(2):
+        assert squatter.came.acquire(timeout=PATIENCE_S)
+    assert me.link.welcome == welcome, "nothing of what he says is taken"
+    squatter.close()
+    again = Coordinator(coordinator.transport, coordinator.address)
+    channel, hello = again.member()
+    assert hello.incarnation == 4
+    channel.send_message(Admitted(4))
+    assert me.admissions.get(timeout=PATIENCE_S) is False, "the same member as before"
+    assert me.messages.empty()
+    assert me.lost.empty()
+    again.close()
+
+
+def test_squatter_a_newcomer_is_not_let_in_by_one(transport: Transport) -> None:
+    absent = Coordinator(transport)
+    absent.close()
+    squatter = Squatter(transport.listen(absent.address), Welcome(folder="/home/victim"))
+    joining: list[Member] = []
+    with Beside(lambda: joining.append(Member(absent))):
+        for _ in range(2):
+            assert squatter.came.acquire(timeout=PATIENCE_S)
+        assert joining == []
+        squatter.close()
+        again = Coordinator(transport, absent.address)
+        again.member()
+    joining[0].link.close()
+    again.close()
 
 
 def test_closing_says_what_is_queued_and_is_no_loss(coordinator: Coordinator, me: Member) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.typed import LONGEST_NAME
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
@@ -25,7 +26,8 @@ VIEW = View(
     origin="step-00000004-1", uploader="w0", ending=True,
 )  # fmt: skip
 EXAMPLES: list[m.Message] = [
-    m.Challenge(b"\0" * 32), m.Hello("worker", "w0", "here", b"proof", "", 7, ViewNumber(1, 2)),
+    m.Challenge(b"\0" * 32, "server", "s0"),
+    m.Hello("worker", "w0", "here", "", 7, ViewNumber(1, 2), ("server", "s0"), b"\1" * 32, True),
     m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"), m.Propose(RECORD),
     m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25, ViewNumber(2, 1)), m.Applied(3, 2, 1e9, {"w0": 0.5}, ViewNumber(2, 1)),
     m.Accounted(7, 2, 1, 3, {0: 4, 5: 6}, ViewNumber(2, 1)), m.CaughtUp({0: ViewNumber(2, 1), 4: ViewNumber(3, 4)}),
@@ -35,6 +37,7 @@ EXAMPLES: list[m.Message] = [
     m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7), m.Prepare(RECORD),
     m.NewView(VIEW), m.Assist(3, 1), m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
+    m.Knows(VIEW), m.Held("here"), m.Release(),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
 ]  # fmt: skip
 JSONISH = st.recursive(
@@ -59,9 +62,9 @@ def test_every_message_has_an_example_here() -> None:
     st.builds(ViewNumber, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
 )  # fmt: skip
 def test_any_greeting_survives_the_wire(
-    role: str, id: str, host: str, proof: bytes, address: str, incarnation: int, view: ViewNumber
+    role: str, id: str, host: str, nonce: bytes, address: str, incarnation: int, view: ViewNumber
 ) -> None:
-    hello = m.Hello(role, id, host, proof, address, incarnation, view)
+    hello = m.Hello(role, id, host, address, incarnation, view, (role, id), nonce)
     assert m.expect(m.encode(hello), m.Hello) == hello
 
 
@@ -102,3 +105,45 @@ def test_an_unknown_field_is_refused() -> None:
 def test_another_message_than_expected_is_refused_by_name() -> None:
     with pytest.raises(ProtocolError, match="a Done message where Hello was expected"):
         m.expect(m.encode(m.Done(ViewNumber(2, 1))), m.Hello)
+
+
+EVIL = "\x1b[2J\x1b]0;owned\x07\u202eall is well\x9b"
+
+
+@pytest.mark.parametrize(
+    "kind", [m.Say, m.GiveUp, m.Refused, m.Aborted, m.Waiting, lambda text: m.NotStored("s", text)]
+)
+def test_text_that_is_shown_has_no_control_characters(kind: type[m.Say]) -> None:
+    """Whoever made it: a peer need not use our encoder."""
+    raw = msgspec.to_builtins(kind("a"))
+    field = "reason" if "reason" in raw else "text"
+    got = m.decode(msgspec.msgpack.encode({**raw, field: f"one\ntwo {EVIL}" + "x" * 100_000}))
+    text = getattr(got, field)
+    assert text.isprintable()
+    assert text.startswith("one two \\x1b[2J")
+    assert len(text) < m.LONGEST_TEXT + 200
+
+
+NAMED = {
+    "a metric": lambda name: m.Metrics(1, {name: 0.5}),
+    "a late worker": lambda name: m.Applied(1, 1, 0.0, {name: 0.5}),
+    "a snapshot": lambda name: m.NotStored(name, "because"),
+    "a file": lambda name: m.Stored("s", {name: 1}, {0: ("f", 0, 1, "0")}),
+    "settings": lambda name: m.Report(0, 0, 0.0, 1.0, 1, settings=name),
+    "a shard's file": lambda name: m.Stored("s", {"f": 1}, {0: (name, 0, 1, "0")}),
+}
+
+
+@pytest.mark.parametrize("what", NAMED)
+@pytest.mark.parametrize("name", [EVIL, "x" * (LONGEST_NAME + 1)], ids=["controls", "long"])
+def test_a_name_with_control_characters_or_a_long_one_is_refused(what: str, name: str) -> None:
+    assert m.decode(m.encode(NAMED[what]("a name")))
+    with pytest.raises(ProtocolError):
+        m.decode(m.encode(NAMED[what](name)))
+
+
+def test_the_number_of_names_is_bounded() -> None:
+    figures = {str(number): 0.0 for number in range(m.MOST_MEMBERS + 1)}
+    for message in (m.Metrics(1, figures), m.Applied(1, 1, 0.0, figures)):
+        with pytest.raises(ProtocolError):
+            m.decode(m.encode(message))

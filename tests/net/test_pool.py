@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 
-from rallypoint.net.pool import BufferPool, bytes_of
+from rallypoint.net.pool import PERIOD, BufferPool, bytes_of
 
 
 def test_a_buffer_is_words_and_the_same_bytes() -> None:
@@ -45,6 +46,32 @@ def test_no_buffer_is_in_two_hands() -> None:
             buffer.release()
     assert pool.made == 4
     assert len(pool.free) == 4
+
+
+def test_a_pool_gives_back_what_it_has_not_needed_for_long() -> None:
+    """After a crowd (workers that join, a slow link) the memory is the system's again."""
+    pool = BufferPool(4)
+    for buffer in [pool.take() for _ in range(100)]:
+        buffer.release()
+    assert (pool.made, len(pool.free)) == (100, 100), "it may be needed again soon"
+    for _ in range(PERIOD):
+        for buffer in [pool.take() for _ in range(3)]:
+            buffer.release()
+    assert (pool.made, len(pool.free)) == (3, 3)
+
+
+def test_large_buffers_are_given_back_to_the_system() -> None:
+    process, pool = psutil.Process(), BufferPool(1 << 18, keeps=False)
+    held = [pool.take() for _ in range(64)]
+    for buffer in held:
+        buffer.tensor.zero_()
+    used = process.memory_info().rss
+    for buffer in held[1::2]:  # not only those at the end of the heap
+        buffer.release()
+    del held[1::2], buffer
+    assert used - process.memory_info().rss > 24 << 20
+    for buffer in held:
+        buffer.release()
 
 
 def test_releasing_once_too_often_is_noticed() -> None:

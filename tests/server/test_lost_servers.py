@@ -216,7 +216,7 @@ def test_a_gradient_that_is_not_finite_stops_the_job_and_says_what_can_be_done()
     with gathering(2) as cluster:
         heard = Once(2, 0, lambda: until(lambda: bool(cluster.coordinator._failure)))  # before its loss is NaN
         worker = cluster.add_worker(heard, loss=PoisonAt(6))
-        with pytest.raises(JobAborted, match=r"the gradient of step 1 is not finite although every loss was; lower"):
+        with pytest.raises(JobAborted, match=r"step 1: the gradient of replica 1 is not finite, first in 3\.weight"):
             worker.result()
 
 

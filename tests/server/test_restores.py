@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from rallypoint.config import resolve
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.frames import Header, Kind
 from rallypoint.server.reducer import inbox
-from rallypoint.store import retry
+from rallypoint.server.restores import READ_AHEAD, Restores
+from rallypoint.store import closing, retry
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -92,6 +94,54 @@ def test_another_roll_back_ends_a_restore_that_waits_for_its_store(server: OneSe
     server.reducer.close()
     assert time.monotonic() - began < 10.0
     assert server.queued == []
+
+
+def test_a_manifest_that_cannot_be_read_for_a_moment_costs_no_job(
+    server: OneServer, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "DELAYS_S", (0.0,))
+    store.silent.clear()
+    silent = [True]
+
+    def load(origin: str) -> str:
+        if silent:
+            silent.pop()
+            raise retry.StoreSilent("the bucket cannot be read: timed out")
+        return origin
+
+    monkeypatch.setattr(store, "load", load)
+    server.adopt(FIRST)
+    server.adopt(SECOND, "one")
+    server.reducer.handle(next_of(server))
+    assert (server.version, master(server)) == (3, 1.0)
+    assert server.context.sentences == [
+        "s restores 1 shards from snapshot one: the bucket cannot be read: timed out; trying again in 0 s"
+    ]
+
+
+def test_no_more_records_are_read_than_the_owner_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large job's shards would fill the memory a second time."""
+    shards = range(12)
+    monkeypatch.setattr(SnapshotStore, "load", lambda self, origin: origin)
+    monkeypatch.setattr(SnapshotStore, "read", lambda self, manifest, shards: (
+        ShardRecord(shard, 3, {}, {}) for shard in shards))  # fmt: skip
+    waiting: list[inbox.Event] = []
+    at_once: list[int] = []
+
+    def put(event: inbox.Event) -> None:
+        waiting.append(event)
+        at_once.append(len(waiting))
+
+    restores = Restores("s", "memory://", put, lambda text: None)
+    restores.begin(shards, "one", SECOND)
+    until(lambda: len(waiting) == READ_AHEAD)
+    for _ in shards:
+        until(lambda: bool(waiting))
+        waiting.pop(0)
+        restores.left_the_inbox()
+    restores.close()
+    assert len(at_once) == len(shards)
+    assert max(at_once) == READ_AHEAD
 
 
 def test_what_was_read_for_an_older_generation_is_dropped(server: OneServer, store: Store) -> None:
@@ -182,3 +232,30 @@ def test_a_recall_of_an_older_generation_makes_nobody_the_owner(with_codec_state
     assert server.channel.frames == []
     server.reducer.handle(inbox.StateRecalled(channel, "w", Header(Kind.RECALL, SECOND, shard=0, replica=1)))
     assert len(server.channel.frames) == 1
+
+
+def test_a_store_that_hangs_during_a_restore_does_not_keep_the_server_from_ending(
+    server: OneServer, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(closing, "PATIENCE_S", 0.05)
+    entered, answers = threading.Event(), threading.Event()
+
+    def hangs(origin: str) -> str:
+        entered.set()
+        answers.wait()
+        raise OSError("at last")
+
+    monkeypatch.setattr(store, "load", hangs)
+    server.adopt(FIRST)
+    server.adopt(SECOND, "one")
+    assert entered.wait(20.0)
+    closes = threading.Thread(target=server.reducer.close)
+    closes.start()
+    closes.join(20.0)
+    ended = not closes.is_alive()
+    answers.set()
+    closes.join(20.0)
+    assert ended, "the end of the job waits for the store"
+    assert [said.getMessage() for said in caplog.records] == [
+        "given up: s restores 1 shards from snapshot one. The job is over, and the store has not answered for 0.05 s"
+    ]

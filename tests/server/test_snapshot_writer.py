@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from typing import Any
 import pytest
 
 from rallypoint.net.messages import NotStored, Stored
+from rallypoint.store import closing
 from rallypoint.store.manifest import snapshot_id
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.writer import SnapshotWriter
@@ -122,3 +125,33 @@ def test_copies_are_stored_as_they_were_and_their_memory_is_used_again(writer: W
         }
     assert addresses[0] == addresses[1]
     assert not staging._lent
+
+
+def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(closing, "PATIENCE_S", 0.05)
+    entered, answers = threading.Event(), threading.Event()
+
+    def hangs(*_: Any) -> None:
+        entered.set()
+        answers.wait()
+        raise OSError("at last")
+
+    monkeypatch.setattr("rallypoint.store.files.Files.writing", hangs)
+    writer = Writer(tmp_path)
+    name = writer.take(3)
+    assert entered.wait(PATIENCE_S)
+    closes = threading.Thread(target=writer.writer.close)
+    closes.start()
+    closes.join(PATIENCE_S)
+    ended = not closes.is_alive()
+    answers.set()
+    closes.join(PATIENCE_S)
+    assert ended, "the end of the job waits for the store"
+    (said,) = caplog.records
+    assert (said.levelno, said.getMessage()) == (
+        logging.WARNING,
+        f"given up: server0's part of snapshot {name}. The job is over, and the store has not answered for 0.05 s",
+    )
+    writer.writer._thread.join(PATIENCE_S)

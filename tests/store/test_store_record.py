@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import tracemalloc
 from typing import get_args
 
 import msgspec
@@ -16,7 +17,7 @@ from samples import same
 
 from rallypoint.errors import ConfigError, DamagedSnapshot, UsageError
 from rallypoint.store.manifest import Compression
-from rallypoint.store.record import MAX_ARRAY_BYTES, ShardRecord, decode_record, encode_record
+from rallypoint.store.record import MAX_ARRAY_BYTES, ShardRecord, decode_record, encode_record, most_bytes
 
 COMPRESSIONS = get_args(Compression)
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint8"]
@@ -110,7 +111,25 @@ def test_a_forged_size_takes_no_memory(compression: Compression) -> None:
     head = {"shard": 0, "version": 0, "compression": compression, "scalars": {}, "arrays": [array]}
     packed = msgspec.msgpack.encode(head)
     with pytest.raises(DamagedSnapshot, match="would have 64 bytes"):
-        decode_record(struct.pack("<4sI", b"RPS1", len(packed)) + packed + stored)
+        decode_record(struct.pack("<4sI", b"RPS1", len(packed)) + packed + stored, most=1 << 40)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "zstd-planes"])
+def test_a_few_compressed_bytes_that_claim_to_be_gigabytes_take_no_memory(compression: Compression) -> None:
+    """A snapshot of 197 KB took 7.2 GB: each array is within the limit of one, and there are many."""
+    zeros = np.zeros(64 << 20, np.uint8)
+    data = encode_record(ShardRecord(0, 1, {f"moment{n}": zeros for n in range(40)}, {}), compression)
+    assert len(data) < 1 << 20
+    del zeros
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedSnapshot, match=r"claims to have 2684354560 bytes of arrays: its shard has at most"):
+            decode_record(data)
+        with pytest.raises(DamagedSnapshot, match=r"its shard has at most 17039360$"):
+            decode_record(data, most_bytes(words=1024, replicas=0))
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

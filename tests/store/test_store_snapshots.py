@@ -276,29 +276,41 @@ def test_a_store_that_does_not_answer_is_not_taken_for_damage(tmp_path: Path, mo
 
 
 class BadDisk:
-    """The first `errors` reads of a shards' file fail with EIO; `reads` counts all of them."""
+    """The first `errors` reads of a file whose name ends in `of` fail with EIO; `reads` counts all of them.
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, errors: float) -> None:
+    `what` is how they are read: "cat_file" for the bytes, "info" for the size.
+    """
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, errors: float, *, of: str = ".shards", what: str = "cat_file"
+    ) -> None:
         self.reads = 0
-        cat_file = LocalFileSystem.cat_file
+        read = getattr(LocalFileSystem, what)
 
-        def cat(fs: LocalFileSystem, path: str, **options: Any) -> Any:
-            if path.endswith(".shards"):
+        def reads(fs: LocalFileSystem, path: str, **options: Any) -> Any:
+            if path.endswith(of):
                 self.reads += 1
                 if self.reads <= errors:
                     raise OSError(errno.EIO, "Input/output error", path)
-            return cat_file(fs, path, **options)
+            return read(fs, path, **options)
 
         monkeypatch.setattr(retry, "READ_AGAIN_S", (0.0, 0.0))
-        monkeypatch.setattr(LocalFileSystem, "cat_file", cat)
+        monkeypatch.setattr(LocalFileSystem, what, reads)
 
 
-def test_a_read_error_that_goes_away_costs_no_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "what"),
+    [(".shards", "cat_file"), (".shards", "info"), ("manifest.json", "cat_file"), ("latest", "cat_file")],
+)
+def test_a_read_error_that_goes_away_costs_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str, what: str
+) -> None:
     store = SnapshotStore(str(tmp_path))
     take(store, 1)
     newest = take(store, 2)
-    BadDisk(monkeypatch, errors=2)
+    disk = BadDisk(monkeypatch, errors=2, of=of, what=what)
     found = store.latest_usable(silent)
+    assert disk.reads > 2
     assert found is not None
     assert found.id == newest.id
 

@@ -18,7 +18,8 @@ from rallypoint.core.shard.clip import clip_scale
 from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import HEADER_BYTES, Header, Kind
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.seal import SEALED_BYTES
 from rallypoint.server.shards.rows import first_rows
 
 USERS, ITEMS, COLUMNS = 700, 50, 6
@@ -113,7 +114,7 @@ class _Wire:
     def _count(self, header: Header) -> None:
         if self.step > 0 and header.kind in (Kind.PUSH, Kind.VERSION, Kind.PULL_ROWS, Kind.ROWS):
             name = header.kind.name
-            self.bytes[name] = self.bytes.get(name, 0) + header.length + HEADER_BYTES
+            self.bytes[name] = self.bytes.get(name, 0) + header.length + SEALED_BYTES
 
 
 class Reference:

@@ -120,12 +120,13 @@ def test_a_pull_of_a_version_to_come_waits_for_it(job: Job, channel: Channel) ->
 def test_a_table_is_published_by_an_empty_frame(job: Job, channel: Channel) -> None:
     channel.send(Header(Kind.FOLLOW, job.view.number))
     begin(job, channel, 1)
-    versions = []
-    while len(versions) < 2:
+    versions: list[tuple[int, int, int]] = []
+    while not versions or versions[-1][1] < 1:
         header = channel.receive_header()
         channel.receive_bytes(header)
         versions += [(header.shard, header.step, header.length)] if header.kind is Kind.VERSION else []
-    assert versions == [(TABLE, 0, 0), (TABLE, 1, 0)]
+    # a version that still waits to be sent gives way to the next one
+    assert versions in ([(TABLE, 0, 0), (TABLE, 1, 0)], [(TABLE, 1, 0)])
 
 
 @pytest.mark.parametrize("payload", [b"123", bytes(encode_ids(torch.tensor([7, 3]))), bytes(4 * (ROWS + 1))], ids=len)

@@ -27,9 +27,12 @@ SPECS = [
 ]
 
 
-def setting(job: CodecSpec, head: CodecSpec | None = None, tail: CodecSpec | None = None) -> tuple[Layout, JobConfig]:
+def setting(
+    job: CodecSpec, head: CodecSpec | None = None, tail: CodecSpec | None = None, **others: Any
+) -> tuple[Layout, JobConfig]:
     groups = (rp.Group(match=("head",), codec=head), rp.Group(match=("tail",), codec=tail))
-    settings = {"codec": job, "groups": groups, "shard_bytes": SHARD_BYTES, "replicas": 2, "optimizer": rp.SGD(lr=0.1)}
+    settings = {"codec": job, "groups": groups, "shard_bytes": SHARD_BYTES, "replicas": 2, "optimizer": rp.SGD(lr=0.1),
+        **others}
     config = resolve(settings)
     return build_layout(SPECS, config.shard_bytes, ranks_of(config)), config
 
@@ -116,6 +119,25 @@ def test_a_replica_that_moves_goes_on_as_it_would_have(spec: CodecSpec) -> None:
     assert sent(heir, 0, 2, 1, gradient(words, 9)) == sent(stays, 0, 2, 1, gradient(words, 9))  # what was sent, again
     for step in range(3, 6):
         assert sent(heir, 0, step, 1, gradient(words, step)) == sent(stays, 0, step, 1, gradient(words, step))
+
+
+@pytest.mark.parametrize("spec", [Int8(), TopK(), Sign(), DGC(ratio=0.01, warmup_steps=3), PowerSGD(rank=2)])
+def test_a_codec_state_that_lacks_a_step_that_was_made_elsewhere_is_not_used(spec: CodecSpec) -> None:
+    """Another worker has contributed step 1, from a codec state of its own: this one is stale."""
+    layout, config = setting(spec)
+    words = layout.shards[0].words
+    away, new = Encoder(layout, config), Encoder(layout, config)
+    sent(away, 0, 0, 1, gradient(words, 0))
+    for step in range(2, 4):
+        assert sent(away, 0, step, 1, gradient(words, step)) == sent(new, 0, step, 1, gradient(words, step))
+
+
+def test_with_a_quorum_a_codec_state_goes_on_after_steps_that_did_without_the_replica() -> None:
+    layout, config = setting(PowerSGD(rank=2), sync=rp.Sync(quorum=1))
+    words = layout.shards[0].words
+    late, new = Encoder(layout, config), Encoder(layout, config)
+    sent(late, 0, 0, 1, gradient(words, 0))
+    assert sent(late, 0, 2, 1, gradient(words, 2)) != sent(new, 0, 2, 1, gradient(words, 2))
 
 
 def test_a_contribution_that_went_raw_goes_raw_again_from_whoever_takes_the_replica_over() -> None:

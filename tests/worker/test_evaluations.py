@@ -188,6 +188,17 @@ def test_an_evaluation_that_needs_gradients_sends_none_of_them() -> None:
     assert train(build(), attacks) == train(build())
 
 
+def test_an_evaluation_sees_the_model_in_eval_mode_and_needs_no_gradients() -> None:
+    seen: list[tuple[bool, bool]] = []
+
+    def looks(model: torch.nn.Module, step: int) -> None:
+        seen.append((any(module.training for module in model.modules()), torch.is_grad_enabled()))
+
+    train(build(), looks)
+    assert seen == [(False, False)] * 3
+    assert torch.is_grad_enabled()
+
+
 def test_layers_that_stay_in_eval_mode_are_in_eval_mode_after_an_evaluation() -> None:
     model, modes = build(), []
     model[1].eval()

@@ -19,8 +19,9 @@ from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import JobAborted, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind, pack, wants
+from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
@@ -112,6 +113,14 @@ def test_a_worker_that_is_assigned_a_replica_of_the_very_step_it_holds(exchange:
     assert waiting.found() == machine.Compute(0, 0)
 
 
+def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Exchange) -> None:
+    """Before memory for its payload is allocated."""
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    header = Header(Kind.VERSION, exchange.view.number, shard=0, step=0, length=64 << 20, codec=1)
+    with pytest.raises(ProtocolError, match="no codec needs so many"):
+        exchange.arrivals.arriving(header)
+
+
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.arrivals.link_up(SERVER)
@@ -170,7 +179,7 @@ class _Home:
 
     def __init__(self, transport: InprocTransport, id: str) -> None:
         self.channels: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self.gate = Gate(transport, f"{id}:1", "", lambda hello: Welcome(), self._serve)
+        self.gate = Gate(transport, f"{id}:1", Identity("server", id), lambda hello: Welcome(), self._serve)
         self.member = Member(id, "here", self.gate.address, 1)
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
@@ -193,16 +202,17 @@ def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange
     half = LAYOUT.shards[0].slot_bytes // 2
     try:
         exchange.adopt(_at(1, {0: "old", 1: "new", 2: "new"}, homes))
-        sender, other = (home.channels.get(timeout=PATIENCE_S).connection for home in homes)
+        sender, other = (home.channels.get(timeout=PATIENCE_S) for home in homes)
         values = torch.full_like(slot, 1.0).numpy().tobytes()
-        sender.send(pack(Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)) + values[:half])
+        header = Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)
+        sender.connection.send(sender._sealer.seal(header, memoryview(values)) + values[:half])
         _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDING)
         exchange.adopt(_at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
         values = torch.full_like(slot, 6.0).numpy().tobytes()
-        other.send(pack(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half)) + values)
+        other.send(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half), memoryview(values))
         _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDED)
         with pytest.raises(LinkError):
-            sender.send(bytes(half))  # of zeros
+            sender.connection.send(bytes(half))  # of zeros
         assert slot.tolist() == [6.0] * len(slot)
     finally:
         exchange.close()
@@ -229,7 +239,7 @@ def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
 ) -> None:
     home, channel = _one_home(exchange)
     try:
-        channel.connection.send(pack(header))
+        channel.send(header)
         _until(lambda: exchange._locked.failure is not None)
         with pytest.raises(JobAborted, match=sentence):
             exchange.next_action()
@@ -411,3 +421,48 @@ def test_an_upload_of_an_older_generation_ends_even_if_the_view_changes_while_it
     monkeypatch.setattr(Exchange, "view", property(lambda _: next(looks, mine[1])))
     exchange.initialise(lambda start, stop: torch.zeros(stop - start))
     assert [header.view for header in pushed] == [mine[0].number]
+
+
+def test_a_beat_says_for_how_long_the_main_thread_has_waited_and_which_server_is_out_of_reach(
+    exchange: Exchange,
+) -> None:
+    assert exchange.beat().waited == 0.0
+    exchange.adopt(_view(1, {"w": (), "x": (0, 1)}))
+    waiting = _Waiting(exchange)
+    _until(lambda: exchange.beat().waited > 0.01)
+    beat = exchange.beat()
+    assert beat.unreachable.keys() == {"s"}, "nobody listens there"
+    assert beat.activity == exchange.beat().activity, "a thread that waits does not get on"
+    exchange.finish()
+    waiting.found()
+    assert exchange.beat().waited == 0.0
+
+
+def test_a_main_thread_that_evaluates_counts_as_active(exchange: Exchange) -> None:
+    before = exchange.beat().activity
+    assert exchange.beat().activity == before
+    with exchange.evaluating():
+        assert exchange.beat().activity < exchange.beat().activity
+    exchange.check()
+    assert exchange.beat().activity > before
+
+
+def test_a_fault_of_a_link_s_thread_ends_the_run_with_a_sentence(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the main thread would wait for ever for versions that nobody receives."""
+
+    def raises(server: str) -> list[machine.Effect]:
+        raise KeyError("a bug")
+
+    home, channel = _one_home(exchange)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(exchange._shell, "link_lost", raises)
+            channel.connection.close()
+            _until(lambda: exchange._locked.failure is not None)
+        with pytest.raises(JobAborted, match=r"the link to server home has failed: KeyError\('a bug'\)"):
+            exchange.next_action()
+    finally:
+        exchange.close()
+        home.gate.close()

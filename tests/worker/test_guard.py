@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.modules.module as modules
+import torch.optim.optimizer as optimizers
 from torch.nn.utils import parametrizations, prune
 
 import rallypoint as rp
@@ -293,8 +295,15 @@ def test_a_hook_of_the_scripts_own_that_takes_the_gradient_is_named() -> None:
         train(model)
 
 
+def hooks_of_the_process() -> list[int]:
+    return [len(hooks) for hooks in (
+        modules._global_module_registration_hooks, modules._global_parameter_registration_hooks,
+        optimizers._global_optimizer_pre_hooks,
+    )]  # fmt: skip
+
+
 def test_no_hook_of_the_guard_is_left_in_the_process() -> None:
-    train(build())
-    model = build()
-    model(torch.ones(4, 3)).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    before, during = hooks_of_the_process(), []
+    train(build(), at(2, lambda model: during.append(hooks_of_the_process())))
+    assert during == [[count + 1 for count in before]]
+    assert hooks_of_the_process() == before

@@ -144,6 +144,32 @@ def test_a_step_that_is_skipped_changes_no_parameter() -> None:
     assert (weights_hash(worker.model), worker.state.version) == (before, 1)
 
 
+def test_a_setting_that_was_another_for_one_step_is_seen_at_every_later_one() -> None:
+    """A worker that reports only later, or at no step in between, has other weights all the same."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def build(model: torch.nn.Module) -> Built:
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+        return optimizers[-1:], []
+
+    ours, other = Worker(build, 1, torch.float32), Worker(build, 1, torch.float32)
+
+    def digests() -> set[str]:
+        return {worker.state.settings_digest() for worker in (ours, other)}
+
+    assert len(digests()) == 1
+    optimizers[0].param_groups[0]["lr"] = 0.2
+    assert len(digests()) == 2
+    for worker in (ours, other):
+        worker.step()
+    optimizers[0].param_groups[0]["lr"] = 0.1
+    assert len(digests()) == 2
+    for worker in (ours, other):
+        worker.step()
+        worker.take(ours.uploaded(), worker.state.version)
+    assert len(digests()) == 1, "all start from one state again"
+
+
 class Hoards(torch.optim.SGD):
     """Keeps a set."""
 

@@ -40,6 +40,28 @@ def test_a_gradient_leaves_nothing_behind_in_the_model() -> None:
     assert model.weight.grad is not None
 
 
+def test_the_job_s_record_has_every_name_of_a_tied_tensor() -> None:
+    """Snapshots keep the record, and `export` writes a tied tensor under each of its names."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x))
+
+    model = Tied()
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, batch=4, steps=1):
+            with micro:
+                micro.backward(square(model, micro.batch))
+        record = job._coordinator._shell.machine.record
+    assert record is not None
+    assert record.tied == {"second.weight": "first.weight"}
+
+
 def test_a_failed_run_gives_the_model_back() -> None:
     model = torch.nn.Linear(3, 2)
 

@@ -29,6 +29,15 @@ def refused(error: type[RallypointError], sentence: str, *args: Any, **settings:
         train(*args, **settings)
 
 
+@pytest.mark.parametrize("kind", [rp.AdamW, rp.Adam, rp.SGD, rp.Adagrad])
+def test_an_optimizer_that_is_given_parameters_says_who_owns_it(kind: Any) -> None:
+    sentence = rf"rp\.{kind.__name__} takes settings by name.* and no parameters: the servers own the optimizer"
+    with pytest.raises(ConfigError, match=sentence):
+        kind(torch.nn.Linear(3, 2).parameters())
+    with pytest.raises(ConfigError, match=r"has no setting 'weight_decai': did you mean weight_decay\?"):
+        kind(weight_decai=0.1)
+
+
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(9))

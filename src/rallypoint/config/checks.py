@@ -27,7 +27,7 @@ def check(config: JobConfig) -> None:
         raise ConfigError(why)
     if not (config.table_std >= 0 and math.isfinite(config.table_std)):
         raise ConfigError(f"table_std is {config.table_std}: use a finite number that is not negative")
-    for name in ("hold_bytes", "in_flight_bytes"):
+    for name in ("presum_bytes", "hold_bytes", "in_flight_bytes"):
         if getattr(config, name) < 0:
             raise ConfigError(f"{name} is {getattr(config, name)}: it cannot be negative")
     for optimizer in (config.optimizer, config.applied):

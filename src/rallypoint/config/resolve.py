@@ -17,7 +17,7 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.modes.refusals import of_another_mode
 from rallypoint.core.policy import AllReduce
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, meant
 
 
 def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> JobConfig:
@@ -111,12 +111,17 @@ _INSTEAD = {
 def _as_data(key: str, value: Any) -> Any:
     if key not in JobConfig.__struct_fields__:
         raise ConfigError(
-            f"job.train has an unknown field `{key}`: {_INSTEAD.get(key, 'docs/usage.md has a table of its settings')}"
+            f"job.train has an unknown field `{key}`: {_INSTEAD.get(key) or _nearest(key)}"
         )
     try:
         return msgspec.to_builtins(value)
     except TypeError:
         raise ConfigError(_not_data(key, value)) from None
+
+
+def _nearest(key: str) -> str:
+    close = meant(key, JobConfig.__struct_fields__).removeprefix(": ")
+    return close or "docs/usage.md has a table of its settings"
 
 
 def _not_data(key: str, value: Any) -> str:

@@ -60,6 +60,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
         shard_bytes: the largest shard, in bytes.
         window: contributions that may be on their way from one worker to one server.
+        presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
+            the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
         hold_bytes: bytes of early contributions that a server may keep; beyond that it slows the senders.
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
@@ -83,6 +85,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     table_std: float = 1.0
     shard_bytes: int = SHARD_BYTES
     window: int = 4
+    presum_bytes: int = 8 << 30
     hold_bytes: int = 256 << 20
     in_flight_bytes: int = 0
     item: str = "samples"
@@ -215,6 +218,7 @@ class Settings(TypedDict, total=False):
     table_std: float
     shard_bytes: int
     window: int
+    presum_bytes: int
     hold_bytes: int
     in_flight_bytes: int
     item: str

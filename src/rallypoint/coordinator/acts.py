@@ -15,7 +15,11 @@ from rallypoint.net.messages import Message, Stored
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Write the state into the journal. If that fails, the job ends; with `needed=False` it goes on."""
+    """Write the state into the journal.
+
+    `needed`: the journal does not know yet that the job has begun. If it cannot be written then, the job ends. Later
+    the job goes on, and members keep what the next coordinator must know (`TakeOver`).
+    """
 
     state: ClusterState
     needed: bool = True

@@ -16,11 +16,13 @@ from rallypoint.net.messages import (
     Done,
     GiveUp,
     Hello,
+    Knows,
     Leaving,
     Message,
     Metrics,
     NotStored,
     Propose,
+    Release,
     Report,
     Resize,
     Say,
@@ -29,12 +31,13 @@ from rallypoint.net.messages import (
     Stored,
 )
 
-MOST = 10_000  # the most workers or servers that a `Resize` may ask for
+MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `Beat` may name
+_AGE_S = 1e9  # no wait is longer
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
-    "worker": (Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
-    "server": (Beat, Applied, Accounted, CaughtUp, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
-    "observer": (SnapshotWanted, Resize),
+    "worker": (Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
+    "server": (Knows, Beat, Applied, Accounted, CaughtUp, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
+    "observer": (SnapshotWanted, Resize, Release),
 }
 
 
@@ -46,6 +49,10 @@ def checked(message: Message, sender: Hello) -> Message:
         message.weight > 0 and math.isfinite(message.weight) and math.isfinite(message.seconds)
     ):
         raise ProtocolError(f"a report of weight {message.weight} after {message.seconds} s")
+    if isinstance(message, Beat):
+        seconds = (message.waited, *message.unreachable.values())
+        if len(seconds) > MOST or not all(0 <= one <= _AGE_S for one in seconds) or not 0 <= message.activity < 2**63:
+            raise ProtocolError(f"a beat with {len(seconds)} waits that cannot be: {max(seconds)} s")
     if isinstance(message, Resize) and not (0 <= message.workers <= MOST and 0 <= message.servers <= MOST):
         raise ProtocolError(f"a wish for {message.workers} workers and {message.servers} servers")
     if isinstance(message, Propose):

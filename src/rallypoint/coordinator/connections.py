@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.checks import checked
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError
+from rallypoint.errors import AccessDenied, CorruptFrame, LinkClosed, LinkError, LinkReset, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
+from rallypoint.net.handshake import Identity
 from rallypoint.net.messages import Hello, Welcome, decode
 from rallypoint.net.transport import Transport
 
@@ -28,7 +29,7 @@ class Connections:
         refusal: Callable[[Hello], str], welcome: Welcome,
     ) -> None:  # fmt: skip
         self._put, self._refusal, self._welcome = put, refusal, welcome
-        self._gate = Gate(transport, bind, token, self._admit, self._serve)
+        self._gate = Gate(transport, bind, Identity("coordinator", "", token), self._admit, self._serve)
 
     @property
     def address(self) -> str:
@@ -48,18 +49,23 @@ class Connections:
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
         self._put(inbox.Opened(channel, hello))
-        reason = "it closed its connection"
+        reason, how = "it closed its connection", inbox.End.CLOSED
         try:
             while True:
                 header = channel.receive_header()
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
                 self._put(inbox.Received(channel, hello, checked(decode(channel.receive_bytes(header)), hello)))
-        except LinkError:
+        except CorruptFrame:
+            reason, how = "a frame from it was changed on the way", inbox.End.LOST
+            raise
+        except LinkError as error:
             reason = "its connection ended"  # the error names its port, which tells a user nothing
+            if not isinstance(error, LinkClosed):
+                how = inbox.End.RESET if isinstance(error, LinkReset) else inbox.End.LOST
             raise
         except ProtocolError as error:
             reason = f"it broke the protocol: {error}"
             raise
         finally:
-            self._put(inbox.Closed(channel, hello, reason))
+            self._put(inbox.Closed(channel, hello, reason, how))

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from rallypoint.net.messages import Hello, Message
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
+
+
+class End(enum.Enum):
+    """How a connection ended."""
+
+    CLOSED = "closed"  # the other process closed it or has ended, or broke the protocol
+    RESET = "reset"  # the other machine reset it: see `core.cluster.events.Unlinked`
+    LOST = "lost"  # the network did not carry for too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,7 @@ class Closed:
     connection: Connection
     hello: Hello
     reason: str
+    how: End = End.CLOSED
 
 
 @dataclass(frozen=True, slots=True)

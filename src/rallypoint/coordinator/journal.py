@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,11 +15,22 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError
 
 JOURNAL = "journal.sqlite"
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _SCHEMA = """
 create table if not exists record (id integer primary key check (id = 1), body blob not null);
 create table if not exists state (id integer primary key check (id = 1), body blob not null);
 drop table if exists views;
 """
+
+
+def own(path: Path) -> None:
+    """Create the file if there is none, and let only its owner read it: settings and addresses are in it.
+
+    Raises OSError if it cannot be created.
+    """
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+    with contextlib.suppress(OSError):  # another user's, or a filesystem without modes
+        path.chmod(0o600)
 
 
 class Journal:
@@ -30,8 +43,10 @@ class Journal:
         path = str(Path(folder) / JOURNAL) if folder else ":memory:"
         self._path = path
         try:
+            if folder:
+                own(Path(path))
             self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, OSError) as error:
             raise DataError(f"the journal {path} cannot be opened ({error}): is its folder there, and yours?") from None
         try:
             self._db.execute("pragma journal_mode=wal")
@@ -93,3 +108,54 @@ class Journal:
 
     def _unreadable(self, error: Exception) -> DataError:
         return DataError(f"the journal {self._path} cannot be read ({error}): move it away to start the job anew")
+
+
+class Persistence:
+    """Writes states to a journal; while that fails, keeps the newest and tries again, ever more rarely.
+
+    `say` gets a sentence when saving begins to fail, and one when it works again.
+
+    Only one thread may call it.
+    """
+
+    def __init__(self, journal: Journal, say: Callable[[str], None]) -> None:
+        self._journal, self._say = journal, say
+        self._unsaved: ClusterState | None = None
+        self._pause = 0.0
+        self._again_at = 0.0
+
+    def save(self, state: ClusterState, now: float, *, needed: bool) -> None:
+        """Save the state at time `now` (s). Raises DataError if it is `needed` and cannot be written."""
+        before, self._unsaved = self._unsaved, state
+        if before is None or needed:  # otherwise it is tried at its time
+            self._try(now, needed=needed)
+
+    def tick(self, now: float) -> None:
+        """Try again if it is time."""
+        if self._unsaved is not None and now >= self._again_at:
+            self._try(now, needed=False)
+
+    def close(self) -> None:
+        """Try once more, then close the journal."""
+        if self._unsaved is not None:
+            self._try(self._again_at, needed=False)
+        self._journal.close()
+
+    def _try(self, now: float, *, needed: bool) -> None:
+        assert self._unsaved is not None
+        try:
+            self._journal.save(self._unsaved)
+        except DataError as error:
+            if needed:
+                raise
+            if self._pause == 0.0:
+                self._say(
+                    f"{error}: the job goes on, and its members keep what the next coordinator must know; make room. "
+                    "It is tried again until it succeeds"
+                )
+            self._pause = min(max(2 * self._pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+            self._again_at = now + self._pause
+            return
+        if self._pause > 0.0:
+            self._say("the journal is written again")
+        self._unsaved, self._pause = None, 0.0

@@ -14,24 +14,22 @@ import msgspec
 from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.connections import Connections
 from rallypoint.coordinator.events import EventLog
-from rallypoint.coordinator.journal import Journal
+from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner
-from rallypoint.coordinator.shell import TICKS, CoordinatorShell, taken
+from rallypoint.coordinator.shell import CoordinatorShell, taken, tick_seconds
 from rallypoint.coordinator.snapshots import SnapshotKeeper
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
-from rallypoint.errors import DataError
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
-from rallypoint.net.messages import Hello, Say, Welcome
+from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.observed import observed
+from rallypoint.observe.waits import wait_heeding_signals
 from rallypoint.store.retention import Retention
 
 _FAREWELL_S = 2.0
-_LOOK_S = 0.01
-_TICKS = TICKS
 
 
 class JoinInfo(msgspec.Struct, frozen=True):
@@ -73,7 +71,7 @@ class CoordinatorService:
         self._transport: Transport = transport or TcpTransport()
         self._over = threading.Event()
         self._failure: str | None = None
-        self._unsaved = False  # the journal could not be written, and observers were told
+        self._changed = threading.Condition()  # notified on the owner's thread, after each event
 
     def start(self) -> None:
         """Begin to listen; return once the address is open.
@@ -81,12 +79,13 @@ class CoordinatorService:
         Raises AddressInUse when another process listens there, DataError when the journal cannot be read.
         """
         self._journal = Journal(self._join_info.folder)
+        self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.Said(text)))
         self._shell = CoordinatorShell(
             self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
-        self._owner = Owner(self._handle, self._terms.heartbeat / _TICKS)
+        self._owner = Owner(self._handle, tick_seconds(self._terms))
         self._keeper = self._open_keeper()
         for act in self._shell.start():
             self._do(act)
@@ -113,7 +112,7 @@ class CoordinatorService:
 
     def wait(self) -> str | None:
         """Block until the job is over and all members were told. Returns None, or why the job failed."""
-        self._over.wait()
+        wait_heeding_signals(self._over)
         return self._failure
 
     def abort(self, reason: str) -> None:
@@ -133,15 +132,16 @@ class CoordinatorService:
         """After the last word, wait until the servers have closed their connections: the account of all contributions
         may still be on its way. Workers are not waited for: their scripts may go on for long."""
         servers = set(self._shell.machine.course.members.servers) if self._shell.last_word is not None else set()
-        while servers & self._shell.members.keys() and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
+        with self._changed:
+            left = lambda: all(server not in self._shell.members for server in servers)  # noqa: E731
+            self._changed.wait_for(left, deadline - time.monotonic())
 
     def _stop(self) -> None:
         self._owner.stop()
         if self._keeper is not None:
             self._keeper.close()
         self._log.close()
-        self._journal.close()
+        self._persistence.close()
 
     # ---- what it is made of ----
 
@@ -169,6 +169,10 @@ class CoordinatorService:
     def _handle(self, event: inbox.Event) -> None:
         for act in self._shell.handle(event, time.monotonic()):
             self._do(act)
+        if isinstance(event, inbox.Ticked):
+            self._persistence.tick(time.monotonic())
+        with self._changed:
+            self._changed.notify_all()
 
     def _do(self, act: acts.Act) -> None:
         match act:
@@ -180,8 +184,8 @@ class CoordinatorService:
                 _channel(connection).connection.close()
             case acts.Log(message=message):
                 self._log.write(message)
-            case acts.Save():
-                self._save(act)
+            case acts.Save(state=state, needed=needed):
+                self._persistence.save(state, time.monotonic(), needed=needed)
             case acts.Over(failure=failure):
                 self._failure = failure
                 self._over.set()
@@ -190,17 +194,6 @@ class CoordinatorService:
             case _:
                 if self._keeper is not None:
                     self._keeper.do(act)
-
-    def _save(self, act: acts.Save) -> None:
-        try:
-            self._journal.save(act.state)
-        except DataError as error:
-            if act.needed:
-                raise
-            if not self._unsaved:
-                self._unsaved = True
-                said = Say(f"{error}: the job ends all the same, but no other coordinator could go on from here")
-                self._owner.put(inbox.Said(said.text))
 
 
 def _channel(connection: inbox.Connection) -> Channel:

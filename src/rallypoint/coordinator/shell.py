@@ -13,6 +13,7 @@ from rallypoint.coordinator.acts import (
     CommitSnapshot,
     FindSnapshot,
     Judge,
+    Log,
     Over,
     Refuse,
     Save,
@@ -20,15 +21,17 @@ from rallypoint.coordinator.acts import (
 )
 from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer
+from rallypoint.coordinator.claims import Claims, claim_of
 from rallypoint.coordinator.evaluations import Evaluations
 from rallypoint.coordinator.inbox import Connection
+from rallypoint.coordinator.take_over import TakeOver, knows_truly, needed
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Member, View
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
@@ -37,18 +40,16 @@ from rallypoint.net.messages import (
     Assist,
     Beat,
     Capture,
-    CaughtUp,
-    Done,
     Finished,
-    GiveUp,
+    Held,
     Hello,
-    Leaving,
+    Knows,
     Message,
     Metrics,
     NewView,
     NotStored,
     Prepare,
-    Propose,
+    Release,
     Report,
     Resize,
     Say,
@@ -57,7 +58,11 @@ from rallypoint.net.messages import (
     Stored,
 )
 
-TICKS = 8  # ticks in one heartbeat, the time after which a silent member is given up
+_TICKS = 8  # ticks in one heartbeat, the time after which a silent member is given up
+_SLOWEST_TICK_S = 0.5  # also with a long heartbeat: the machine's clock moves with the ticks
+# So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
+# anything. Usually they do within a tenth of a second.
+_RETURN_S, _RETURN = 3.0, 0.5
 _LATE_TICK = 2  # time between two ticks beyond so many tick intervals was a pause of this process
 
 
@@ -85,12 +90,19 @@ class CoordinatorShell:
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now)
         self.evaluations = Evaluations()
-        self._agreement = Agreement()
+        self._agreement, self._claims = Agreement(), Claims()
         self._terms, self._now = terms, now
         self._ticked = self._awake = now
         self._written = 0
         self._capture: Capture | None = None  # the last snapshot that was asked for
         self._end_at = 0.0
+        self._take_over: TakeOver | None = None
+        # No newer view of an earlier coordinator can have had an effect that we do not know
+        epoch = self.machine.course.views.epoch
+        self._based_on = ViewNumber(epoch) if self.machine.view is None else self.machine.view.number
+        self._kept = recovered is not None and recovered.begun  # the journal has the record, and that the job has begun
+        if recovered is not None and resume is None and needed(recovered):
+            self._take_over = TakeOver(recovered, max(_RETURN_S, terms.heartbeat * _RETURN))
 
     def start(self) -> list[Act]:
         """The acts to do before the first event."""
@@ -105,6 +117,29 @@ class CoordinatorShell:
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
         """Take one event at time `now`; return the acts, to be done in order."""
         self._now = now
+        if self._take_over is None:
+            return self._handle(event)
+        kept_back = self._take_over.keeps(event)
+        acts = self._taken_over(self._take_over) if self._take_over.is_over(now) else []
+        return acts if kept_back or isinstance(event, inbox.Ticked) else [*acts, *self._handle(event)]
+
+    def _taken_over(self, take_over: TakeOver) -> list[Act]:
+        """Go on from what members know, with the events that waited for it."""
+        self._take_over = None
+        state = take_over.state()
+        start = self._awake  # who does not come back has been silent since then
+        acts = [] if state is None else self._drive(cluster_events.TookOver(state))
+        if take_over.is_complete:
+            self._based_on = ViewNumber(self.machine.course.views.epoch)
+        elif state is not None and state.view is not None:
+            self._based_on = state.view.number
+        for when in (start, self._time_awake()):
+            acts += self._drive(cluster_events.Tick(when))
+        for event in take_over.waiting:
+            acts += self._handle(event)
+        return acts
+
+    def _handle(self, event: inbox.Event) -> list[Act]:
         match event:
             case inbox.Ticked():
                 return self._tick()
@@ -112,8 +147,8 @@ class CoordinatorShell:
                 return self._opened(connection, hello)
             case inbox.Received(connection=connection, hello=hello, message=message):
                 return self._received(connection, hello, message)
-            case inbox.Closed(connection=connection, hello=hello, reason=reason):
-                return self._closed(connection, hello, reason)
+            case inbox.Closed():
+                return self._closed(event)
             case inbox.SnapshotCommitted(snapshot=snapshot):
                 done = Snapshotted(snapshot, event.version, event.nbytes, event.seconds)
                 return [*self._announce(done), *self._drive(cluster_events.Committed(snapshot))]
@@ -145,13 +180,16 @@ class CoordinatorShell:
         member = Member(hello.id, hello.host, hello.address, hello.incarnation)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role))]
 
-    def _closed(self, connection: Connection, hello: Hello, reason: str) -> list[Act]:
-        if connection in self.announcer.observers:
-            self.announcer.observers.remove(connection)
-        if self.members.get(hello.id) != connection:
+    def _closed(self, closed: inbox.Closed) -> list[Act]:
+        id = closed.hello.id
+        if closed.connection in self.announcer.observers:
+            self.announcer.observers.remove(closed.connection)
+        if self.members.get(id) != closed.connection:
             return []
-        del self.members[hello.id]
-        return self._drive(cluster_events.Left(hello.id, reason))
+        del self.members[id]
+        if closed.how is inbox.End.CLOSED:
+            return self._drive(cluster_events.Left(id, closed.reason))
+        return self._drive(cluster_events.Unlinked(id, closed.reason, closed.how is inbox.End.RESET))
 
     # ---- messages ----
 
@@ -160,32 +198,48 @@ class CoordinatorShell:
             if isinstance(message, Resize):
                 resized = self._drive(cluster_events.Resized(message.workers)) if message.workers > 0 else []
                 return [*resized, *self._announce(message)]  # the launcher acts on it: save it first (I7)
-            return self._drive(cluster_events.SnapshotWanted())
+            released = isinstance(message, Release)
+            return self._drive(cluster_events.Released() if released else cluster_events.SnapshotWanted())
         if self.members.get(hello.id) != connection:
             return []  # this member was refused: ignore its messages
+        if isinstance(message, Beat):
+            told = (message.unreachable, message.waited, message.activity)
+            return self._drive(cluster_events.Beat(hello.id, *told))
         acts = self._drive(cluster_events.Heard(hello.id))
         match message:
-            case Beat():
-                return acts
+            case Knows(view=view):
+                return [*acts, *self._knows(hello, view)]
             case Report() | Metrics() if hello.id not in self.machine.course.members.present:
                 return acts  # it has not proposed the record: it cannot have computed a replica
+            case Report() | Stored() | NotStored() if not self._claims.may_say(hello.id, message, self.machine.view):
+                return acts
             case Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))
                 acts += self.announcer.report(message, self._now)
-                if (why := self._agreement.difference(hello.id, message)) is not None:
+                current = self._claims.is_current(message)
+                if current and (why := self._agreement.difference(hello.id, message)) is not None:
                     acts += self._end(Aborted(why))
                 return acts
             case Metrics():
                 return [*acts, *self._evaluated(message)]
             case Applied():
+                acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
             case Say() | Skipped() | Accounted():
                 return [*acts, *self._announce(message)]
             case Stored():
-                return [*acts, AddPart(message), *self._drive(_claim(hello.id, message))]
+                return [*acts, AddPart(message), *self._drive(claim_of(hello.id, message))]
             case _:
-                return [*acts, *self._drive(_claim(hello.id, message))]
+                return [*acts, *self._drive(claim_of(hello.id, message))]
+
+    def _knows(self, hello: Hello, view: View | None) -> list[Act]:
+        """A member came back too late for the take-over: if it acted on a view that we do not know, begin anew."""
+        if view is None or not knows_truly(hello, view):
+            return []
+        if not self._based_on < view.number or view.number.epoch >= self.machine.course.views.epoch:
+            return []
+        return self._drive(cluster_events.Outrun(hello.id, view.number))
 
     def _evaluated(self, message: Metrics) -> list[Act]:
         """Add metrics to the version that they are of, unless their generation is stale."""
@@ -209,9 +263,8 @@ class CoordinatorShell:
             return []
         self._written = self.machine.revision
         state = self.machine.state()
-        # Once a worker holds the last version, a full disk must not end the job before the model is saved.
-        ending = state.last_word is not None or (state.view is not None and state.view.ending)
-        return [Save(state, needed=not ending)]
+        first, self._kept = not self._kept, state.begun and state.record is not None
+        return [Save(state, needed=first and state.last_word is None)]
 
     def _run(self, effects: Sequence[cluster_effects.Effect]) -> list[Act]:
         acts: list[Act] = []
@@ -233,13 +286,19 @@ class CoordinatorShell:
             case cluster_effects.Publish(view=view, members=members):
                 return self._publish(view, members)
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):
+                self._claims.assisted(worker, replica)
                 return self._send(Assist(step, replica), worker)
             case cluster_effects.Say(text=text):
                 return self._announce(Say(text))
+            case cluster_effects.Note(text=text):
+                return [Log(Say(text))]
+            case cluster_effects.Hold(text=text):
+                return self._announce(Held(text))
             case cluster_effects.Finish() | cluster_effects.Abort():
                 return self._end(_message(effect))
             case cluster_effects.Capture(snapshot=snapshot, version=version, writers=writers):
                 self._capture = Capture(snapshot, version, writers)
+                self._claims.asked(self._capture)
                 asked = self._send(self._capture, *writers)
                 return [BeginSnapshot(snapshot), *asked, *self._ask_workers_for_codec_states()]
             case cluster_effects.Commit(snapshot=snapshot, version=version):
@@ -249,6 +308,7 @@ class CoordinatorShell:
 
     def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
         assert self.machine.record is not None
+        self._claims.published(view)
         acts = self.announcer.plan(self.machine.record, view, self._now)
         tally = self.announcer.tally
         if tally is not None and not tally.counts(view.generation):
@@ -288,7 +348,7 @@ class CoordinatorShell:
     def _time_awake(self) -> float:
         """The time without pauses of this process (stopped, or a slow disk): members do not count as silent in those.
         """
-        self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / TICKS)
+        self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / _TICKS)
         self._ticked = self._now
         return self._awake
 
@@ -307,30 +367,14 @@ class CoordinatorShell:
         return self.announcer.announce(message, self._now)
 
 
+def tick_seconds(terms: Terms) -> float:
+    """The time between two ticks, in seconds."""
+    return min(_SLOWEST_TICK_S, terms.heartbeat / _TICKS)
+
+
 def taken(id: str) -> str:
     """The sentence with which a second process of this id is refused."""
     return f"the id {id} is taken: give every member one of its own"
-
-
-def _claim(sender: str, message: Message) -> cluster_events.Event:
-    """The machine's event for a member's message."""
-    match message:
-        case Propose(record=record):
-            return cluster_events.Proposed(sender, record)
-        case CaughtUp(backups=backups):
-            return cluster_events.CaughtUp(sender, backups)
-        case Leaving():
-            return cluster_events.Leaving(sender)
-        case Stored(snapshot=snapshot, shards=shards):
-            return cluster_events.Captured(sender, snapshot, tuple(shards))
-        case NotStored(snapshot=snapshot, reason=reason, passed=passed):
-            return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
-        case Done(generation=generation):
-            return cluster_events.Done(sender, generation)
-        case GiveUp(reason=reason):
-            return cluster_events.Failed(sender, reason)
-        case _:
-            raise AssertionError(f"a message that nobody takes: {message}")
 
 
 def _message(word: cluster_effects.Finish | cluster_effects.Abort) -> Finished | Aborted:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import msgspec
@@ -13,6 +14,7 @@ from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import Act, AddPart, BeginSnapshot, CommitSnapshot, FindSnapshot, Judge
 from rallypoint.errors import RallypointError
 from rallypoint.net.messages import Stored
+from rallypoint.store import closing
 from rallypoint.store.manifest import Manifest, ShardEntry
 from rallypoint.store.retention import Retention
 from rallypoint.store.retry import patiently
@@ -40,7 +42,11 @@ class SnapshotKeeper:
         self._compression, self._retention, self._put = compression, retention, put
         self._parts: dict[str, _Parts] = {}
         self._complete: dict[int, Manifest] = {}  # by step of training; only the keeper's thread looks here
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        # What to do, each with the phrase that names it
+        self._tasks: queue.SimpleQueue[tuple[str, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._doing = ""
+        self._thread = threading.Thread(target=self._run, name="snapshots", daemon=True)
+        self._thread.start()
 
     def do(self, act: Act) -> None:
         """Do one of the shell's acts that are about snapshots; return at once."""
@@ -52,15 +58,16 @@ class SnapshotKeeper:
             case CommitSnapshot():
                 self._begin_commit(act)
             case Judge():
-                self._pool.submit(self._judge, act)
+                self._tasks.put((f"the metrics of step {act.step}", lambda: self._judge(act)))
             case FindSnapshot():
-                self._pool.submit(self._find)
+                self._tasks.put(("the search for the newest snapshot", self._find))
             case _:
                 raise AssertionError(f"an act that is not about snapshots: {act}")
 
     def close(self) -> None:
-        """End the thread after what was submitted before; block until it has ended."""
-        self._pool.shutdown(wait=True)
+        """End the thread after what was asked for before. A store that hangs is waited for only a few seconds."""
+        self._tasks.put(None)
+        closing.end((self._thread, self._doing))
 
     def _add(self, part: Stored) -> None:
         if (parts := self._parts.get(part.snapshot)) is not None:
@@ -76,9 +83,18 @@ class SnapshotKeeper:
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
             metrics=dict(act.metrics), compression=self._compression, shards=parts.shards, files=parts.files,
         )  # fmt: skip
-        self._pool.submit(self._commit, act, manifest, parts.began)
+        began = parts.began
+        self._tasks.put((f"the manifest of snapshot {manifest.id}", lambda: self._commit(act, manifest, began)))
 
     # ---- on the keeper's thread ----
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._doing, call = task
+            try:
+                call()
+            except Exception as error:  # else the coordinator would wait for an answer for ever
+                self._put(inbox.Ended(f"the thread for snapshots failed: {type(error).__name__}: {error}"))
 
     def _commit(self, act: CommitSnapshot, manifest: Manifest, began: float) -> None:
         try:
@@ -92,6 +108,7 @@ class SnapshotKeeper:
         self._complete[act.step] = manifest
         while len(self._complete) > _JUDGED_LATE:
             del self._complete[next(iter(self._complete))]
+        self._doing = "the deletion of old snapshots"
         try:
             # Keep `origin`: a server may still have to start from it.
             self._store.retain(self._retention, keep=(manifest.id, act.origin), thorough=False)

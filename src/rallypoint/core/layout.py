@@ -121,6 +121,14 @@ class Layout(msgspec.Struct, frozen=True):
         """The words of the largest shard of the vector; 0 if it has none."""
         return max((shard.words for shard in self.shards if shard.part is None), default=0)
 
+    def name_at(self, shard: int, word: int) -> str:
+        """The name of the tensor that holds this word of the shard; "" between two tensors."""
+        place = self.shards[shard]
+        if place.part is not None:
+            return self.tables[place.part.table].name
+        position = place.start + word
+        return next((entry.spec.name for entry in self.entries if entry.start <= position < entry.stop), "")
+
     def shards_touching(self, start: int, stop: int) -> list[int]:
         """The indices of the shards that share at least one word with [start, stop)."""
         return [shard.index for shard in self.shards if shard.start < stop and start < shard.stop]

@@ -8,6 +8,7 @@ as they come, and sends the parameters that this replica needs next (BoundedStal
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
@@ -50,6 +51,11 @@ class Ledger(Protocol):
     def knows(self, replica: int) -> bool:
         """True if this replica's next contribution is here already, in the sum or held."""
 
+    @property
+    def chosen(self) -> Sequence[int]:
+        """The replicas of the round in progress that an earlier primary had chosen, in its order; empty if none had.
+        """
+
     def clock(self, replica: int) -> int:
         """The step of this replica's next contribution; under an aligned policy the round in progress."""
 
@@ -60,6 +66,14 @@ class Policy(Protocol):
     @property
     def streaming(self) -> bool:
         """True if each replica has a clock of its own."""
+
+    @property
+    def tree(self) -> bool:
+        """True if a shard's sum is the tree over all replicas (I3): every round has all of them."""
+
+    @property
+    def chooses(self) -> bool:
+        """True if an update leaves out some contributions, depending on when they arrive."""
 
     def clocks(self, contributors: int) -> int:
         """The number of a shard's contributors that have a clock of their own: all `contributors`, or 0."""
@@ -78,13 +92,14 @@ class Policy(Protocol):
 
 
 class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
-    """Every round has all R contributions, summed in replica order 0..R-1 (I1, I3).
+    """Every round has all R contributions, summed by a tree over replica numbers (I1, I3).
 
     A contribution to an earlier round is a repeat and is dropped (I2). One to a later round is rejected: no worker can
     compute round t+1 before it has every shard at t+1, so it is for a primary that has replaced this one.
 
     With `quorum`, a server applies the first `quorum` contributions of a round to a shard, in the order in which they
-    arrive. It drops and counts the rest (backup workers; Chen et al., 2016). The bytes then depend on timing.
+    arrive. It drops and counts the rest (backup workers; Chen et al., 2016). The bytes then depend on timing. A primary
+    that replaces another one in the middle of a round takes the contributions that the other had chosen, if it had.
     """
 
     quorum: int | None = None
@@ -93,17 +108,29 @@ class Sync(msgspec.Struct, frozen=True, tag="sync", forbid_unknown_fields=True):
     def streaming(self) -> bool:
         return False
 
+    @property
+    def tree(self) -> bool:
+        return self.quorum is None
+
+    @property
+    def chooses(self) -> bool:
+        return self.quorum is not None
+
     def clocks(self, contributors: int) -> int:
         return 0
 
     def admit(self, ledger: Ledger, step: int, replica: int) -> Verdict:
         if replica >= ledger.expected or step > ledger.version:
             return Verdict.REJECT
-        if step < ledger.version or ledger.knows(replica):
+        if step < ledger.version:
             return Verdict.DROP
-        if self.quorum is not None:
-            return Verdict.ADD if ledger.added < self._needed(ledger) else Verdict.DROP
-        return Verdict.ADD if replica == ledger.added else Verdict.HOLD
+        if ledger.chosen:
+            if replica not in ledger.chosen or ledger.knows(replica):
+                return Verdict.DROP
+            return Verdict.ADD if replica == ledger.chosen[ledger.added] else Verdict.HOLD
+        if self.quorum is not None and (ledger.knows(replica) or ledger.added >= self._needed(ledger)):
+            return Verdict.DROP
+        return Verdict.ADD  # without a quorum, the tree knows which blocks are repeats
 
     def complete(self, ledger: Ledger) -> bool:
         return ledger.added == self._needed(ledger)
@@ -128,6 +155,14 @@ class _OnArrival(msgspec.Struct, frozen=True):
     @property
     def streaming(self) -> bool:
         return True
+
+    @property
+    def tree(self) -> bool:
+        return False
+
+    @property
+    def chooses(self) -> bool:
+        return False
 
     def clocks(self, contributors: int) -> int:
         return contributors

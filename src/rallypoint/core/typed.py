@@ -1,10 +1,25 @@
-"""Builds msgspec's decoders before there are threads."""
+"""Types of numbers and names with their ranges; and msgspec's decoders, built before there are threads."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+
+LONGEST_NAME, LONGEST_TEXT = 200, 4000  # characters
+MOST_METRICS, MOST_MEMBERS = 1000, 10_000
+
+_CONTROLS = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069"  # also what ends a line or changes its direction
+Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, pattern=f"^[^{_CONTROLS}]*$")]
+Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # a step, a replica, a shard: as in a frame's header
+Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+Replicas = Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 16)]
+
+
+def can_name(text: str) -> bool:
+    """May this be a name in a message? It has no control characters, and is not long."""
+    return len(text) <= LONGEST_NAME and text.isprintable()
 
 
 def build_now(*types: Any) -> None:

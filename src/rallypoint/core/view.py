@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Annotated
 
 import msgspec
+
+from rallypoint.core.sums.tree import blocks_of
 
 
 class ViewNumber(msgspec.Struct, frozen=True, order=True, array_like=True):
     """The coordinator's epoch (it rises with each start of a coordinator), then its count of views."""
 
-    epoch: int = 0
-    count: int = 0
+    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0  # as many bits as a frame has for it
+    count: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)] = 0
 
     def __str__(self) -> str:
         return f"{self.epoch}.{self.count}"
@@ -48,6 +52,8 @@ class View(msgspec.Struct, frozen=True):
         primary, backup: shard index -> server id. A backup may not have caught up yet.
         paired: for each shard with a backup, the number of the view in which these two servers became primary and
             backup. What either said of an earlier pair is stale.
+        homed: for each shard, the number of the view in which this process became its primary. A worker may miss views
+            in which the shard went to another server and came back: what it had sent to it was dropped.
         origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
         ending: a worker holds the last version: all other workers fetch it.
@@ -61,6 +67,7 @@ class View(msgspec.Struct, frozen=True):
     primary: dict[int, str]
     backup: dict[int, str] = {}
     paired: dict[int, ViewNumber] = {}
+    homed: dict[int, ViewNumber] = {}
     origin: str = ""
     uploader: str = ""
     ending: bool = False
@@ -92,6 +99,11 @@ class View(msgspec.Struct, frozen=True):
         """The worker that computes replica 0 at `step`: it evaluates and saves. "" if there is none."""
         return next((worker for worker, replicas in self.assigned(step).items() if 0 in replicas), "")
 
+    def moved(self, before: View) -> list[int]:
+        """The shards that went to another primary after the view `before`, ascending; also if they came back since."""
+        homes = before.primary.items()
+        return sorted(s for s, h in homes if self.primary.get(s) != h or self.homed.get(s) != before.homed.get(s))
+
     def shards_of(self, server: str) -> list[int]:
         """The shards whose primary is `server`, ascending."""
         return sorted(shard for shard, home in self.primary.items() if home == server)
@@ -109,21 +121,35 @@ def assign_replicas(
 ) -> dict[str, tuple[int, ...]]:
     """Assign replicas 0..R-1 to `workers`; return worker -> its replicas, ascending.
 
-    Each replica goes to the worker that would finish it first (greedy list scheduling). With equal speeds that is
-    round-robin. Example: R = 4, workers a and b: {"a": (0, 2), "b": (1, 3)}. Contributions are summed in replica order
-    (I3), so neighbouring replicas should be computed at the same time. `speeds` are replicas per second (1 if unknown).
-    If there are more than R workers, some get none. Raises ValueError without a worker.
+    How many: each replica goes to the worker that would finish it first (greedy list scheduling). Which: neighbours,
+    because a worker adds up neighbouring replicas before it sends them (I3); of two orders of the workers, the one with
+    fewer blocks to send. Examples: R = 4, workers a and b: {"a": (0, 1), "b": (2, 3)}. R = 5: {"a": (2, 3, 4),
+    "b": (0, 1)}, which are the blocks [0,2), [2,4) and [4,5). `speeds` are replicas per second (1 if unknown). If there
+    are more than R workers, some get none. Raises ValueError without a worker.
     """
     if not workers:
         raise ValueError("there is no worker to assign replicas to")
     cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
     busy = dict.fromkeys(workers, 0.0)
-    assigned: dict[str, list[int]] = {worker: [] for worker in workers}
-    for replica in range(replicas):
+    shares = dict.fromkeys(workers, 0)
+    for _ in range(replicas):
         worker = min(workers, key=lambda w: busy[w] + cost[w])
-        assigned[worker].append(replica)
+        shares[worker] += 1
         busy[worker] += cost[worker]
-    return {worker: tuple(own) for worker, own in assigned.items()}
+    orders = shares, dict(sorted(shares.items(), key=lambda share: share[1]))
+    runs = min((_runs(range(replicas), order) for order in orders), key=lambda found: _pushes(found, replicas))
+    return {worker: runs[worker] for worker in workers}
+
+
+def _pushes(assigned: Mapping[str, tuple[int, ...]], replicas: int) -> int:
+    """How many blocks the workers push."""
+    return sum(len(blocks_of(own, replicas)) for own in assigned.values())
+
+
+def _runs(replicas: Sequence[int], shares: Mapping[str, int]) -> dict[str, tuple[int, ...]]:
+    """Cut `replicas` into runs of these lengths."""
+    stops = list(accumulate(shares.values()))
+    return {w: tuple(replicas[stop - share : stop]) for (w, share), stop in zip(shares.items(), stops, strict=True)}
 
 
 def reassign_orphans(
@@ -143,7 +169,9 @@ def reassign_orphans(
     for worker, own in zip(idle, orphaned, strict=False):
         patched[worker] = own
     cost = {worker: 1.0 / (speeds or {}).get(worker, 1.0) for worker in workers}
-    for replica in sorted(replica for own in orphaned[len(idle) :] for replica in own):
-        worker = min(workers, key=lambda w: (len(patched[w]) + 1) * cost[w])
-        patched[worker] = tuple(sorted((*patched[worker], replica)))
-    return patched
+    left = sorted(replica for own in orphaned[len(idle) :] for replica in own)
+    shares = dict.fromkeys(workers, 0)
+    for _ in left:
+        worker = min(workers, key=lambda w: (len(patched[w]) + shares[w] + 1) * cost[w])
+        shares[worker] += 1
+    return {worker: tuple(sorted((*patched[worker], *run))) for worker, run in _runs(left, shares).items()}

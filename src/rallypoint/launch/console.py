@@ -7,7 +7,7 @@ import queue
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from rich.console import Console
@@ -15,11 +15,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from rallypoint.core.shard.clip import phrase
+from rallypoint.launch.output import Line
 from rallypoint.launch.plan import Launch
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
     Finished,
+    Held,
     Members,
     Message,
     Metrics,
@@ -31,6 +34,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.store.manifest import age
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
@@ -78,7 +82,9 @@ class RunConsole:
         self.sizes: queue.SimpleQueue[Resize] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
         self.snapshots = 0
+        self.version = -1  # of the last snapshot; -1: none so far
         self._said_done = False
+        self.holding = False  # the last version cannot be stored, and members hold it
         self.heard = time.monotonic()  # when the coordinator last sent something, or we last reported its silence
 
     def relay(self, process: str, line: str) -> None:
@@ -86,6 +92,11 @@ class RunConsole:
         own_words = process == "worker0" or (self.finished and process.startswith("worker"))
         prefix = "" if own_words else f"[dim]{escape(process)} |[/dim] "
         self.console.print(prefix + escape(line), soft_wrap=True)
+
+    def relay_all(self, lines: Iterable[Line]) -> None:
+        """Show these lines that processes printed."""
+        for line in lines:
+            self.relay(line.process, line.text)
 
     def show(self, message: Message) -> None:
         """Show one announcement of the coordinator."""
@@ -104,9 +115,13 @@ class RunConsole:
                     self._say(escape(text))
             case Say(text=text) | Waiting(text=text):
                 self._say(escape(text))
-            case Skipped(step=step, replicas=replicas):
-                who = f"the loss of replica {', '.join(map(str, replicas))}" if replicas else "the gradient"
-                self.console.print(f"[yellow]{self._named(step)} skipped: {who} is not finite[/yellow]")
+            case Held(text=text):
+                self.holding = True
+                self._say(f"[bold yellow]{escape(text)}[/bold yellow]")
+            case Skipped(step=step, alone=alone):
+                why = phrase(message.replicas, message.gradients, message.parameter)
+                what = f"a contribution to {self._named(step)} dropped" if alone else f"{self._named(step)} skipped"
+                self.console.print(f"[yellow]{what}: {escape(why)}[/yellow]", soft_wrap=True)
             case Members():
                 self._members_shown(message)
             case Resize(workers=workers, servers=servers):
@@ -115,6 +130,7 @@ class RunConsole:
                 self.sizes.put(message)
             case Snapshotted():
                 self.snapshots += 1
+                self.version = message.version
                 if message.version > 0:
                     size = message.nbytes / 1e6
                     self.console.print(
@@ -141,9 +157,11 @@ class RunConsole:
 
     def say_how_to_go_on(self, plan: Launch) -> None:
         """Name the command that continues this run, if the run has a snapshot."""
-        if plan.snapshots and (self.snapshots or plan.resume):
+        began = age(plan.resume)
+        version = self.version if self.version >= 0 or began is None else began[0]
+        if plan.snapshots and version >= 0:
             way = f"rallypoint resume {escape(plan.folder)}"
-            self.console.print(f"to go on from the last snapshot: {way}", soft_wrap=True)
+            self.console.print(f"to go on from version {version}, the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:
         """Remove the live line, and print what the run did."""
@@ -155,8 +173,11 @@ class RunConsole:
             seconds = time.monotonic() - self._start
             # Each item once, even if it was computed again
             items = self._plan.items * (self._plan.steps - self._plan.done)
+            steps = f"{self._plan.steps} steps"
+            if self._plan.done:  # the others were an earlier run's
+                steps += f", of them {self._plan.steps - self._plan.done} now"
             self.console.print(
-                f"[bold]done[/bold]: {self._plan.steps} steps, {items:,} {escape(self._plan.item)} "
+                f"[bold]done[/bold]: {steps}, {items:,} {escape(self._plan.item)} "
                 f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
             )
             if self._accounted is not None:
@@ -181,7 +202,9 @@ class RunConsole:
             wide = self.console.width >= _WIDE
             columns = [where, BarColumn(bar_width=24), loss, *rest] if wide else [where, loss]
             self._progress = Progress(*columns, console=self.console, transient=True)
-            self._task = self._progress.add_task("train", total=plan.steps, loss="-", metrics="", rate="")
+            self._task = self._progress.add_task(
+                "train", total=plan.steps, completed=plan.done, loss="-", metrics="", rate=""
+            )
             self._progress.start()
 
     def _members_shown(self, members: Members) -> None:
@@ -209,9 +232,10 @@ class RunConsole:
             )  # fmt: skip
         elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
             self._last_plain = now
-            left = (now - self._start) / (done.step + 1) * (self._plan.steps - done.step - 1)
+            here = max(1, done.step + 1 - self._plan.done)  # steps since this run began, or went on
+            left = (now - self._start) / here * (self._plan.steps - done.step - 1)
             # The first step's time is no estimate
-            estimate = f"  {self._rate()}  {left:.0f} s left" if done.step else ""
+            estimate = f"  {self._rate()}  {left:.0f} s left" if here > 1 else ""
             self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{estimate}")
 
     def _named(self, round: int) -> str:

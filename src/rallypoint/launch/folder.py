@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,12 @@ from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
-from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS
+from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, read_plan
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
 LOCK = "lock"
+TOKEN_FILE = "token-{}"  # of a coordinator that was started by hand, with its process id
 _EVENTS = "events.jsonl"
 
 
@@ -53,16 +55,33 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(f"a run is under way in {folder}: end it first, or choose another --folder") from None
+            raise UnderWay(f"a run is under way in {folder}: end it first, or choose another --folder") from None
         yield
     finally:
         os.close(fd)
+
+
+class UnderWay(UsageError):
+    """Another launcher holds the folder."""
+
+
+def refuse_a_running_run(folder: Path) -> None:
+    """Raise UsageError when the run in this folder has not ended: it cannot be resumed, and needs not be."""
+    try:
+        with locked(folder):
+            return
+    except UnderWay:
+        raise UsageError(
+            f"the run in {folder} is still under way, so there is nothing to resume: `rallypoint resize {folder}` "
+            "changes its size; to stop it, press Ctrl-C where it was started"
+        ) from None
 
 
 def refuse_an_old_run(folder: Path, snapshots: str) -> None:
     """Raise UsageError when the folder holds a run, or a user's code: a new run would overwrite it."""
     if not _holds_a_run(folder):
         _refuse_others_code(folder)
+        refuse_used_snapshots(snapshots)
         return
     state = _journaled(folder)
     match None if state is None else state.last_word:
@@ -76,6 +95,12 @@ def refuse_an_old_run(folder: Path, snapshots: str) -> None:
     if has_snapshot(snapshots):
         raise UsageError(f"{folder} holds {what}: go on with `rallypoint resume {folder}`, or --overwrite")
     raise UsageError(f"{folder} holds {what}, without a snapshot: choose another --folder, or --overwrite")
+
+
+def refuse_used_snapshots(snapshots: str) -> None:
+    """Raise UsageError when another run's snapshots are there: a new run's retention would delete them."""
+    if snapshots and SnapshotStore(snapshots).holds_any():
+        raise UsageError(f"{snapshots} holds snapshots of another run: choose another --snapshots, or delete them")
 
 
 def refuse_a_finished_run(folder: Path) -> None:
@@ -121,20 +146,37 @@ def _refuse_others_code(folder: Path) -> None:
         )
 
 
-def clear(folder: Path) -> None:
+def clear(folder: Path) -> str:
     """Delete what an earlier run left here: plan, journal, log, snapshots and kept code. Other files stay.
 
-    Raises UsageError when there was no run and the folder holds a user's code.
+    Returns a sentence about the run's snapshots if they stay because they are elsewhere, else "". Raises UsageError
+    when there was no run and the folder holds a user's code.
     """
     if not _holds_a_run(folder):
         _refuse_others_code(folder)
-        return
+        return ""
+    elsewhere = _snapshots_elsewhere(folder)
     for name in (RUN_FILE, CLUSTER_FILE, _EVENTS, JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm"):
         (folder / name).unlink(missing_ok=True)
     for trace in folder.glob("trace-*.json"):
         trace.unlink()
     for name in (SNAPSHOTS, CODE):
         remove(folder / name)
+    if not elsewhere:
+        return ""
+    return f"the snapshots of the run that was overwritten stay in {elsewhere}: delete them by hand"
+
+
+def _snapshots_elsewhere(folder: Path) -> str:
+    """Return where the run's snapshots are, if there are any and not in the run's folder; else ""."""
+    try:
+        url = read_plan(folder).snapshots
+    except DataError:
+        return ""
+    if "://" not in url:
+        place = Path(url).resolve()
+        url = "" if not url or place.is_relative_to(folder.resolve()) else str(place)
+    return url if url and SnapshotStore(url).holds_any() else ""
 
 
 def write_where(folder: Path, where: Where) -> None:
@@ -143,6 +185,21 @@ def write_where(folder: Path, where: Where) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
         file.write(msgspec.json.encode(where))
+
+
+@contextlib.contextmanager
+def token_file(folder: Path, where: Where) -> Iterator[str]:
+    """While in the body, the token is in a file that only this user may read. Yields how members get it."""
+    path = folder / TOKEN_FILE.format(os.getpid())
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(where.token)
+    try:
+        yield (
+            f"members need its token, which only you can read:  export RALLYPOINT_COORDINATOR={where.coordinator} "
+            f'RALLYPOINT_TOKEN="$(cat {shlex.quote(str(path))})"'
+        )
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def read_where(folder: Path) -> Where:

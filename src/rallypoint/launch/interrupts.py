@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -26,7 +26,7 @@ def raised() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[Sequence[int]]:
+def noted() -> Iterator[list[int]]:
     """In the body, SIGINT, SIGTERM and SIGHUP only append their number to the yielded list.
 
     An exception could be raised anywhere, for example between a lock's acquire and its release.

@@ -30,7 +30,7 @@ def join() -> Job:
     sys.excepthook = _one_sentence
     job = Job(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
-        token=os.environ.get(environment.TOKEN, ""),
+        token=os.environ.get(environment.TOKEN, ""), transport=environment.transport(),
     )  # fmt: skip
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: job.leave())

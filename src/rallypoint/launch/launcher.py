@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, refuse_an_old_run
+from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, refuse_an_old_run, refuse_used_snapshots
 from rallypoint.launch.interrupts import Interrupted, raised
 from rallypoint.launch.local import LocalCluster
 from rallypoint.launch.plan import Launch, write_plan
@@ -31,18 +31,24 @@ def launch(
     folder = Path(plan.folder)
     with locked(folder):
         if overwrite:
-            clear(folder)
+            if stays := clear(folder):
+                console.console.print(f"[yellow]{escape(stays)}[/yellow]", soft_wrap=True)
+            refuse_used_snapshots(plan.snapshots)
         elif not plan.resume:
             refuse_an_old_run(folder, plan.snapshots)
         edited = _keep_code(plan, console, original=original)
         write_plan(plan)
+        console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)
         return _launch_locked(plan, console, intervene or _let_be, edited)
 
 
 def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edited: list[str]) -> int:
     try:
         with raised(), LocalCluster() as cluster, ClusterRun(plan, console, cluster, edited) as run:
-            return run.watch(intervene)
+            status = run.watch(intervene)
+        if status == 0:
+            console.console.print(f"[dim]everything of this run: {escape(plan.folder)}[/dim]", soft_wrap=True)
+        return status
     except (KeyboardInterrupt, Interrupted):
         console.close()
         console.console.print("[yellow]interrupted: every process has been ended[/yellow]")

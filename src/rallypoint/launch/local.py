@@ -12,19 +12,28 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import Command, Exit
 
+SUGGESTION = (
+    "probably for lack of memory (the kernel's count of such kills has risen): use fewer processes, a smaller batch, "
+    "or a machine or container with more memory"
+)
+_ROOT, _SELF, _SYSTEM = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
 _OUTPUT_S = 2.0  # seconds to wait for the last lines of a process that has ended
 
 
 class LocalProcess:
     """A process on this machine; see `Handle`."""
 
-    def __init__(self, command: Command, output: Callable[[str], None], lifeline: int) -> None:
+    def __init__(
+        self, command: Command, output: Callable[[str], None], lifeline: int, memory: MemoryKills
+    ) -> None:  # fmt: skip
         self.command = command
+        self._memory, self._killed_by_us, self._reason = memory, False, ""
         self._output = output
         try:
             self.process = subprocess.Popen(
@@ -47,12 +56,15 @@ class LocalProcess:
         with self._lock:
             if not self._reaped:
                 self._reaped = True
+                if code == -signal.SIGKILL and not self._killed_by_us and self._memory.one_more():
+                    self._reason = SUGGESTION
                 self._signal_group(signal.SIGKILL)  # its children would live on and hold its output open
                 self._reader.join(_OUTPUT_S)  # takes longer only if a child in another session holds the output
-        return Exit(code) if code >= 0 else Exit(128 - code, signal.Signals(-code).name)
+        return Exit(code) if code >= 0 else Exit(128 - code, signal.Signals(-code).name, self._reason)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process and to its children."""
+        self._killed_by_us = self._killed_by_us or number == signal.SIGKILL
         if self.process.poll() is None:
             self._signal_group(number)
 
@@ -80,6 +92,7 @@ class LocalCluster:
     def __init__(self) -> None:
         self._started: list[LocalProcess] = []
         self._lifeline: tuple[int, int] | None = os.pipe()
+        self._memory = MemoryKills()
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -91,7 +104,7 @@ class LocalCluster:
         """Start a process; see `Cluster.start`. Raises UsageError when there is no such program."""
         if self._lifeline is None:
             raise UsageError("this cluster has been ended")
-        process = LocalProcess(command, output, self._lifeline[0])
+        process = LocalProcess(command, output, self._lifeline[0], self._memory)
         self._started = [*(p for p in self._started if p.exit() is None), process]
         return process
 
@@ -104,3 +117,47 @@ class LocalCluster:
         for fd in self._lifeline or ():
             os.close(fd)
         self._lifeline = None
+
+
+class MemoryKills:
+    """Counts the kills for lack of memory in this process's cgroup, or, where that has no counter, on this machine.
+
+    `file` has a line ``oom_kill N``; None: there is no such file here.
+    """
+
+    def __init__(self, file: Path | None = None) -> None:
+        self._file = file or counter_file()
+        self._known = self._count()
+
+    def one_more(self) -> bool:
+        """True if there was a kill that no earlier call has answered True for."""
+        risen = self._count() > self._known
+        self._known += risen
+        return risen
+
+    def _count(self) -> int:
+        return 0 if self._file is None else _oom_kills(self._file) or 0
+
+
+def counter_file(root: Path = _ROOT, own: Path = _SELF, system: Path = _SYSTEM) -> Path | None:
+    """Return the nearest file that counts kills for lack of memory: of our cgroup (version 2, then 1), or the machine.
+    """
+    try:
+        groups = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        groups = []
+    candidates = [root / path.lstrip("/") / "memory.events" for _, kinds, path in groups if not kinds]
+    candidates += [root / "memory.events"]  # a container may see its own cgroup as the root
+    for _, kinds, path in groups:
+        if "memory" in kinds.split(","):
+            folders = root / "memory" / path.lstrip("/"), root / "memory"
+            candidates += [folder / "memory.oom_control" for folder in folders]
+    return next((file for file in [*candidates, system] if _oom_kills(file) is not None), None)
+
+
+def _oom_kills(file: Path) -> int | None:
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return None
+    return next((int(words[1]) for words in lines if len(words) == 2 and words[0] == "oom_kill"), None)

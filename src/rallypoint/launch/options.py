@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from rallypoint.config import overrides_from
+from rallypoint.config.keys import check_keys
 from rallypoint.errors import ConfigError
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
@@ -54,6 +55,10 @@ class RunOptions:
     heartbeat: Annotated[float, _option(
         min=0.5, metavar="S", panel=_CLUSTER, help="Seconds without a sign of life until a process is given up.",
     )] = 3.0  # fmt: skip
+    hang_after: Annotated[float, _option(
+        min=0, metavar="S", panel=_CLUSTER,
+        help="Give a worker up whose main thread does nothing for so long while all others wait for it (0: never).",
+    )] = 60.0  # fmt: skip
     backup_tasks: Annotated[bool, _option(
         "--backup-tasks", metavar=None, panel=_CLUSTER,
         help="Give a slow worker's replica to an idle worker too; the first result counts.",
@@ -113,11 +118,13 @@ class RunOptions:
             raise ConfigError(f"'{self.compression}' is no compression: choose zstd, zstd-planes or none")
         if self.replication > self.servers:
             raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
+        overrides = overrides_from(self.config, [*(self.sets or []), *(more_settings or [])])
+        check_keys(overrides)
         same = {name: getattr(self, name) for name in Launch.__struct_fields__ if name in _SAME}
         return Launch(
             worker=tuple(worker), script=script, workers=limits, workers_start=start, folder=str(folder),
             snapshots="" if where == "none" else where,
-            overrides=overrides_from(self.config, [*(self.sets or []), *(more_settings or [])]),
+            overrides=overrides,
             retention=Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best),
             trace=str(self.trace or ""), trace_steps=_steps(self.trace_steps), **same,
         )  # fmt: skip
@@ -125,8 +132,8 @@ class RunOptions:
 
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
-    "standby", "servers", "replication", "heartbeat", "backup_tasks", "threads", "bind", "advertise", "snapshot_steps",
-    "snapshot_seconds", "compression",
+    "standby", "servers", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind", "advertise",
+    "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

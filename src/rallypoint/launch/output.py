@@ -5,6 +5,7 @@ Pure: lines and endings come in, lines to show go out. Times are in seconds, of 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 _TRACEBACK = "Traceback (most recent call last):"
@@ -42,6 +43,7 @@ class Output:
     ending: bool = False  # we are ending the processes: do not show what they print about that
     _held: dict[str, _Held] = field(default_factory=dict)
     _shown: dict[str, list[str]] = field(default_factory=dict)  # kind of error -> the processes that ended with it
+    _last: dict[str, str] = field(default_factory=dict)  # process -> the sentence of ours that it ended with
     # (when it ended, the process, its lines)
     _sentences: list[tuple[float, str, list[str]]] = field(default_factory=list)
 
@@ -65,6 +67,8 @@ class Output:
         kind = _kind(held.lines)
         if kind in _QUIET or (self.ending and kind not in self._shown):
             return []
+        if kind.startswith(_SENTENCE):
+            self._last[process] = held.lines[0].removeprefix(_SENTENCE)
         alike = self._shown.setdefault(kind, [])
         alike.append(process)
         if len(alike) > 1:
@@ -85,13 +89,15 @@ class Output:
 
     def sentence_of(self, process: str) -> str:
         """Return the error message of ours that `process` ended with; "" if it ended in another way."""
-        kinds = (kind for kind, alike in self._shown.items() if process in alike and kind.startswith(_SENTENCE))
-        return next(kinds, "").removeprefix(_SENTENCE)
+        return self._last.get(process, "")
 
     def rest(self, failure: str) -> list[Line]:
         """At the end of the run: return the held error messages, without those that `failure` repeats."""
-        said = {f"{_SENTENCE}{line}" for line in _told(failure)} | set(_told(failure))
-        left = [Line(process, text) for _, process, lines in self._sentences for text in lines if text not in said]
+        said = {_alike(line) for line in _told(failure)}
+        left = [
+            Line(process, text) for _, process, lines in self._sentences for text in lines
+            if _alike(text.removeprefix(_SENTENCE)) not in said
+        ]  # fmt: skip
         self._sentences.clear()
         return left
 
@@ -109,10 +115,15 @@ def _told(failure: str) -> list[str]:
     return [*lines, *(line.partition(": ")[2] for line in lines[:1])]
 
 
+def _alike(sentence: str) -> str:
+    """Return the sentence without its numbers: two workers say the same thing of replica 0 and of replica 1."""
+    return re.sub(r"\d+", "#", sentence)
+
+
 def _kind(lines: list[str]) -> str:
-    """Return the places in the code and the type of the error; for our own errors the message."""
+    """Return the places in the code and the type of the error; for our own errors the message without its numbers."""
     if lines[0].startswith(_SENTENCE):
-        return lines[0]
+        return _alike(lines[0])
     last = next((n for n in range(len(lines) - 1, -1, -1) if lines[n].startswith("  ")), -1)
     error = next((line for line in lines[last + 1 :] if line), "")
     name = error.partition(":")[0]

@@ -37,6 +37,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     servers: int = 2
     replication: int = 1
     heartbeat: float = 3.0
+    hang_after: float = 60.0
     backup_tasks: bool = False
     threads: int = 1
     bind: str = "127.0.0.1:0"
@@ -82,6 +83,8 @@ def write_plan(plan: Launch) -> None:
     path = Path(plan.folder) / RUN_FILE
     fresh = path.with_suffix(".new")
     try:
+        fresh.unlink(missing_ok=True)
+        fresh.touch(mode=0o600, exist_ok=False)  # a command line may hold secrets
         fresh.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=2))
         fresh.replace(path)
     except OSError as error:
@@ -98,17 +101,18 @@ def read_plan(folder: Path) -> Launch:
         raise DataError(f"{folder / RUN_FILE} cannot be read: {error}") from None
 
 
-def coordinator_arguments(plan: Launch, address: str = "") -> tuple[str, ...]:
+def coordinator_arguments(plan: Launch, address: str = "", earlier: int = 0) -> tuple[str, ...]:
     """Return the arguments of ``rallypoint coordinator``.
 
-    `address`: where members connected to an earlier coordinator of this run. Then its journal is continued.
+    `address`: where members connected to an earlier coordinator of this run. Then its journal is continued. `earlier`:
+    how many were started before.
     """
     first, last = plan.trace_steps if plan.trace else (0, 0)
     terms = {
         "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
         "servers": plan.servers, "replication": plan.replication, "heartbeat": plan.heartbeat,
-        "backup_tasks": plan.backup_tasks, "snapshot_steps": plan.snapshot_steps,
-        "snapshot_seconds": plan.snapshot_seconds, "snapshots": bool(plan.snapshots),
+        "hang_after": plan.hang_after, "backup_tasks": plan.backup_tasks, "snapshot_steps": plan.snapshot_steps,
+        "snapshot_seconds": plan.snapshot_seconds, "snapshots": bool(plan.snapshots), "earlier": earlier,
     }  # fmt: skip
     join_info = {
         "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],

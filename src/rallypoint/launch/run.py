@@ -12,26 +12,27 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from rallypoint.errors import LinkError, RallypointError, UsageError
+from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
-from rallypoint.launch.output import Line, Output
+from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.member import CoordinatorLink, Handlers
-from rallypoint.net.messages import Finished, Resize
-from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
 from rallypoint.observe.trace import merge
 
 LIMITS = Limits()
-_GRACE_S = 5.0  # seconds in which processes may end by themselves after the job
+_GRACE_S = 5.0  # seconds in which the worker that has failed the job may end by itself
+_CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their files; longer than a store is waited for
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S = 0.02
+_LAST_SNAPSHOT_S = 3.0  # after Ctrl-C a last snapshot may take so many seconds
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
 Intervene = Callable[["ClusterRun"], None]
@@ -58,6 +59,7 @@ class ClusterRun:
         self._observer: CoordinatorLink | None = None
         self._endings: list[str] = []
         self._said_changed = list(edited)
+        self._coordinators = 0  # how many were started
 
     def __enter__(self) -> ClusterRun:
         return self
@@ -95,7 +97,8 @@ class ClusterRun:
         with noted() as interrupts:
             self._do(self.supervisor.begin(time.monotonic()))
             while not (self._is_over or self.console.failure or self.failure):
-                if interrupts:
+                if interrupts and not self._release(interrupts):
+                    _take_last_snapshot(self, interrupts)
                     raise Interrupted
                 if isinstance(self.console.console, Screen) and self.console.console.closed:
                     raise OutputClosed
@@ -108,6 +111,16 @@ class ClusterRun:
         self._wait()
         return self._verdict()
 
+    def _release(self, interrupts: list[int]) -> bool:
+        """The first Ctrl-C while members hold the last version lets the job end without storing it."""
+        if not self.console.holding or self._observer is None:
+            return False
+        self.console.holding = False
+        interrupts.clear()
+        self.console.console.print("ending without the last version stored: scripts go on (again Ctrl-C ends them)")
+        self._observer.send(Release())
+        return True
+
     @property
     def _is_over(self) -> bool:
         return self._over or self.console.finished
@@ -119,7 +132,7 @@ class ClusterRun:
             self._observe()
         members = self.console.members
         if members is not None:
-            self.supervisor.members((*members.workers, *members.standby))
+            self.supervisor.members((*members.workers, *members.standby, *members.servers))
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
         for name, how in self._ended():
@@ -131,9 +144,9 @@ class ClusterRun:
         ended = [(name, how) for name, handle in self.handles.items() if (how := handle.exit()) is not None]
         self._relay()
         for name, how in ended:
-            del self.handles[name]
-            self._show(self._output.ended(name, time.monotonic(), well=how.status == 0))
-            if how.status != 0 and self._is_over and name in self.supervisor.took_part:
+            worker = self.handles.pop(name).command.role == "worker"
+            self.console.relay_all(self._output.ended(name, time.monotonic(), well=how.status == 0))
+            if how.status != 0 and self._is_over and worker and name in self.supervisor.took_part:
                 self._endings.append(f"{name} {how}")
         return ended
 
@@ -167,7 +180,8 @@ class ClusterRun:
     def _start(self, name: str, role: str) -> None:
         match role:
             case "coordinator":
-                arguments = coordinator_arguments(self.plan, self._address)
+                arguments = coordinator_arguments(self.plan, self._address, self._coordinators)
+                self._coordinators += 1
                 argv = (sys.executable, "-m", "rallypoint.cli", "coordinator", *arguments)
             case "server":
                 argv = (sys.executable, "-m", "rallypoint.cli", "server", *server_arguments(self.plan))
@@ -175,7 +189,12 @@ class ClusterRun:
                 argv = self._worker_argv(name)
         env = _environment(name, self._address, self._token, self.plan.threads)
         command = Command(name=name, role=role, argv=argv, env=env)
-        self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
+        try:
+            self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
+        except RallypointError as error:  # for example for want of file descriptors, which may be free again later
+            if not self.supervisor.took_part:
+                raise
+            self._do(self.supervisor.ended(name, Exit(1, reason=str(error)), time.monotonic()))
 
     def _worker_argv(self, name: str) -> tuple[str, ...]:
         if not self.plan.script:
@@ -198,9 +217,10 @@ class ClusterRun:
 
     def _observe(self) -> None:
         """Connect to the coordinator. If it has just died, the next one will listen soon."""
-        with contextlib.suppress(LinkError):
+        with contextlib.suppress(LinkError, AccessDenied):  # (somebody else may listen there meanwhile)
             observer = CoordinatorLink(
-                transport=TcpTransport(), address=self._address, me=Identity("observer", "launcher", self._token),
+                transport=environment.transport(), address=self._address,
+                me=Identity("observer", "launcher", self._token),
                 handlers=Handlers(self.console.show, self._on_lost), patience=0.0,
             )  # fmt: skip
             observer.start()
@@ -218,13 +238,9 @@ class ClusterRun:
             if name == COORDINATOR and line.startswith(environment.LISTENS_AT):
                 self._listening(line.removeprefix(environment.LISTENS_AT))
             else:
-                self._show(self._output.line(name, line, time.monotonic()))
+                self.console.relay_all(self._output.line(name, line, time.monotonic()))
         if not (self._is_over or self.console.failure or self.failure):  # otherwise they are about to end
-            self._show(self._output.due(time.monotonic()))
-
-    def _show(self, lines: Sequence[Line]) -> None:
-        for line in lines:
-            self.console.relay(line.process, line.text)
+            self.console.relay_all(self._output.due(time.monotonic()))
 
     # ---- the end ----
 
@@ -254,9 +270,7 @@ class ClusterRun:
         """Let servers and the coordinator close their files for a moment, then kill every process."""
         self._output.ending = not (self._is_over or self.console.failure or self.failure)
         if self._is_over or self.console.failure:
-            deadline = time.monotonic() + _GRACE_S
-            while (self.of_role("server") or self.of_role(COORDINATOR)) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)
+            self._let_close()
         self._ended()
         self._output.ending = True
         if self._observer is not None:
@@ -271,6 +285,21 @@ class ClusterRun:
         self.cluster.end()
         self._ended()
 
+    def _let_close(self) -> None:
+        """Wait until servers and the coordinator have ended; not longer than _CLOSE_S."""
+        began = said = time.monotonic()
+        while left := [*self.of_role("server"), *self.of_role(COORDINATOR)]:
+            now = time.monotonic()
+            if now - began > _CLOSE_S:
+                return
+            if now - said > _SILENCE_S:
+                said = now + _CLOSE_S  # once is enough
+                names = ", ".join(handle.command.name for handle in left)
+                whose = "their" if len(left) > 1 else "its"
+                self.console.console.print(f"the job is over; waiting for {names} to close {whose} files")
+            self._relay()
+            time.sleep(_POLL_S)
+
     def _verdict(self) -> int:
         self._end()
         self.console.close()
@@ -280,7 +309,7 @@ class ClusterRun:
         name = reason.partition(" ")[0]
         if not self.console.failure and (sentence := self._output.sentence_of(name)):
             reason = f"{name}: {sentence}"  # what the coordinator would have reported, had it been faster
-        self._show(self._output.rest(reason))
+        self.console.relay_all(self._output.rest(reason))
         for sentence in self._output.summary():
             self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
         if self._is_over and not self._endings:
@@ -289,6 +318,22 @@ class ClusterRun:
         if not self._is_over:
             self.console.say_how_to_go_on(self.plan)
         return 1
+
+
+def _take_last_snapshot(run: ClusterRun, interrupts: list[int]) -> None:
+    """After Ctrl-C: take a snapshot if that is quick, so that `resume` loses little; Ctrl-C again ends the wait."""
+    steps, before = run.console.steps_done, run.console.version
+    if run._observer is None or not run.plan.snapshots or not before < steps:
+        return
+    run._observer.send(SnapshotWanted())
+    interrupts.clear()
+    deadline = time.monotonic() + _LAST_SNAPSHOT_S
+    # One that was under way already may be complete first: the next one is of what was computed until now
+    while run.console.version < steps and time.monotonic() < deadline and not interrupts:
+        if run._is_over or run.console.failure or run.failure:
+            return
+        run._look()
+        time.sleep(_POLL_S)
 
 
 def _environment(name: str, address: str, token: str, threads: int) -> dict[str, str]:

@@ -4,6 +4,7 @@ Pure: no process, thread or clock. Events come in (a process was started, a proc
 `due(now)` returns what to do at that time (seconds, of any clock that only rises).
 
 A process that dies by a signal is started again: the coordinator under its name, servers and workers under new names.
+One that ends before it has joined a running job is tried again too, less and less often: the job does not need it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 from rallypoint.launch.cluster import Exit
 
 _PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # seconds before a process is started again, after the first, second, ... quick death
+_TRIES_S = (1.0, 2.0, 5.0, 10.0, 20.0, 60.0)  # seconds before the next try after one that could not join
 _LAST_WORD_S = 0.5  # seconds in which the coordinator's message about an ending may still arrive
 COORDINATOR = "coordinator"
 
@@ -63,7 +65,9 @@ class Limits:
     Attributes:
         restart: restart what died; otherwise the first death fails the run.
         quick_s: a process that dies within this many seconds of its start has died quickly.
-        quick_deaths: so many quick deaths of one role in a row are answered by a restart; one more fails the run.
+        quick_deaths: so many quick deaths of one role in a row are answered by a restart; one more fails the run. So do
+            more tries to join than that, while no worker computes. Processes that die together, none of them started
+            after another's death, count once.
         listen_s: seconds that the first coordinator may take until it listens (it may import from a cold disk).
     """
 
@@ -77,6 +81,7 @@ class Limits:
 class _Process:
     role: str
     started: float
+    wave: int  # how many deaths of its role had been counted when it was started
     draining: bool = False
 
 
@@ -90,8 +95,11 @@ class Supervisor:
     took_part: set[str] = field(default_factory=set)
     _listening: bool = False
     _names: Counter[str] = field(default_factory=Counter)
-    _quick: Counter[str] = field(default_factory=Counter)
+    _quick: Counter[str] = field(default_factory=Counter)  # quick deaths in a row, by role
+    _waves: Counter[str] = field(default_factory=Counter)  # all deaths that were counted, by role
     _start_at: dict[str, float] = field(default_factory=dict)
+    _try_at: dict[str, list[float]] = field(default_factory=dict)  # by role: one for each process that could not join
+    _tries: Counter[str] = field(default_factory=Counter)  # processes in a row that could not join, by role
     _failing: tuple[float, str] | None = None
     _lonely_since: float | None = None
 
@@ -110,7 +118,10 @@ class Supervisor:
 
     def members(self, names: Iterable[str]) -> None:
         """Note these names as members of the job."""
-        self.took_part.update(names)
+        new = set(names) - self.took_part
+        self.took_part |= new
+        for role in {self.running[name].role for name in new & self.running.keys()}:
+            del self._tries[role]
 
     def ended(self, name: str, how: Exit, now: float) -> list[Decision]:
         """A process has ended."""
@@ -136,7 +147,7 @@ class Supervisor:
                 self.running[name].draining = True
                 decisions.append(Drain(name))
             if self._listening and role not in self._start_at:
-                decisions += [self._start(role, now) for _ in range(self.wanted[role] - len(staying))]
+                decisions += [self._start(role, now) for _ in range(self._missing(role))]
         return decisions
 
     def due(self, now: float) -> list[Decision]:
@@ -149,8 +160,12 @@ class Supervisor:
         decisions: list[Decision] = []
         for role in [role for role, at in self._start_at.items() if now >= at]:
             del self._start_at[role]
-            missing = 1 if role == COORDINATOR else self.wanted[role] - self._count(role)
+            missing = 1 if role == COORDINATOR else self._missing(role)
             decisions += [self._start(role, now) for _ in range(missing)]
+        for role, times in self._try_at.items():
+            for at in [at for at in times if now >= at]:
+                times.remove(at)
+                decisions += [self._start(role, now) for _ in range(min(1, self._missing(role)))]
         return decisions or self._lonely(now)
 
     # ---- decisions ----
@@ -158,11 +173,15 @@ class Supervisor:
     def _start(self, role: str, now: float) -> Start:
         name = role if role == COORDINATOR else f"{role}{self._names[role]}"
         self._names[role] += 1
-        self.running[name] = _Process(role, now)
+        self.running[name] = _Process(role, now, self._waves[role])
         return Start(name, role)
 
     def _count(self, role: str) -> int:
         return sum(p.role == role and not p.draining for p in self.running.values())
+
+    def _missing(self, role: str) -> int:
+        """How many processes should be started now, without those that are to be tried later."""
+        return self.wanted[role] - self._count(role) - len(self._try_at.get(role, ()))
 
     def _one_less(self, role: str) -> None:
         """Count one process less: this one is not replaced. Processes that died before are still restarted."""
@@ -170,28 +189,53 @@ class Supervisor:
 
     def _failed(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
         """The process ended by itself, with an error."""
-        others = [n for n, p in self.running.items() if p.role == "worker" and n in self.took_part]
-        if process.role == "worker" and name not in self.took_part and others:
-            self._one_less("worker")
-            return [Warn(f"{name} {how} before it took part; the job goes on without it")]
+        if self._could_not_join(name, process.role):
+            return self._try_later(name, process.role, how, now)
         if self._failing is None:
             self._failing = (now + _LAST_WORD_S, f"{name} {how}")
         return []
 
     def _died(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
-        role = process.role
-        self._quick[role] = self._quick[role] + 1 if now - process.started <= self.limits.quick_s else 1
-        deaths = self._quick[role]
+        role, deaths = process.role, self._count_death(process, now)
+        if deaths > self.limits.quick_deaths and self._could_not_join(name, role):
+            return self._try_later(name, role, how, now)
         if deaths > self.limits.quick_deaths:
             whom = "times in a row the coordinator" if role == COORDINATOR else f"{role}s in a row"
             return [Fail(f"{name} {how}; it is not started again: {deaths} {whom} died soon")]
-        self._start_at[role] = now + _PAUSES_S[min(deaths - 1, len(_PAUSES_S) - 1)]
-        return [Warn(f"{name} {how}: starting another")]
+        pause = _PAUSES_S[min(deaths - 1, len(_PAUSES_S) - 1)]
+        self._start_at[role] = now + pause
+        return [Warn(f"{name} {how}: starting another{f' in {pause:g} s' if pause else ''}")]
+
+    def _count_death(self, process: _Process, now: float) -> int:
+        """Count a death. Returns how many of the role have died quickly in a row."""
+        role = process.role
+        quick = now - process.started <= self.limits.quick_s
+        if not quick or process.wave == self._waves[role]:  # otherwise it died together with one that was counted
+            self._quick[role] = self._quick[role] + 1 if quick else 1
+            self._waves[role] += 1
+        return self._quick[role]
+
+    def _could_not_join(self, name: str, role: str) -> bool:
+        """Has the job begun, and without this process?"""
+        return role != COORDINATOR and name not in self.took_part and bool(self.took_part)
+
+    def _try_later(self, name: str, role: str, how: Exit, now: float) -> list[Decision]:
+        """The process could not join; the job runs without it. If no worker computes, many tries fail the run."""
+        tries = self._tries[role]
+        computing = any(p.role == "worker" and n in self.took_part for n, p in self.running.items())
+        if tries >= self.limits.quick_deaths and not computing:
+            return [Fail(f"{name} {how}: {tries + 1} {role}s in a row could not join, and no worker computes")]
+        self._tries[role] += 1
+        self._try_at.setdefault(role, []).append(now + _TRIES_S[min(tries, len(_TRIES_S) - 1)])
+        if tries:
+            return []  # said already
+        goes_on = "the job goes on without it; others are tried now and then"
+        return [Warn(f"{name} {how} before it took part; {goes_on}")]
 
     def _lonely(self, now: float) -> list[Decision]:
         """Fail when no worker runs and none will be started. First wait, because the job may just have ended."""
-        coming = not self._listening or "worker" in self._start_at or self._failing is not None
-        if coming or any(p.role == "worker" for p in self.running.values()):
+        coming = not self._listening or "worker" in self._start_at or bool(self._try_at.get("worker"))
+        if coming or self._failing is not None or any(p.role == "worker" for p in self.running.values()):
             self._lonely_since = None
             return []
         self._lonely_since = now if self._lonely_since is None else self._lonely_since

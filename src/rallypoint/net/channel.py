@@ -2,65 +2,83 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
-from rallypoint.errors import LinkError
-from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
+from rallypoint.errors import LinkError, ProtocolError
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Message, Refused, encode
-from rallypoint.net.transport import Connection
+from rallypoint.net.outbox import Backlog, Outbox, Outgoing
+from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, SharedCheck
+from rallypoint.net.transport import Connection, receive_bytes
 from rallypoint.observe.trace import Tracer
 
-
-class _Outgoing(NamedTuple):
-    header: Header
-    payload: memoryview | None
-    sent: Callable[[], None] | None
+log = logging.getLogger("rallypoint")
 
 
 class Channel:
-    """Frames over one connection.
+    """Frames over one connection. LinkError if its sending thread cannot be started.
 
     `send` never blocks: it queues the frame. Urgent frames (credits, measures, control) go before bulk ones. Any thread
     may send; only one thread may receive. When the connection breaks, the sending thread ends quietly, and the
-    receiving thread gets the LinkError. `number` counts accepted connections: of two channels, the one with the higher
-    number is newer.
+    receiving thread gets the LinkError. `keys` are those of the greeting: each frame is sealed (`seal.py`). `number`
+    counts accepted connections: of two channels, the one with the higher number is newer.
+
+    If more waits than `backlog` allows, the peer reads too slowly: what waits is dropped, and the connection ends with
+    a sentence. The peer may connect again, and ask anew.
+
+    `fault` is the exception with which the sending thread has failed: a frame that cannot be packed, a `sent` that
+    raises. The channel is closed then, and the receiving thread gets a ProtocolError that says so.
     """
 
-    def __init__(self, connection: Connection, name: str, tracer: Tracer | None = None, number: int = 0) -> None:
+    def __init__(
+        self, connection: Connection, name: str, keys: LinkKeys, tracer: Tracer | None = None, number: int = 0,
+        backlog: Backlog | None = None,
+    ) -> None:  # fmt: skip
         self.connection = connection
+        self._sealer, self._opener = Sealer(keys), Opener(keys, name)
         self.name, self.number = name, number
         self._tracer = tracer or Tracer(name)
-        self._head = memoryview(bytearray(HEADER_BYTES))
-        self._urgent: deque[_Outgoing] = deque()
-        self._bulk: deque[_Outgoing] = deque()
+        self._head = memoryview(bytearray(SEALED_BYTES))
+        self._outbox = Outbox(backlog)
+        self._last_word = False  # what is sent after it is dropped
         self._changed = threading.Condition()
         self._closing = False
         self._idle = True
+        self.fault: Exception | None = None
         self._thread = threading.Thread(target=self._send_all, name=f"send to {name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            raise LinkError(f"no thread can be started to send to {name}: {error}") from None
 
     # ---- sending ----
 
     def send(
         self, header: Header, payload: memoryview | None = None, sent: Callable[[], None] | None = None,
-        *, urgent: bool = False,
+        *, urgent: bool = False, place: Hashable = None, check: SharedCheck | None = None,
     ) -> None:  # fmt: skip
-        """Queue a frame.
+        """Queue a frame. It replaces the frame that waits at the same `place`, if it has one (see `Outbox`).
 
         `payload` must not change before `sent` is called, from the sending thread: after the frame went out, or when it
         never will. If the channel is closed, the frame is dropped and `sent` is called at once, from the calling
-        thread.
+        thread; so is that of a frame that is replaced. `check` is given with a payload that goes to many: its check is
+        then computed once for all of them.
         """
+        frame = Outgoing(header, payload, sent, check)
+        dropped: list[Outgoing | None] = [frame]
         with self._changed:
-            if not self._closing:
-                (self._urgent if urgent else self._bulk).append(_Outgoing(header, payload, sent))
+            if not self._closing and not self._last_word:
+                dropped = [self._outbox.add(frame, place, urgent=urgent)]
+                if self._outbox.overflows:
+                    dropped += self._give_up()
                 self._changed.notify_all()
-                return
-        if sent is not None:
-            sent()
+        for frame_dropped in dropped:
+            if frame_dropped is not None and frame_dropped.sent is not None:
+                frame_dropped.sent()
 
     def send_message(self, message: Message, kind: Kind = Kind.CONTROL) -> None:
         """Queue a control message, as an urgent frame."""
@@ -69,8 +87,30 @@ class Channel:
 
     def refuse(self, reason: str, *, final: bool = False) -> None:
         """Tell the other side why this connection ends, then close the connection. `final`: see `Refused`."""
+        frame = self._refusal(reason, final=final)
+        self.send(frame.header, frame.payload, frame.sent, urgent=True)
+
+    def _refusal(self, reason: str, *, final: bool = False) -> Outgoing:
         data = encode(Refused(reason, final))
-        self.send(Header(Kind.REFUSE, length=len(data)), memoryview(data), self.connection.close, urgent=True)
+        return Outgoing(Header(Kind.REFUSE, length=len(data)), memoryview(data), self.connection.close)
+
+    def _give_up(self) -> list[Outgoing]:
+        """Drop all that waits, and end the connection with a sentence. Needs the lock. Returns what is dropped."""
+        megabytes = self._outbox.nbytes / 1e6
+        dropped = [self._outbox.pop() for _ in range(len(self._outbox))]
+        log.warning("the link to %s is ended: %.0f MB waited for it, because it reads too slowly", self.name, megabytes)
+        self._outbox.add(
+            self._refusal(f"{megabytes:.0f} MB waited here, because they are read too slowly: ask for them anew"),
+            urgent=True,
+        )
+        self._last_word = True
+        return dropped
+
+    @property
+    def waiting_bytes(self) -> int:
+        """How many bytes of payloads wait to be sent."""
+        with self._changed:
+            return self._outbox.nbytes
 
     def flush(self, timeout: float) -> bool:
         """Wait until every queued frame is sent, or the channel is closed. Returns False after `timeout` seconds."""
@@ -79,56 +119,96 @@ class Channel:
 
     def close(self) -> None:
         """End the connection and the sending thread. Queued frames are dropped."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        self._stop()
         self.connection.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def _drained(self) -> bool:
-        return self._idle and not self._urgent and not self._bulk
+        return self._idle and not self._outbox
 
     def _send_all(self) -> None:
         while (item := self._next()) is not None:
             try:
-                with self._tracer.span("send", kind=item.header.kind.name, shard=item.header.shard):
-                    self.connection.send(pack(item.header), item.payload)
+                with self._tracer.span(
+                    "send", kind=item.header.kind.name, shard=item.header.shard, waiting=self._outbox.nbytes
+                ):
+                    self.connection.send(self._sealer.seal(item.header, item.payload, item.check), item.payload)
             except LinkError:  # the receiving thread will get it too, after the last frames: they may say why
-                with self._changed:
-                    self._closing = True
-                    self._changed.notify_all()
-            if item.sent is not None:
-                item.sent()
-        for item in (*self._urgent, *self._bulk):
-            if item.sent is not None:
-                item.sent()
+                self._stop()
+            except Exception as fault:  # any other one would end this thread unseen, and the queue would only grow
+                self._fail(fault)
+            self._call_sent(item)
+        while self._outbox:
+            self._call_sent(self._outbox.pop())
 
-    def _next(self) -> _Outgoing | None:
+    def _call_sent(self, item: Outgoing) -> None:
+        try:
+            if item.sent is not None:
+                item.sent()
+        except Exception as fault:
+            self._fail(fault)
+
+    def _fail(self, fault: Exception) -> None:
+        """Close the channel. The receiving thread learns why."""
+        log.error("sending to %s has failed", self.name, exc_info=fault)
+        self.fault = self.fault or fault
+        self._stop()
+        self.connection.close()
+
+    def _stop(self) -> None:
         with self._changed:
-            if not (self._closing or self._urgent or self._bulk):
+            self._closing = True
+            self._changed.notify_all()
+
+    def _next(self) -> Outgoing | None:
+        with self._changed:
+            if not (self._closing or self._outbox):
                 self._idle = True
                 self._changed.notify_all()  # for `flush`
-                self._changed.wait_for(lambda: self._closing or self._urgent or self._bulk)
+                self._changed.wait_for(lambda: self._closing or bool(self._outbox))
             if self._closing:
                 return None
             self._idle = False
-            return self._urgent.popleft() if self._urgent else self._bulk.popleft()
+            return self._outbox.pop()
 
     # ---- receiving: one thread only ----
 
     def receive_header(self) -> Header:
-        """Block until the next header is here. LinkError when the stream ends, ProtocolError if it is no header."""
-        self.connection.recv_into(self._head)
-        return unpack(self._head)
+        """Block until the next header is here.
+
+        LinkError when the stream ends or the frame was changed on its way, ProtocolError if it is no header.
+        """
+        with self._receiving():
+            self.connection.recv_into(self._head)
+        return self._opener.open(self._head)
 
     def receive_into(self, view: memoryview) -> None:
-        """Receive the payload of the last header into `view`. LinkError when the stream ends."""
-        self.connection.recv_into(view)
+        """Receive the payload of the last header into `view`. LinkError when the stream ends.
+
+        CorruptFrame (a LinkError) if the payload was changed on its way: then nothing may read `view`.
+        """
+        with self._receiving():
+            self.connection.recv_into(view)
+        if len(view):
+            self._opener.verify(view)
 
     def receive_bytes(self, header: Header) -> bytearray:
-        """Receive the payload of `header` into new memory (for small payloads). LinkError when the stream ends."""
-        data = bytearray(header.length)
+        """Receive the payload of `header` into new memory, which grows as it comes. LinkError when the stream ends.
+
+        CorruptFrame (a LinkError) if the payload was changed on its way.
+        """
+        with self._receiving():
+            data = receive_bytes(self.connection, header.length)
         if header.length:
-            self.connection.recv_into(memoryview(data))
+            self._opener.verify(memoryview(data))
         return data
+
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        try:
+            yield
+        except LinkError:
+            if self.fault is not None:
+                raise ProtocolError(f"what was queued for {self.name} could not be sent: {self.fault!r}") from None
+            raise

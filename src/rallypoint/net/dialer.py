@@ -10,15 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rallypoint.core.view import Member, ViewNumber
-from rallypoint.errors import LinkError, ProtocolError, RallypointError
+from rallypoint.errors import CorruptFrame, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import Identity, introduce
+from rallypoint.net.messages import Hello
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.observe.trace import Tracer
 
 log = logging.getLogger("rallypoint")
 
 CONNECT_TIMEOUT_S = 2.0
+_HOLDS_S = 6.0  # a connection that lasts so long carries data; TCP notices after 3 s that one does not
+_FLAPS = 2  # so many connections in a row that do not last: the peer cannot be reached although it answers
 _PAUSES_S = (0.02, 0.05, 0.1, 0.2, 0.5)  # between attempts; also after a connection that breaks at once
 
 
@@ -31,12 +34,15 @@ class Calls:
         up: the connection is up.
         serve: receives from the connection until it raises.
         down: called with the error that `serve` raised. The channel's sending thread has ended by then.
+        failed: called once, last, with an exception that is no error of a connection: a fault in `down`, or while
+            dialing. The dialer has ended: it cannot know in what state it has left its owner.
     """
 
     view: Callable[[], ViewNumber]
     up: Callable[[Channel], None]
     serve: Callable[[Channel], None]
     down: Callable[[RallypointError], None]
+    failed: Callable[[Exception], None]
 
 
 class Dialer:
@@ -48,11 +54,19 @@ class Dialer:
         self._closed = threading.Event()
         self._connection: Connection | None = None  # set before the handshake, so that `close` can end it
         self.trouble = ""  # why there is no connection now; empty if there is one
+        self._lost_at, self._up_at = time.monotonic(), 0.0  # `_up_at` is 0.0 while there is no connection
+        self._short = 0  # connections in a row that did not hold
         self._thread = threading.Thread(target=self._run, name=f"link to {peer.id}", daemon=True)
 
     def start(self) -> None:
         """Begin to connect."""
         self._thread.start()
+
+    def unreachable(self) -> float:
+        """Seconds for which the peer could not be reached. 0.0 while there is a connection, unless none holds."""
+        if self._up_at and (self._short < _FLAPS or time.monotonic() - self._up_at > _HOLDS_S):
+            return 0.0
+        return time.monotonic() - self._lost_at
 
     def close(self) -> None:
         """End the connection and the thread. `down` is not called any more."""
@@ -63,6 +77,14 @@ class Dialer:
             self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._connect_again_and_again()
+        except Exception as fault:  # else this thread would end unseen while others wait for its frames
+            log.error("the link to %s has failed", self.peer.id, exc_info=fault)
+            self.trouble = f"it has failed: {fault!r}"
+            self._calls.failed(fault)
+
+    def _connect_again_and_again(self) -> None:
         tries = 0
         while not self._closed.is_set():
             began = time.monotonic()
@@ -84,26 +106,33 @@ class Dialer:
         if self._closed.is_set():
             connection.close()  # `close` came before the connection existed
         try:
-            introduce(
-                connection, self._me.token, role=self._me.role, id=self._me.id, host=socket.gethostname(),
-                view=self._calls.view(),
-            )  # fmt: skip
+            hello = Hello(
+                self._me.role, self._me.id, socket.gethostname(), view=self._calls.view(), to=("server", self.peer.id)
+            )
+            _, keys = introduce(connection, hello, self._me.token)
         except BaseException:
             connection.close()
             raise
-        return Channel(connection, self.peer.id, self._tracer)
+        return Channel(connection, self.peer.id, keys, self._tracer)
 
     def _keep(self, channel: Channel) -> None:
         error: RallypointError = LinkError("the link was closed")
+        self._up_at = up_at = time.monotonic()
         try:
             if not self._closed.is_set():
                 self._calls.up(channel)
                 self._calls.serve(channel)
         except RallypointError as lost:
             error = lost
+            if isinstance(lost, CorruptFrame):
+                log.warning("%s; connecting again", lost)
         except Exception as fault:  # else this thread would end silently while others wait for its frames
             log.error("the link to %s has failed", self.peer.id, exc_info=fault)
             error = ProtocolError(f"what {self.peer.id} sent could not be taken: {fault!r}")
+        held, self._up_at = time.monotonic() - up_at > _HOLDS_S, 0.0
+        if held or not self._short:
+            self._lost_at = time.monotonic()
+        self._short = 0 if held else self._short + 1
         channel.close()  # also ends its sending thread, so the queued payloads are released
         self.trouble = str(error)
         if not self._closed.is_set():

@@ -3,24 +3,28 @@
     0  magic      4 bytes "RLPT"
     4  protocol   u8
     5  kind       u8
-    6  flags      u8    bit 0, NOT_FINITE: the contribution is not finite
+    6  flags      u8    bit 0, NOT_FINITE: the loss was not finite
                         bit 1, SKIP: the step changes nothing (Replicate; Version of a mean), or the version is no
                         longer kept (Rows)
                         bit 2, NEWEST: if the version is not kept, send the newest one instead (PullRows; step LATEST
                         always asks for the newest)
+                        bit 3, BAD_GRADIENT: the values of the contribution are not finite
     7  codec      u8    the codec of the payload (codec/); 0: raw fp32
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
     16 shard      u32
     20 replica    u32   (Credit: how many)
     24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version; CodecState, Taken:
-                         the codec state's step)
-    28 base       u32   under a streaming policy: Push: the version it was computed from; Version, Wait: the clock
+                         the codec state's step; Choice: the step)
+    28 base       u32   Push: where a shard's sum is a tree, how many more replicas than `replica`, the first, are in
+                        the block; under a streaming policy, the version it was computed from
+                        Version, Wait under a streaming policy: the clock
                         (PullRows, Rows: the pull's number; CodecState: 1 for a copy for a snapshot; Replicate: the
-                        number of contributions in the update)
+                        number of contributions in the update; Ack: 1 if the choice of contributions is here too)
     32 weight     f64   (Replicate: the factor on the learning rate)
     40 length     u32   in bytes
     44 wants      u32   which parameters are asked for, or sent: 0 none, 1 the job's last version, r + 2 replica r's
+                        (Push of a block: a bit for each of its first 32 replicas that is not finite)
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from typing import NamedTuple
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ProtocolError
 
-PROTOCOL = 6
+PROTOCOL = 8
 _MAGIC = b"RLPT"
 _HEADER = struct.Struct("<4sBBBBIIIIIIdII")
 HEADER_BYTES = _HEADER.size
@@ -41,9 +45,10 @@ HEADER_BYTES = _HEADER.size
 NOT_FINITE = 1
 SKIP = 2
 NEWEST = 4
+BAD_GRADIENT = 8
 LATEST = (1 << 32) - 1
 COPY = 1
-_FLAGS = NOT_FINITE | SKIP | NEWEST
+_FLAGS = NOT_FINITE | SKIP | NEWEST | BAD_GRADIENT
 
 
 class Kind(enum.IntEnum):
@@ -55,6 +60,7 @@ class Kind(enum.IntEnum):
     REFUSE = 4
     CONTROL = 5
     MEASURES = 6
+    CHOICE = 7  # a primary tells its backup which contributions make an update
 
     INITIAL = 16
     PUSH = 17
@@ -84,6 +90,7 @@ _LIMITS = {
     Kind.REFUSE: 64 << 10,
     Kind.CONTROL: 64 << 20,
     Kind.MEASURES: 16 << 20,
+    Kind.CHOICE: 1 << 20,
     Kind.INITIAL: 64 << 20,
     Kind.PUSH: 64 << 20,
     Kind.VERSION: 64 << 20,

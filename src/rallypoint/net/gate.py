@@ -5,34 +5,50 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.core.typed import LONGEST_NAME, can_name
+from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.handshake import check_exposure, greet, refuse, welcome
+from rallypoint.net.handshake import Identity, check_exposure, greet
 from rallypoint.net.messages import Hello, Welcome
+from rallypoint.net.outbox import Backlog
 from rallypoint.net.transport import Connection, Transport
+from rallypoint.net.unproven import Unproven
+from rallypoint.observe.lines import Sparingly, printable
 from rallypoint.observe.trace import Tracer
 
 log = logging.getLogger("rallypoint")
 
+_MOST_WAITING, _MOST_WAITING_IN_ALL = 256 << 20, 1 << 30  # bytes that members have not read; a server sets its own
+_PAUSE_S = 0.05  # after a connection that could not be taken
+_LETTING_GO_S = 1.0  # seconds to wait for the thread of a connection that was closed to make room
+
 
 class Gate:
-    """Listens at `bind` until closed. UsageError if other machines can reach `bind` and the token is too short.
+    """Listens at `bind` as `me` until closed. UsageError if other machines can reach `bind` and the token is too short.
 
     `admit` gets a Hello whose token was right. It returns the Welcome, or raises RallypointError to refuse. Then
     `serve` runs in the connection's own thread until it returns or raises. A ProtocolError closes only that connection,
     with a sentence to both sides (I9).
+
+    Strangers cost little: `unproven` bounds how many connections may be in their handshake, the handshake has one
+    deadline, and few log lines tell of them. Nothing but `close` ends the accepting.
     """
 
     def __init__(
-        self, transport: Transport, bind: str, token: str,
+        self, transport: Transport, bind: str, me: Identity,
         admit: Callable[[Hello], Welcome], serve: Callable[[Channel, Hello], None], tracer: Tracer | None = None,
+        *, unproven: Unproven | None = None,
     ) -> None:  # fmt: skip
-        check_exposure(transport, bind, token)
+        check_exposure(transport, bind, me.token)
         self._listener = transport.listen(bind)
         self.address = self._listener.address
-        self._token, self._admit, self._serve, self._tracer = token, admit, serve, tracer
+        self._me, self._admit, self._serve, self._tracer = me, admit, serve, tracer
+        self._unproven = Unproven() if unproven is None else unproven
+        self.backlog = Backlog(_MOST_WAITING, _MOST_WAITING_IN_ALL)  # of all connections
+        self._of_strangers, self._of_members = Sparingly(), Sparingly()  # so that a crowd does not hide a member's
         self._open: dict[Connection, threading.Thread] = {}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -51,44 +67,76 @@ class Gate:
         for thread in (self._thread, *threads.values()):
             if thread is not threading.current_thread():
                 thread.join()
+        self._of_strangers.close()
+        self._of_members.close()
 
     def _accept_all(self) -> None:
-        while True:
+        while not self._closed:
             try:
-                connection = self._listener.accept()
+                self._begin(self._listener.accept())
             except LinkError:
                 return
+            except Exception as error:  # no thread, no memory, an error of the network: it passes, and others come
+                self._of_strangers.warn(f"{self.address} cannot take a connection now: {error!r}")
+                time.sleep(_PAUSE_S)
+
+    def _begin(self, connection: Connection) -> None:
+        """Serve a new connection in a thread of its own."""
+        try:
+            self._make_room(self._unproven.add(connection))
             thread = threading.Thread(
                 target=self._run, args=(connection, next(self._numbers)), name=f"from {connection.peer}", daemon=True
             )
             with self._lock:
                 if self._closed:
-                    connection.close()
-                    return
+                    raise LinkError("no longer listening")
                 thread.start()  # under the lock, so that `close` never joins a thread that has not started
                 self._open[connection] = thread
+        except BaseException:
+            self._unproven.remove(connection)
+            connection.close()
+            raise
+
+    def _make_room(self, oldest: Connection | None) -> None:
+        """Close a connection, and wait for its thread: they may not come faster than they go."""
+        if oldest is None:
+            return
+        self._of_strangers.warn(
+            f"too many connections that have not proved themselves: closed the oldest, from {oldest.peer}"
+        )
+        with self._lock:
+            thread = self._open.get(oldest)
+        oldest.close()
+        if thread is not None:
+            thread.join(_LETTING_GO_S)
 
     def _run(self, connection: Connection, number: int) -> None:
         try:
             self._greet_and_serve(connection, number)
+        except (ProtocolError, AccessDenied, CorruptFrame) as error:
+            lines = self._of_strangers if connection in self._unproven else self._of_members
+            lines.warn(f"closed the connection from {connection.peer}: {error}")
         except LinkError as error:
-            log.debug("%s", error)
-        except (ProtocolError, AccessDenied) as error:
-            log.warning("closed the connection from %s: %s", connection.peer, error)
+            log.debug("%s", printable(str(error)))
         finally:
+            self._unproven.remove(connection)
             connection.close()
             with self._lock:
                 self._open.pop(connection, None)
 
     def _greet_and_serve(self, connection: Connection, number: int) -> None:
-        hello = greet(connection, self._token)
+        greeting = greet(connection, self._me)
+        hello = greeting.hello
+        if not self._unproven.remove(connection):
+            raise LinkError(f"{connection.peer} made room for another connection")
         try:
+            _check_names(hello)
             answer = self._admit(hello)
         except RallypointError as error:
-            refuse(connection, str(error))
+            greeting.refuse(str(error))
             raise AccessDenied(f"refused {hello.role} {hello.id}: {error}") from None
-        welcome(connection, answer)
-        channel = Channel(connection, hello.id, self._tracer, number)
+        keys = greeting.welcome(answer)
+        channel = Channel(connection, hello.id, keys, self._tracer, number, self.backlog)
         try:
             self._serve(channel, hello)
         except ProtocolError as error:
@@ -97,3 +145,10 @@ class Gate:
             raise
         finally:
             channel.close()
+
+
+def _check_names(hello: Hello) -> None:
+    """ProtocolError unless its names can be shown: they are printable, and not long."""
+    for name in (hello.role, hello.id, hello.host, hello.address):
+        if not can_name(name):
+            raise ProtocolError(f"the name {printable(name, 40)!r} has control characters, or more than {LONGEST_NAME}")

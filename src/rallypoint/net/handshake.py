@@ -1,4 +1,15 @@
-"""The handshake: a challenge and an HMAC of it. The job token itself is never sent (I9)."""
+"""The greeting: both sides prove that they know the job's token, which itself is never sent (I9).
+
+    listener                                               dialer
+      Challenge: nonce, who listens                 ->
+                                                    <-       Hello: who connects, whom it means, nonce; proof
+      Welcome: settings, or Refused: reason; proof  ->
+
+A proof is an HMAC-SHA256 over every byte of the greeting before it, in both directions, frame headers included. The two
+sides prove with different keys (`keys.py`). So a proof is good for one connection, one direction, these two members and
+these settings. Whoever stands between two members can only pass a greeting on unchanged. The frames that follow carry
+tags under keys derived from this greeting and the token. `docs/security.md` has the state diagram.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +18,39 @@ import hmac
 import secrets
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UsageError
-from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
+from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UnprovenPeer, UsageError
+from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, Header, Kind, pack, unpack
+from rallypoint.net.keys import LinkKeys, dialers_keys, token_keys
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
-from rallypoint.net.transport import Connection, Transport
+from rallypoint.net.transport import Connection, Transport, receive_bytes
+from rallypoint.observe.lines import printable
 
 GREETING_TIMEOUT_S = 10.0  # for the whole handshake: a peer that sends slowly cannot hold a connection
 FIRST_VIEW = ViewNumber()
+NONCE_BYTES = 32
+PROOF_BYTES = 32
 _MIN_TOKEN = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects: the role (worker, server or observer), the member's name, and the job's token."""
+    """Who connects or listens: the role, the member's name, and the job's token.
+
+    Workers, servers and observers connect. Servers and the coordinator (its name is "") listen.
+    """
 
     role: str
     id: str
     token: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return _named(self.role, self.id)
+
+
+COORDINATOR = ("coordinator", "")  # whom a member of the job means to reach when it joins
 
 
 def new_token() -> str:
@@ -41,81 +67,145 @@ def check_exposure(transport: Transport, address: str, token: str) -> None:
         )
 
 
-def greet(connection: Connection, token: str) -> Hello:
+class Greeting:
+    """The listener's side of a greeting: `hello` is proved. End it with `welcome` or `refuse`, which are proved too."""
+
+    def __init__(self, transcript: _Transcript, hello: Hello) -> None:
+        self.hello = hello
+        self._transcript = transcript
+
+    def welcome(self, message: Welcome) -> LinkKeys:
+        """Accept the dialer. Returns the keys for the frames that follow."""
+        connection, keys = self._transcript.connection, self._transcript.keys
+        checksums = self.hello.trusts and connection.trusted
+        self._transcript.send(Kind.WELCOME, msgspec.structs.replace(message, checksums=checksums), keys.listener)
+        connection.set_deadline(None)
+        return dialers_keys(keys, self._transcript.digest, checksums=checksums).other_side()
+
+    def refuse(self, reason: str) -> None:
+        """Refuse the dialer."""
+        self._transcript.send(Kind.REFUSE, Refused(reason), self._transcript.keys.listener)
+
+
+def greet(connection: Connection, me: Identity) -> Greeting:
     """The listener's side of the handshake, until `welcome` or `refuse`. One deadline covers both.
 
-    AccessDenied if the token is wrong; ProtocolError for anything that is not a Hello.
+    AccessDenied if the token is wrong; ProtocolError for anything that is not a Hello to this listener.
     """
     connection.set_deadline(GREETING_TIMEOUT_S)
-    nonce = secrets.token_bytes(32)
-    _send(connection, Kind.CHALLENGE, Challenge(nonce))
-    hello = expect(_receive(connection, Kind.HELLO), Hello)
-    if not hmac.compare_digest(hello.proof, _proof(token, nonce, hello.role, hello.id)):
-        refuse(connection, "the job token is wrong: start every member with the job's own token (RALLYPOINT_TOKEN)")
-        raise AccessDenied(f"{connection.peer} ({hello.role} {hello.id}) came with a wrong token")
-    return hello
+    transcript = _Transcript(connection, me.token)
+    transcript.send(Kind.CHALLENGE, Challenge(secrets.token_bytes(NONCE_BYTES), me.role, me.id))
+    header = transcript.receive_header()
+    if header.kind is not Kind.HELLO:
+        raise ProtocolError(f"{connection.peer} sent a {header.kind.name} frame before its HELLO")
+    data, proved = transcript.receive(header, transcript.keys.dialer)
+    if not proved:
+        # No proof goes with this refusal: nobody gets a proof for a greeting that is not his.
+        transcript.send(Kind.REFUSE, Refused("the job token is wrong"))
+        raise AccessDenied(f"{connection.peer} came with a wrong token")
+    hello = expect(data, Hello)
+    if hello.to != (me.role, me.id) or len(hello.nonce) != NONCE_BYTES:
+        raise ProtocolError(f"{_named(hello.role, hello.id)} means {_named(*hello.to)}, and this is {me}")
+    return Greeting(transcript, hello)
 
 
-def welcome(connection: Connection, message: Welcome) -> None:
-    """The listener's last step: accept the peer."""
-    _send(connection, Kind.WELCOME, message)
-    connection.set_deadline(None)
+def introduce(connection: Connection, hello: Hello, token: str) -> tuple[Welcome, LinkKeys]:
+    """The connecting side of the handshake. Returns the listener's Welcome, and the keys for the frames that follow.
 
-
-def refuse(connection: Connection, reason: str) -> None:
-    """The listener's last step: refuse the peer."""
-    _send(connection, Kind.REFUSE, Refused(reason))
-
-
-def introduce(
-    connection: Connection, token: str, *, role: str, id: str, host: str, address: str = "", incarnation: int = 0,
-    view: ViewNumber = FIRST_VIEW,
-) -> Welcome:  # fmt: skip
-    """The connecting side of the handshake. Returns the listener's Welcome.
-
-    AccessDenied, with the listener's reason, if it refuses; ProtocolError for any other answer; LinkError if the
+    This function fills in the Hello's `nonce` and `trusts`. Raises UnprovenPeer if whoever listens there has not proved
+    that it knows the token, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
     connection breaks.
     """
     connection.set_deadline(GREETING_TIMEOUT_S)
-    nonce = expect(_receive(connection, Kind.CHALLENGE), Challenge).nonce
-    _send(connection, Kind.HELLO, Hello(role, id, host, _proof(token, nonce, role, id), address, incarnation, view))
-    header = _receive_header(connection)
-    data = _receive_payload(connection, header)
-    if header.kind is Kind.REFUSE:
-        raise AccessDenied(f"{connection.peer} refused {role} {id}: {expect(data, Refused).reason}")
-    if header.kind is not Kind.WELCOME:
-        raise ProtocolError(f"{connection.peer} answered the greeting with a {header.kind.name} frame")
-    connection.set_deadline(None)
-    return expect(data, Welcome)
-
-
-def _proof(token: str, nonce: bytes, role: str, id: str) -> bytes:
-    return hmac.new(token.encode(), nonce + f"{role}/{id}".encode(), hashlib.sha256).digest()
-
-
-def _send(connection: Connection, kind: Kind, message: Message) -> None:
-    data = encode(message)
-    connection.send(pack(Header(kind, length=len(data))), memoryview(data))
-
-
-def _receive(connection: Connection, kind: Kind) -> bytearray:
-    header = _receive_header(connection)
-    if header.kind is not kind:
-        raise ProtocolError(f"{connection.peer} sent a {header.kind.name} frame before its {kind.name}")
-    return _receive_payload(connection, header)
-
-
-def _receive_header(connection: Connection) -> Header:
-    head = bytearray(HEADER_BYTES)
+    transcript, me = _Transcript(connection, token), _named(hello.role, hello.id)
     try:
-        connection.recv_into(memoryview(head))
-    except LinkError as error:
-        raise LinkError(f"no greeting from {connection.peer}: {error}") from None
-    return unpack(head)
+        _find(transcript, hello)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        hello = msgspec.structs.replace(hello, nonce=nonce, trusts=connection.trusted)
+        transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
+        header = transcript.receive_header()
+        if header.kind not in (Kind.WELCOME, Kind.REFUSE):
+            raise ProtocolError(f"{connection.peer} answered the greeting with a {header.kind.name} frame")
+        data, proved = transcript.receive(header, transcript.keys.listener)
+    except ProtocolError as error:
+        raise UnprovenPeer(str(error)) from None
+    if not proved:
+        raise UnprovenPeer(
+            f"{connection.peer} {'refuses' if header.kind is Kind.REFUSE else 'welcomes'} {me} without proving that it "
+            "knows the job token: either the token here is wrong (RALLYPOINT_TOKEN), or somebody else listens there"
+        )
+    if header.kind is Kind.REFUSE:
+        raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
+    welcome = expect(data, Welcome)
+    connection.set_deadline(None)
+    checksums = welcome.checksums and connection.trusted
+    return welcome, dialers_keys(transcript.keys, transcript.digest, checksums=checksums)
 
 
-def _receive_payload(connection: Connection, header: Header) -> bytearray:
-    data = bytearray(header.length)
-    if header.length:
-        connection.recv_into(memoryview(data))
-    return data
+def _find(transcript: _Transcript, hello: Hello) -> None:
+    """Receive the Challenge. ProtocolError if it says that somebody else listens there. It is proved later."""
+    peer, header = transcript.connection.peer, transcript.receive_header()
+    if header.kind is not Kind.CHALLENGE:
+        raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE")
+    challenge = expect(transcript.receive(header, None)[0], Challenge)
+    if (challenge.role, challenge.id) != hello.to or len(challenge.nonce) != NONCE_BYTES:
+        raise ProtocolError(f"{peer} is {printable(_named(challenge.role, challenge.id), 80)}, not {_named(*hello.to)}")
+
+
+class _Transcript:
+    """Sends and receives greeting frames, and digests all of their bytes. `digest` is the digest up to now."""
+
+    def __init__(self, connection: Connection, token: str) -> None:
+        self.connection, self.keys = connection, token_keys(token)
+        self._hash = hashlib.sha256()
+
+    @property
+    def digest(self) -> bytes:
+        return self._hash.digest()
+
+    def send(self, kind: Kind, message: Message, key: bytes | None = None) -> None:
+        """Send a greeting frame. All but the Challenge end with a proof; without a `key`, with zeros."""
+        data = encode(message)
+        room = 0 if kind is Kind.CHALLENGE else PROOF_BYTES
+        head = pack(Header(kind, length=len(data) + room))
+        self._hash.update(head + data)
+        if room:
+            proof = bytes(PROOF_BYTES) if key is None else self._proof(key)
+            self._hash.update(proof)
+            data += proof
+        self.connection.send(head, memoryview(data))
+
+    def receive_header(self) -> Header:
+        head = bytearray(HEADER_BYTES)
+        try:
+            self.connection.recv_into(memoryview(head))
+        except LinkError as error:
+            raise LinkError(f"no greeting from {self.connection.peer}: {error}") from None
+        header = unpack(head)
+        self._hash.update(head)
+        return header
+
+    def receive(self, header: Header, key: bytes | None) -> tuple[memoryview, bool]:
+        """Receive the rest of a greeting frame: the message, and whether the proof behind it is right.
+
+        Without a `key` there is no proof.
+        """
+        data = memoryview(receive_bytes(self.connection, header.length, GREETING_LIMIT))
+        if key is None:
+            self._hash.update(data)
+            return data, False
+        if header.length < PROOF_BYTES:
+            raise ProtocolError(f"a {header.kind.name} frame of {header.length} bytes: it has no proof")
+        message, proof = data[:-PROOF_BYTES], data[-PROOF_BYTES:]
+        self._hash.update(message)
+        proved = hmac.compare_digest(self._proof(key), proof)
+        self._hash.update(proof)
+        return message, proved
+
+    def _proof(self, key: bytes) -> bytes:
+        return hmac.digest(key, self.digest, "sha256")
+
+
+def _named(role: str, id: str) -> str:
+    """How a sentence names a member: "worker w0", "the coordinator"."""
+    return f"{role} {id}" if id else f"the {role}"

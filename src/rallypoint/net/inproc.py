@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 
-from rallypoint.errors import AddressInUse, LinkError
+from rallypoint.errors import AddressInUse, LinkClosed, LinkError
 
 _PIPE_BYTES = 4 << 20
 
@@ -36,7 +36,7 @@ class _Pipe:
             if not self._changed.wait_for(lambda: self._ended or self._size > 0, timeout):
                 raise LinkError("the peer sends nothing")
             if self._size == 0:
-                raise LinkError("the link has ended")
+                raise LinkClosed("the link has ended")
             chunk = self._chunks.popleft()
             count = min(len(chunk), len(view))
             view[:count] = chunk[:count]
@@ -66,6 +66,10 @@ class InprocConnection:
     @property
     def peer(self) -> str:
         return self._peer
+
+    @property
+    def trusted(self) -> bool:
+        return True
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         self._outgoing.write(memoryview(head), self._patience)

@@ -10,18 +10,23 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
+from rallypoint.core.cluster.health.silence import LIVING_S
+from rallypoint.core.view import View
+from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
-from rallypoint.net.handshake import Identity, introduce
-from rallypoint.net.messages import Admitted, Beat, Message, Refused, Welcome, decode
+from rallypoint.net.handshake import COORDINATOR, Identity, introduce
+from rallypoint.net.messages import Admitted, Beat, Hello, Knows, Message, NewView, Refused, decode
 from rallypoint.net.transport import Connection, Transport
 
 log = logging.getLogger("rallypoint")
 
 JOIN_TIMEOUT_S = 30.0
-RETURN_TIMEOUT_S = 60.0  # seconds that a member continues without a coordinator before it ends
+RETURN_TIMEOUT_S = LIVING_S  # seconds that a member continues without a coordinator before it ends
+_CONNECT_S = 1.0  # for one attempt: in a longer one TCP waits longer and longer before it tries again
 _RETRY_S = 0.05
+_SLOW_RETRY_S = 1.0  # the longest pause between attempts while somebody else listens there
+NEWCOMER_TIMEOUT_S = 5.0  # so long a newcomer waits while somebody else listens there: its token may be wrong
 _BEATS = 4  # heartbeats in the time after which a silent member is given up
 
 
@@ -34,21 +39,25 @@ class Handlers:
         on_lost: called once, with the reason, when the link cannot or must not be made again; not after `close`.
         on_admitted: called after each joining. True: this process is new to the coordinator (the first time, or
             after the coordinator had given it up).
+        beat: returns the next heartbeat; called from a thread of its own.
     """
 
     on_message: Callable[[Message], None]
     on_lost: Callable[[RallypointError], None]
     on_admitted: Callable[[bool], None] | None = None
+    beat: Callable[[], Beat] = Beat
 
 
 class CoordinatorLink:
     """A member's link to the coordinator. The constructor joins as `me`; `start` begins to receive messages.
 
     The constructor waits up to `patience` seconds (default 30) for a coordinator. `listening_at` is a server's own
-    address. It raises AccessDenied when the coordinator refuses, LinkError when there is no coordinator in time.
+    address. It raises AccessDenied when the coordinator refuses, or when nobody there has proved in time that it knows
+    the token; LinkError when there is no coordinator in time.
 
     When the link breaks, its thread connects again, to the same or a restarted coordinator. Messages sent meanwhile
-    wait. They are dropped if the coordinator has given this member up and admits it as a new one.
+    wait. They are dropped if the coordinator has given this member up and admits it as a new one. Nothing is believed
+    of whoever listens at the coordinator's address and does not prove that it knows the token: the link tries again.
     """
 
     def __init__(
@@ -59,7 +68,9 @@ class CoordinatorLink:
         self._listening_at = listening_at
         self.incarnation = 0
         self._admitted = me.role == "observer"
+        self._view: View | None = None  # the newest that came
         self._unsent: deque[Message] = deque()
+        self._corrupt: Channel | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
@@ -94,49 +105,63 @@ class CoordinatorLink:
     def _join(self, patience: float) -> Channel:
         connection = connect_patiently(self._transport, self._address, patience, self._closed)
         try:
-            self.welcome: Welcome = introduce(
-                connection, self._me.token, role=self._me.role, id=self._me.id, host=socket.gethostname(),
-                address=self._listening_at, incarnation=self.incarnation,
-            )  # fmt: skip
+            hello = Hello(
+                self._me.role, self._me.id, socket.gethostname(), self._listening_at, self.incarnation, to=COORDINATOR
+            )
+            self.welcome, keys = introduce(connection, hello, self._me.token)
         except BaseException:
             connection.close()
             raise
-        return Channel(connection, "the coordinator")
+        return Channel(connection, "the coordinator", keys)
 
     def _join_patiently(self, patience: float) -> Channel:
-        """The first joining. A coordinator that dies during it is waited for, like one that is not there yet."""
-        deadline = time.monotonic() + patience
+        """Join. A coordinator that dies meanwhile, or that has not proved itself, is waited for like an absent one.
+
+        LinkError if there is none in time; AccessDenied if it refuses, or has not proved itself in time.
+        """
+        deadline, warned, pause = time.monotonic() + patience, False, _RETRY_S
         while True:
             try:
                 return self._join(deadline - time.monotonic())
+            except UnprovenPeer as error:
+                pause = min(2 * pause, _SLOW_RETRY_S)
+                if not warned and not self.incarnation:
+                    deadline = min(deadline, time.monotonic() + NEWCOMER_TIMEOUT_S)
+                if time.monotonic() >= deadline or self._closed.is_set():
+                    raise AccessDenied(str(error)) from None
+                if not warned:
+                    log.warning("%s; trying again for %.0f s", error, deadline - time.monotonic())
+                    warned = True
             except LinkError:
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= deadline or self._closed.is_set():
                     raise
-            time.sleep(_RETRY_S)
+            self._closed.wait(min(pause, max(0.0, deadline - time.monotonic())))
 
     def _rejoin(self) -> None:
         """Connect again. LinkError if no coordinator answers in time, AccessDenied if it refuses."""
-        deadline = time.monotonic() + RETURN_TIMEOUT_S
-        while not self._closed.is_set():
-            try:
-                channel = self._join(deadline - time.monotonic())
-            except AccessDenied:
-                raise
-            except RallypointError:
-                if time.monotonic() >= deadline:
-                    raise
-                self._closed.wait(_RETRY_S)
-                continue
-            self._channel = channel
-            if self._me.role == "observer":
-                self._say_the_rest()
-            if self._closed.is_set():
-                channel.close()
+        if self._closed.is_set():
             return
+        channel = self._join_patiently(RETURN_TIMEOUT_S)
+        if self._me.role != "observer" and self.incarnation:
+            channel.send_message(Knows(self._view))  # before anything else: the coordinator may be another one
+        self._channel = channel
+        if self._me.role == "observer":
+            self._forget()
+            self._say_the_rest()
+        if self._closed.is_set():
+            channel.close()
+
+    def _forget(self) -> None:
+        """Close the connection on which a corrupt frame came, if there is one."""
+        if self._corrupt is not None:
+            self._corrupt.close()
+            self._corrupt = None
 
     def _take_admission(self, incarnation: int) -> None:
+        self._forget()
         before, self.incarnation = self.incarnation, incarnation
         if before and before != incarnation:
+            self._view = None
             with self._lock:
                 self._unsent.clear()  # sent by an incarnation that was given up
         new = before != incarnation
@@ -155,7 +180,7 @@ class CoordinatorLink:
     def _beat(self) -> None:
         while not self._closed.wait(self.welcome.heartbeat / _BEATS):
             if self._admitted:
-                self._channel.send_message(Beat())
+                self._channel.send_message(self._handlers.beat())
 
     def _receive_all(self) -> None:
         while True:
@@ -164,8 +189,14 @@ class CoordinatorLink:
             except RallypointError as error:
                 with self._lock:
                     self._admitted = False
-                self._channel.close()
+                self._forget()
+                if isinstance(error, CorruptFrame):
+                    log.warning("%s; connecting again", error)
+                    self._corrupt = self._channel  # closed once it is admitted again: a member that closes has left
+                else:
+                    self._channel.close()
                 if self._closed.is_set():
+                    self._forget()
                     return
                 if isinstance(error, ProtocolError):
                     self._handlers.on_lost(error)
@@ -176,6 +207,7 @@ class CoordinatorLink:
             except RallypointError as error:
                 if not self._closed.is_set():
                     self._handlers.on_lost(error)
+                self._forget()
                 return
 
     def _receive_some(self) -> None:
@@ -184,6 +216,8 @@ class CoordinatorLink:
             if header.kind not in (Kind.CONTROL, Kind.REFUSE):
                 raise ProtocolError(f"a {header.kind.name} frame from the coordinator")
             message = decode(self._channel.receive_bytes(header))
+            if isinstance(message, NewView) and (self._view is None or message.view.number > self._view.number):
+                self._view = message.view
             match message:
                 case Admitted(incarnation=incarnation):
                     self._hand_over(message, lambda incarnation=incarnation: self._take_admission(incarnation))  # type: ignore[misc]
@@ -213,7 +247,7 @@ def connect_patiently(
     deadline = time.monotonic() + timeout
     while True:
         try:
-            return transport.connect(address, timeout=max(0.1, deadline - time.monotonic()))
+            return transport.connect(address, timeout=min(_CONNECT_S, max(0.1, deadline - time.monotonic())))
         except LinkError:
             if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
                 raise

@@ -2,42 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 from rallypoint.core.job import JobRecord
+from rallypoint.core.typed import LONGEST_TEXT, MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
+from rallypoint.observe.lines import printable
 
 
 class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     pass
 
 
+class _Shown(_Message, frozen=True):
+    """A message whose text people see: it is one line of limited length, without control characters."""
+
+    def __post_init__(self) -> None:
+        for field in ("text", "reason"):
+            if (text := getattr(self, field, None)) is not None:
+                msgspec.structs.force_setattr(self, field, printable(" ".join(text.splitlines()), LONGEST_TEXT))
+
+
 # ---- greeting --------------------------------------------------------------------------------------------------
 
 
 class Challenge(_Message, frozen=True):
-    """The listener's nonce. The answer proves that the peer has the token, without sending it."""
+    """The listener's nonce, and who listens: its role (coordinator or server) and id ("" for the coordinator)."""
 
     nonce: bytes
+    role: str = ""
+    id: str = ""
 
 
 class Hello(_Message, frozen=True):
-    """Who connects.
+    """Who connects, and to whom.
 
     `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
-    coordinator gave this member earlier (0: none). `view` is the newest view that it knows.
+    coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id) of
+    the listener that it means. `nonce` makes the listener's proof good for this connection only. `trusts`: it trusts
+    the network between the two.
     """
 
     role: str
     id: str
     host: str
-    proof: bytes
     address: str = ""
     incarnation: int = 0
     view: ViewNumber = ViewNumber()
+    to: tuple[str, str] = ("", "")
+    nonce: bytes = b""
+    trusts: bool = False
 
 
 class Welcome(_Message, frozen=True):
@@ -45,7 +62,7 @@ class Welcome(_Message, frozen=True):
 
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent.
+    may be silent. `checksums`: both sides trust the network, so tensors carry checksums instead of MACs.
     """
 
     overrides: dict[str, Any] = {}
@@ -54,9 +71,10 @@ class Welcome(_Message, frozen=True):
     snapshots: str = ""
     compression: str = "none"
     heartbeat: float = 3.0
+    checksums: bool = False
 
 
-class Refused(_Message, frozen=True):
+class Refused(_Shown, frozen=True):
     """The listener refuses the connection, or ends it. `reason` is a sentence.
 
     `final`: connecting again would not help.
@@ -76,7 +94,11 @@ class Propose(_Message, frozen=True):
 
 
 class Beat(_Message, frozen=True):
-    """A heartbeat."""
+    """A heartbeat, with what it says about its sender: see `core.cluster.events.Beat`."""
+
+    unreachable: dict[str, float] = {}
+    waited: float = 0.0
+    activity: int = 0
 
 
 class Report(_Message, frozen=True):
@@ -85,14 +107,14 @@ class Report(_Message, frozen=True):
     `settings` is a digest of the settings of the worker's own optimizer at that step; "" if it has none.
     """
 
-    step: int
-    replica: int
+    step: Index
+    replica: Index
     loss: float
-    weight: float
-    items: int
-    seconds: float = 0.0
+    weight: Annotated[float, msgspec.Meta(gt=0.0, le=1e300)]
+    items: Count
+    seconds: Seconds = 0.0
     generation: ViewNumber = ViewNumber()
-    settings: str = ""
+    settings: Name = ""
 
 
 class Applied(_Message, frozen=True):
@@ -102,10 +124,10 @@ class Applied(_Message, frozen=True):
     `generation` is the generation in which the step was applied.
     """
 
-    step: int
-    replicas: int
-    at: float
-    late: dict[str, float] = {}
+    step: Index
+    replicas: Index
+    at: Seconds
+    late: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MOST_MEMBERS)] = {}
     generation: ViewNumber = ViewNumber()
 
 
@@ -116,11 +138,11 @@ class Accounted(_Message, frozen=True):
     of updates between the version a contribution was computed from and its own update.
     """
 
-    applied: int
-    folded: int
-    dropped: int
-    repeats: int
-    staleness: dict[int, int] = {}
+    applied: Count
+    folded: Count
+    dropped: Count
+    repeats: Count
+    staleness: Annotated[dict[Count, Count], msgspec.Meta(max_length=1 << 16)] = {}
     generation: ViewNumber = ViewNumber()
 
 
@@ -130,7 +152,7 @@ class CaughtUp(_Message, frozen=True):
     The value is the view that paired this primary with that backup.
     """
 
-    backups: dict[int, ViewNumber]
+    backups: dict[Index, ViewNumber]
 
 
 class Leaving(_Message, frozen=True):
@@ -143,20 +165,20 @@ class Stored(_Message, frozen=True):
     `files` gives each file's size in bytes; `shards` gives each shard's file, offset, length and checksum.
     """
 
-    snapshot: str
-    files: dict[str, int]
-    shards: dict[int, tuple[str, int, int, str]]
+    snapshot: Name
+    files: dict[Name, Count]
+    shards: dict[Index, tuple[Name, Count, Count, Name]]
 
 
-class NotStored(_Message, frozen=True):
+class NotStored(_Shown, frozen=True):
     """A server could not store its part of a snapshot.
 
     If it was too late, `passed` is the version that a shard had already reached; else -1.
     """
 
-    snapshot: str
+    snapshot: Name
     reason: str
-    passed: int = -1
+    passed: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
 
 
 class SnapshotWanted(_Message, frozen=True):
@@ -170,30 +192,44 @@ class Resize(_Message, frozen=True):
     leave.
     """
 
-    workers: int
-    servers: int = 0
+    workers: Count
+    servers: Count = 0
+
+
+class Held(_Message, frozen=True):
+    """For observers: the last version cannot be stored, and members hold it in memory. `text` says so in a sentence."""
+
+    text: str
+
+
+class Release(_Message, frozen=True):
+    """From an observer: end the job although its last version is in no snapshot."""
 
 
 class Metrics(_Message, frozen=True):
     """The result of an evaluation after `step` steps of training, in that generation."""
 
-    step: int
-    values: dict[str, float]
+    step: Index
+    values: Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
     generation: ViewNumber = ViewNumber()
 
 
-class Say(_Message, frozen=True):
+class Say(_Shown, frozen=True):
     """A line for the console and the event log."""
 
     text: str
 
 
 class Skipped(_Message, frozen=True):
-    """All servers skipped a step, because the losses of these replicas (or the gradient) were not finite."""
+    """A step was skipped (`alone`: one contribution to it): losses or `gradients` of these replicas were not finite,
+    or only their sum. `parameter` is the first such tensor."""
 
-    step: int
-    replicas: tuple[int, ...]
+    step: Index
+    replicas: Replicas
     generation: ViewNumber = ViewNumber()
+    gradients: Replicas = ()
+    parameter: Name = ""
+    alone: bool = False
 
 
 class Done(_Message, frozen=True):
@@ -202,7 +238,7 @@ class Done(_Message, frozen=True):
     generation: ViewNumber = ViewNumber()
 
 
-class GiveUp(_Message, frozen=True):
+class GiveUp(_Shown, frozen=True):
     """This member cannot continue. `reason` is a sentence."""
 
     reason: str
@@ -215,6 +251,15 @@ class Admitted(_Message, frozen=True):
     """The member's incarnation. If it differs from the earlier one, the member is new: what it held does not count."""
 
     incarnation: int
+
+
+class Knows(_Message, frozen=True):
+    """A member has come back, and knows this view as the newest; the coordinator may have been restarted.
+
+    It is a member's first message after each joining but its first. None: it has been sent no view.
+    """
+
+    view: View | None = None
 
 
 class Prepare(_Message, frozen=True):
@@ -254,7 +299,7 @@ class Finished(_Message, frozen=True):
     lead: str = ""
 
 
-class Aborted(_Message, frozen=True):
+class Aborted(_Shown, frozen=True):
     """The job cannot continue."""
 
     reason: str
@@ -293,7 +338,7 @@ class StepDone(_Message, frozen=True):
     again: int = 0
 
 
-class Waiting(_Message, frozen=True):
+class Waiting(_Shown, frozen=True):
     """What the job waits for, as a sentence (I8)."""
 
     text: str
@@ -319,9 +364,10 @@ class Snapshotted(_Message, frozen=True):
 
 
 Message = (
-    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Leaving
-    | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare
-    | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted
+    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Leaving |
+    Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare |
+    NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted | Knows |
+    Held | Release
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

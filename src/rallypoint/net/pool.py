@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 
 import torch
+
+from rallypoint.net.seal import SharedCheck
+
+PERIOD = 1024  # takes
+_MAPPED_BYTES = 128 << 10
 
 
 class Buffer:
     """`words` fp32 words, as a tensor and as bytes. Reference-counted: the last `release` returns it to its pool.
 
-    Any thread may retain and release it.
+    Any thread may retain and release it. `check` is for sending the same bytes to many: `take` makes a new one.
     """
 
-    __slots__ = ("_holders", "_pool", "bytes", "tensor")
+    __slots__ = ("_holders", "_pool", "bytes", "check", "tensor")
 
     def __init__(self, pool: BufferPool, words: int) -> None:
         self._pool = pool
         self._holders = 1
-        self.tensor = torch.empty(words, dtype=torch.float32)
+        self.tensor = _memory(words)
         self.bytes = bytes_of(self.tensor)
+        self.check = SharedCheck()
 
     def retain(self) -> Buffer:
         """Add a holder. Returns the buffer itself."""
@@ -31,8 +38,8 @@ class Buffer:
         """Remove a holder. The last one returns the buffer to its pool. AssertionError if there is none left."""
         with self._pool.lock:
             self._holders -= 1
-            if self._holders == 0 and self._pool.keeps:
-                self._pool.free.append(self)
+            if self._holders == 0:
+                self._pool.returned(self)
             elif self._holders < 0:
                 raise AssertionError("a buffer was released more often than it was held")
 
@@ -40,7 +47,12 @@ class Buffer:
 class BufferPool:
     """Buffers of `words` fp32 words each, allocated on demand and kept for reuse. Thread-safe.
 
-    The senders' credits bound their number. With `keeps=False` released buffers are freed, for sizes needed only once.
+    The senders' credits bound their number. It keeps no more than were in use at once lately (during the last PERIOD
+    to 2 PERIOD takes), and gives the others' memory back. With `keeps=False` it keeps none, for sizes needed only once.
+
+    Attributes:
+        free: the buffers that are kept.
+        made: how many there are, in use and free.
     """
 
     def __init__(self, words: int, *, keeps: bool = True) -> None:
@@ -49,15 +61,33 @@ class BufferPool:
         self.free: list[Buffer] = []
         self.made = 0
         self._words = words
+        self._takes = 0
+        self._most, self._most_before = 0, 0  # in use at once, in this period and in the one before
 
     def take(self) -> Buffer:
         """A buffer with one holder. Its contents are undefined."""
         with self.lock:
+            in_use = self.made - len(self.free) + 1
+            self._takes += 1
+            if self._takes % PERIOD == 0:
+                self._most, self._most_before = in_use, self._most
+            self._most = max(self._most, in_use)
             if not self.free:
                 self.made += 1
                 return Buffer(self, self._words)
             buffer = self.free.pop()
+        buffer.check = SharedCheck()  # it will hold other bytes
         return buffer.retain()
+
+    def returned(self, buffer: Buffer) -> None:
+        """Keep a buffer that nobody holds any more, or let it go. Needs the lock."""
+        if self.keeps:
+            self.free.append(buffer)
+        else:
+            self.made -= 1
+        while self.free and self.made > max(self._most, self._most_before):
+            self.free.pop(0)
+            self.made -= 1
 
 
 class BufferPools:
@@ -73,6 +103,13 @@ class BufferPools:
         with self._lock:
             pool = self._pools.setdefault(words, BufferPool(words))
         return pool.take()
+
+
+def _memory(words: int) -> torch.Tensor:
+    """Uninitialised memory. Much of it is mapped by itself, so that the system has it back as soon as it is freed."""
+    if 4 * words < _MAPPED_BYTES:
+        return torch.empty(words, dtype=torch.float32)
+    return torch.frombuffer(mmap.mmap(-1, 4 * words), dtype=torch.float32)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

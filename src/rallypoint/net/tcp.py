@@ -10,16 +10,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
+import threading
 import time
+from collections.abc import Iterable
 
-from rallypoint.errors import AddressInUse, LinkError, UsageError
+from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
+from rallypoint.observe.lines import Sparingly
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
 _UNSENT_BYTES = 512 << 10  # unsent bytes in the kernel: few, so that credits can overtake bulk data
 _BACKLOG = 256
-_PASSING = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED}
+_FULL = {errno.EMFILE, errno.ENFILE}
 _PAUSE_S = 0.05
+_TCP_CLOSE = 7  # the state of a connection that has ended by an error (include/net/tcp_states.h)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -33,15 +38,19 @@ def split_address(address: str) -> tuple[str, int]:
 class TcpConnection:
     """A Connection over a connected socket."""
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, *, trusted: bool = False) -> None:
         self._socket = sock
-        self._peer = peer
+        self._peer, self._trusted = peer, trusted
         self._deadline: float | None = None
         _tune(sock)
 
     @property
     def peer(self) -> str:
         return self._peer
+
+    @property
+    def trusted(self) -> bool:
+        return self._trusted
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         try:
@@ -61,10 +70,18 @@ class TcpConnection:
                     self._socket.settimeout(self._left())
                 got = self._socket.recv_into(view[filled:], 0, socket.MSG_WAITALL)
                 if got == 0:
-                    raise LinkError(f"{self._peer} closed the link")
+                    raise self._ended()
                 filled += got
         except (OSError, ValueError) as error:
-            raise LinkError(f"the link to {self._peer} broke while receiving: {error}") from None
+            kind = LinkReset if isinstance(error, ConnectionResetError) else LinkError
+            raise kind(f"the link to {self._peer} broke while receiving: {error}") from None
+
+    def _ended(self) -> LinkError:
+        """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) if hasattr(socket, "TCP_INFO") else b""
+        if info[:1] == bytes([_TCP_CLOSE]):
+            return LinkReset(f"the link to {self._peer} broke")
+        return LinkClosed(f"{self._peer} closed the link")
 
     def set_timeout(self, seconds: float | None) -> None:
         with contextlib.suppress(OSError):
@@ -92,10 +109,18 @@ class TcpConnection:
 
 
 class TcpListener:
-    """A Listener over a listening socket."""
+    """A Listener over a listening socket.
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    It keeps a spare file descriptor. Without a free one, a connection would neither be accepted nor refused, and its
+    peer would wait in vain: so the listener accepts it with the spare one, closes it, and says so.
+    """
+
+    def __init__(self, sock: socket.socket, trusted: TrustedNetworks) -> None:
+        self._socket, self._trusted = sock, trusted
+        self._closed = False
+        self._spare: int | None = _descriptor()
+        self._lock = threading.Lock()  # of the spare one
+        self._lines = Sparingly(burst=1)
         host, port = sock.getsockname()[:2]
         self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -110,7 +135,7 @@ class TcpListener:
             except OSError as error:
                 raise LinkError(f"no longer listening at {self._address}: {error}") from None
             try:
-                return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
+                return TcpConnection(sock, f"{peer[0]}:{peer[1]}", trusted=peer[0] in self._trusted)
             except OSError:
                 sock.close()  # the peer disconnected at once: go on listening
 
@@ -119,18 +144,65 @@ class TcpListener:
             try:
                 return self._socket.accept()
             except OSError as error:
-                if error.errno not in _PASSING:
+                if self._closed:
                     raise
-                time.sleep(_PAUSE_S)  # for example out of file descriptors: some will be free again
+                if error.errno in _FULL:
+                    self._refuse_one()
+                time.sleep(_PAUSE_S)  # also an error of a connection that is gone, or of the network: it passes
+
+    def _refuse_one(self) -> None:
+        """Use the spare descriptor to close the connection that waits first. There is one: `accept` found it."""
+        with self._lock:
+            if self._spare is not None:
+                os.close(self._spare)
+            try:
+                sock, peer = self._socket.accept()
+                sock.close()
+                self._lines.warn(
+                    f"no free file descriptors: turned away {peer[0]}; allow this process more (`ulimit -n`)"
+                )
+            except OSError:  # another thread was faster, or the listener is closed
+                pass
+            finally:
+                self._spare = _descriptor()
 
     def close(self) -> None:
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+        with self._lock:
+            if self._spare is not None:
+                os.close(self._spare)
+            self._spare = None
+
+
+class TrustedNetworks:
+    """The networks on which nobody changes bytes: this machine's loopback, and those that the user names.
+
+    UsageError if one of `networks` is none: it must look like 10.0.0.0/8 or fd00::/8.
+    """
+
+    def __init__(self, networks: Iterable[str] = ()) -> None:
+        try:
+            self._networks = [ipaddress.ip_network(network.strip()) for network in networks]
+        except ValueError as error:
+            raise UsageError(f"a trusted network is written like 10.0.0.0/8: {error}") from None
+
+    def __contains__(self, host: str) -> bool:
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            return False
+        address = getattr(address, "ipv4_mapped", None) or address
+        return address.is_loopback or any(address in network for network in self._networks)
 
 
 class TcpTransport:
-    """TCP between ``host:port`` addresses."""
+    """TCP between ``host:port`` addresses. `trusted` lists the networks that the user trusts, as 10.0.0.0/8."""
+
+    def __init__(self, trusted: Iterable[str] = ()) -> None:
+        self._trusted = TrustedNetworks(trusted)
 
     def listen(self, address: str) -> TcpListener:
         host, port = split_address(address)
@@ -148,7 +220,7 @@ class TcpTransport:
                     f"port {port} on {host} is in use by another process: choose another, or 0 for any free one"
                 ) from None
             raise LinkError(f"cannot listen at {address}: {error}") from None
-        return TcpListener(sock)
+        return TcpListener(sock, self._trusted)
 
     def connect(self, address: str, timeout: float) -> TcpConnection:
         host, port = split_address(address)
@@ -158,7 +230,7 @@ class TcpTransport:
             raise LinkError(f"nobody answers at {address}: {error}") from None
         try:
             sock.settimeout(None)
-            return TcpConnection(sock, address)
+            return TcpConnection(sock, address, trusted=sock.getpeername()[0] in self._trusted)
         except OSError as error:
             sock.close()
             raise LinkError(f"{address} was gone as soon as it had answered: {error}") from None
@@ -171,6 +243,13 @@ class TcpTransport:
             return ipaddress.ip_address(host).is_loopback
         except ValueError:
             return False
+
+
+def _descriptor() -> int | None:
+    """A file descriptor that reads nothing; None if there is none left."""
+    with contextlib.suppress(OSError):
+        return os.open(os.devnull, os.O_RDONLY)
+    return None
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:

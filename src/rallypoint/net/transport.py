@@ -15,6 +15,13 @@ class Connection(Protocol):
     def peer(self) -> str:
         """The name of the other side, for messages."""
 
+    @property
+    def trusted(self) -> bool:
+        """Does this side trust the network between the two? Then a checksum of the payloads is enough, without a key.
+
+        So it is within one machine, and where the user says so.
+        """
+
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         """Send `head`, then `payload`, completely; blocks until they are sent. LinkError when the stream has ended."""
 
@@ -65,6 +72,24 @@ class Transport(Protocol):
 
     def private(self, address: str) -> bool:
         """Is `address` reachable only from this machine (or this process)?"""
+
+
+FIRST_PIECE = 1 << 20  # bytes; most payloads are not longer
+
+
+def receive_bytes(connection: Connection, count: int, first_piece: int = FIRST_PIECE) -> bytearray:
+    """Receive `count` bytes into new memory. LinkError when the stream ends first.
+
+    The memory grows as the bytes come, at most to twice what has come: a length that nothing follows costs no more than
+    `first_piece` bytes.
+    """
+    data, filled = bytearray(min(count, first_piece)), 0
+    while filled < count:
+        with memoryview(data) as whole, whole[filled:] as rest:
+            connection.recv_into(rest)
+        filled = len(data)
+        data += bytes(min(count - filled, filled))
+    return data
 
 
 LEAST_IN_FLIGHT = 16 << 10  # bytes; with less, a link would wait after every packet

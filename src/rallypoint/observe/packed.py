@@ -83,6 +83,8 @@ class _Packer:
             return ["F", _known_tag(value)]
         if issubclass(kind, enum.Enum):
             return [_known_tag(kind), value.name]
+        if issubclass(kind, tuple):  # a NamedTuple
+            return [_known_tag(kind), *map(self.pack, value)]
         if issubclass(kind, msgspec.Struct):
             return [_known_tag(kind), *(self.pack(getattr(value, name)) for name in kind.__struct_fields__)]
         if self._seen is not None:
@@ -210,6 +212,9 @@ class _Unpacker:
             raise PackingError(f"the recording holds a {tag}, which this version of Rallypoint does not know")
         if issubclass(kind, enum.Enum):
             return self._member(kind, parts)
+        if issubclass(kind, tuple):
+            _check_count(tag, parts, len(kind._fields))
+            return kind(*map(self.unpack, parts))
         if issubclass(kind, msgspec.Struct):
             _check_count(tag, parts, len(kind.__struct_fields__))
             return kind(**dict(zip(kind.__struct_fields__, map(self.unpack, parts), strict=True)))

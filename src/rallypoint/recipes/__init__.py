@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +31,9 @@ DESCRIPTIONS = {
 }
 """What each recipe does, in one sentence."""
 
-__all__ = ["DESCRIPTIONS", "RECIPES", "choose_device", "exit_status"]
+_PAUSES_S = (1.0, 60.0)  # the first pause before a model is saved again, which doubles, and the longest
+
+__all__ = ["DESCRIPTIONS", "RECIPES", "choose_device", "exit_status", "save_patiently"]
 
 
 def choose_device(name: str) -> torch.device:
@@ -56,6 +60,31 @@ def as_typed(path: str | Path) -> str:
         return shlex.quote(str(Path(path).absolute().relative_to(Path.cwd())))
     except ValueError:
         return shlex.quote(str(path))
+
+
+def save_patiently(
+    save: Callable[[Path], None], folder: Path, *, pause: Callable[[float], object] = time.sleep
+) -> None:  # fmt: skip
+    """Call `save(folder)` until it succeeds: the model exists only in this process, and a full disk may get room again.
+
+    Says once why it waits. Ctrl-C ends the wait, and the process.
+    """
+    from safetensors import SafetensorError
+
+    seconds = _PAUSES_S[0]
+    while True:
+        try:
+            save(folder)
+        except (OSError, SafetensorError) as error:
+            if seconds == _PAUSES_S[0]:
+                print(
+                    f"the model cannot be saved in {folder} ({error}): this process holds it and waits; make room "
+                    "there. Ctrl-C gives it up", flush=True,
+                )  # fmt: skip
+        else:
+            return
+        pause(seconds)
+        seconds = min(2 * seconds, _PAUSES_S[1])
 
 
 def exit_status(app: typer.Typer, argv: list[str] | None, *, program: str) -> int:

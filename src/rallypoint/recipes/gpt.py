@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 
 import rallypoint as rp
-from rallypoint.recipes import as_typed, choose_device, exit_status
+from rallypoint.recipes import as_typed, choose_device, exit_status, save_patiently
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.text import load_text
 
@@ -131,7 +131,7 @@ def readable(text: bytes) -> str:
 
 def _finish(model: GPT, validation: tuple[Tensor, Tensor], folder: Path) -> None:
     model.eval()
-    model.save(folder)
+    save_patiently(model.save, folder)
     prompt = "def "
     sample = model.generate(prompt.encode(), 200)
     print(f"validation loss: {validation_loss(model, validation):.3f} nats/byte (guessing blindly: 5.545)")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import rallypoint as rp
-from rallypoint.recipes import choose_device, exit_status
+from rallypoint.recipes import choose_device, exit_status, save_patiently
 from rallypoint.recipes.digits import CHANNELS, CLASSES, load_digits
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
 
@@ -93,7 +93,7 @@ def accuracy(model: ResNet, images: TensorDataset) -> float:
 
 def _finish(model: ResNet, validation: TensorDataset, folder: Path) -> None:
     model.eval()
-    model.save(folder)
+    save_patiently(model.save, folder)
     print(f"validation accuracy: {100 * accuracy(model, validation):.2f} % of {len(validation)} images")
     print(f"model saved in {folder}; to use it:\n  {ResNet.__module__}.ResNet.load(pathlib.Path({str(folder)!r}))")
 

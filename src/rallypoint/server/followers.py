@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, Sequence
 
 from rallypoint.core.shard.effects import Reply
+from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
@@ -15,17 +16,29 @@ from rallypoint.server.shards.held import HeldShard
 class Followers:
     """Sends frames to workers. Not thread-safe: only the owner thread calls it.
 
-    `owned` is the reducer's dict of shards. The shell knows which workers follow.
+    `owned` is the reducer's dict of shards. The shell knows which workers follow. With `newest_is_enough` a version
+    replaces the shard's older one that still waits for a slow follower.
     """
 
-    def __init__(self, shell: ServerShell[Channel], owned: Mapping[int, HeldShard]) -> None:
-        self._shell, self._owned = shell, owned
+    def __init__(
+        self, shell: ServerShell[Channel], owned: Mapping[int, HeldShard], *, newest_is_enough: bool
+    ) -> None:
+        self._shell, self._owned, self._newest_is_enough = shell, owned, newest_is_enough
         self._in_flight = 0  # bytes, on each worker's link; 0: no limit
 
-    def linked(self, channel: Channel, worker: str) -> None:
-        """A worker connected (again)."""
-        if self._shell.linked(channel, worker):
-            self._limit(channel)
+    def linked(self, channel: Channel, worker: str) -> Sequence[Effect]:
+        """A worker connected (again). Returns the effects to run.
+
+        Closes the connection that this one replaces: if its worker is still there, it connects and follows again.
+        """
+        older = self._shell.workers.get(worker)
+        effects = self._shell.linked(channel, worker)
+        if effects is None:
+            return []
+        self._limit(channel)
+        if older is not None:
+            older.connection.close()
+        return effects
 
     def share(self, nbytes: int, workers: int) -> None:
         """Let `nbytes` bytes be in flight to this server from `workers` workers together. 0: no limit."""
@@ -42,9 +55,14 @@ class Followers:
         for channel in self._shell.followers:
             self.send(channel, shard, version)
 
-    def send(self, channel: Channel, shard: int, version: int) -> None:
-        """Send a version to one follower. The job's last version is sent raw, because it is the result."""
-        self._send(channel, shard, Header(Kind.VERSION, step=version), raw=self._shell.is_last(shard, version))
+    def send(self, channel: Channel, shard: int, version: int, *, asked: bool = False) -> None:
+        """Send a version to one follower. The job's last version is sent raw, because it is the result.
+
+        `asked`: the follower needs this very version (I5), so it neither replaces a newer one nor is replaced.
+        """
+        place = ("version", shard) if self._newest_is_enough and not asked else None
+        raw = self._shell.is_last(shard, version)
+        self._send(channel, shard, Header(Kind.VERSION, step=version), raw=raw, place=place)
 
     def reply(self, shard: int, reply: Reply) -> None:
         """Send the version that a worker asked for, if the worker is still connected."""
@@ -57,8 +75,12 @@ class Followers:
         if (channel := self._shell.workers.get(worker)) is not None:
             channel.send(header._replace(view=self._shell.fence.number), payload, urgent=urgent)
 
-    def _send(self, channel: Channel, shard: int, header: Header, *, raw: bool) -> None:
+    def _send(
+        self, channel: Channel, shard: int, header: Header, *, raw: bool, place: Hashable = None
+    ) -> None:
         owned = self._owned[shard]
         code, buffer, nbytes = owned.raw(header.step) if raw else owned.encoded(header.step)
         header = owned.named(header._replace(view=self._shell.fence.number, shard=shard, length=nbytes, codec=code))
-        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
+        channel.send(
+            header, buffer.retain().bytes[:nbytes], sent=buffer.release, place=place, check=buffer.check
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from rallypoint.core.shard.events import Acked
 from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.view import Member, View
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
@@ -19,13 +20,16 @@ from rallypoint.server.reducer import inbox
 
 
 class Peers:
-    """Each link has a dialer thread, which receives acknowledgements. The coordinator's link calls `adopt`."""
+    """Each link has a dialer thread, which receives acknowledgements. The coordinator's link calls `adopt`.
+
+    `failed` is called with a fault of our own that has ended a link.
+    """
 
     def __init__(
         self, links: PeerLinks, views: Views, put: Callable[[inbox.Event | None], None],
-        *, transport: Transport, token: str, tracer: Tracer,
+        *, transport: Transport, token: str, tracer: Tracer, failed: Callable[[Exception], None],
     ) -> None:  # fmt: skip
-        self._links, self._views, self._put = links, views, put
+        self._links, self._views, self._put, self._failed = links, views, put, failed
         self._transport, self._token, self._tracer = transport, token, tracer
         self._dialers: dict[Key, Dialer] = {}
 
@@ -37,6 +41,11 @@ class Peers:
         for member in new:
             dialer = self._dialers[member.id, member.incarnation] = self._dial(member)
             dialer.start()
+
+    def unreachable(self) -> dict[str, float]:
+        """The other servers that cannot be reached -> seconds. Any thread may call it."""
+        missed = {key[0]: dialer.unreachable() for key, dialer in list(self._dialers.items())}
+        return {server: seconds for server, seconds in missed.items() if seconds > 0}
 
     def close(self) -> None:
         """Close all links."""
@@ -52,8 +61,12 @@ class Peers:
 
         def down(_: RallypointError) -> None:
             self._put(inbox.PeerLost(member.id, standing[0]))
+            if standing[0].fault is not None:
+                self._failed(standing[0].fault)
 
-        calls = Calls(lambda: self._views.number, up, lambda channel: self._receive_acks(member.id, channel), down)
+        calls = Calls(
+            lambda: self._views.number, up, lambda channel: self._receive_acks(member.id, channel), down, self._failed
+        )
         me = Identity("server", self._links.me, self._token)
         return Dialer(transport=self._transport, peer=member, me=me, calls=calls, tracer=self._tracer)
 
@@ -64,4 +77,5 @@ class Peers:
                 raise AccessDenied(expect(channel.receive_bytes(header), Refused).reason)
             if header.kind is not Kind.ACK:
                 raise ProtocolError(f"a {header.kind.name} frame from server {peer}")
-            self._put(inbox.Acked(peer, channel, header.shard, header.step, header.view))
+            acked = Acked(header.step, chosen=header.base == 1)
+            self._put(inbox.Acked(peer, channel, header.shard, acked, header.view))

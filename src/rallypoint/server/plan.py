@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rallypoint.config import JobConfig, cadence_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.policy import Sync
+from rallypoint.core.shard.clip import Rule
 from rallypoint.core.shard.server import Plan
 
 
@@ -14,10 +15,13 @@ def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
     """The plan of a job with this configuration and these shards."""
     parameters = frozenset(s.index for s in shards if s.role != "buffers")
     waiting = frozenset(s.index for s in shards) if config.nonfinite == "skip" else parameters
+    rule = Rule(
+        config.clip if config.clips_on_servers else None, skips=config.nonfinite == "skip",
+        stops=config.nonfinite == "stop",
+    )  # fmt: skip
     return Plan(
         policy=config.policy, expected=[config.contributors(s.role) for s in shards], measured=parameters,
-        decides=waiting if config.decides else frozenset(), clip=config.clip if config.clips_on_servers else None,
-        skip_not_finite=config.nonfinite == "skip", rounds=config.rounds,
+        decides=waiting if config.decides else frozenset(), rule=rule, rounds=config.rounds,
         buffer_policy=Sync(quorum=1) if config.contributors("buffers") > 1 else None,
         compensates=config.compensation > 0, cadence=cadence_of(config, shards),
     )  # fmt: skip

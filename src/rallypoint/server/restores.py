@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import RallypointError
 from rallypoint.server.reducer.inbox import Event, Restored, RestoreFailed, StateRecalled
+from rallypoint.store import closing
 from rallypoint.store.retry import patiently
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -21,7 +22,8 @@ class _Cancelled(RallypointError):
 class _Reading:
     """One restore and its thread, which ends soon after `cancel`."""
 
-    def __init__(self, run: Callable[[_Reading], None]) -> None:
+    def __init__(self, doing: str, run: Callable[[_Reading], None]) -> None:
+        self._doing = doing
         self._cancelled = threading.Event()
         self._room = threading.Semaphore(READ_AHEAD)
         self._thread = threading.Thread(target=run, args=(self,), name="restore", daemon=True)
@@ -31,8 +33,10 @@ class _Reading:
         self._cancelled.set()
         self._room.release()  # the thread may wait for room
 
-    def join(self) -> None:
-        self._thread.join()
+    @property
+    def thread(self) -> tuple[threading.Thread, str]:
+        """The thread, and what it does."""
+        return self._thread, self._doing
 
     @property
     def runs(self) -> bool:
@@ -76,16 +80,17 @@ class Restores:
         """Begin to read these shards from the snapshot `origin`. Cancels an earlier restore."""
         self.cancel()
         self._missing = set(shards)
+        doing = f"{self._me} restores {len(shards)} shards from snapshot {origin}"
 
         def run(reading: _Reading) -> None:
             try:
-                self._read(reading, shards, origin, generation)
+                self._read(reading, doing, shards, origin, generation)
             except _Cancelled:
                 return
             except Exception as error:  # the owner's thread handles it, or ignores it in a new generation
                 self._put(RestoreFailed(error, generation))
 
-        self._readings.append(_Reading(run))
+        self._readings.append(_Reading(doing, run))
 
     def cancel(self) -> None:
         """The generation is over: stop the restore."""
@@ -96,11 +101,10 @@ class Restores:
         self._recalls.clear()
 
     def close(self) -> None:
-        """Cancel, and wait for the threads."""
+        """Cancel, and wait for the threads; for a store that hangs only a few seconds."""
         readings = list(self._readings)
         self.cancel()
-        for reading in readings:
-            reading.join()
+        closing.end(*(reading.thread for reading in readings))
 
     def left_the_inbox(self) -> None:
         """The owner's thread took a record of the current restore out of the inbox."""
@@ -121,9 +125,10 @@ class Restores:
         self._missing.discard(shard)
         return self._recalls.pop(shard, [])
 
-    def _read(self, reading: _Reading, shards: Sequence[int], origin: str, generation: ViewNumber) -> None:
+    def _read(
+        self, reading: _Reading, doing: str, shards: Sequence[int], origin: str, generation: ViewNumber
+    ) -> None:
         store = SnapshotStore(self._url)
-        doing = f"{self._me} restores {len(shards)} shards from snapshot {origin}"
         manifest = patiently(lambda: store.load(origin), self._say, doing, reading.pause)
         for index in shards:
             reading.wait_for_room()

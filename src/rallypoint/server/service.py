@@ -12,6 +12,7 @@ from rallypoint.config import parse
 from rallypoint.core.job import JobRecord
 from rallypoint.core.shard import clip
 from rallypoint.core.shard.links import PeerLinks
+from rallypoint.core.typed import LONGEST_NAME
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net.advertise import advertised
@@ -21,6 +22,7 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
+    Beat,
     Capture,
     Finished,
     GiveUp,
@@ -35,7 +37,9 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
+from rallypoint.observe.lines import printable
 from rallypoint.observe.trace import Tracer
+from rallypoint.observe.waits import wait_heeding_signals
 from rallypoint.server.intake.intake import Intake
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.intake.views import Views
@@ -80,13 +84,15 @@ class ServerService:
         Raises AddressInUse, AccessDenied or LinkError when that fails, UsageError if nobody could connect to the
         advertised address.
         """
-        self._gate = Gate(self._transport, self._bind, self._token, self._admit, self._serve, self._tracer)
+        me = Identity("server", self.id, self._token)
+        self._gate = Gate(self._transport, self._bind, me, self._admit, self._serve, self._tracer)
         try:
             self._link = CoordinatorLink(
-                transport=self._transport, address=self._coordinator, me=Identity("server", self.id, self._token),
+                transport=self._transport, address=self._coordinator, me=me,
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
                 handlers=Handlers(
-                    self._on_message, self._on_coordinator_lost, lambda new: self._owner.put(inbox.Admitted(new))
+                    self._on_message, self._on_coordinator_lost, lambda new: self._owner.put(inbox.Admitted(new)),
+                    lambda: Beat() if self._peers is None else Beat(self._peers.unreachable()),
                 ),
             )  # fmt: skip
         except BaseException:
@@ -98,7 +104,7 @@ class ServerService:
 
     def wait(self) -> str | None:
         """Block until the job is over. Returns None, or the sentence with which it failed."""
-        self._views.over.wait()
+        wait_heeding_signals(self._views.over)
         return self._views.failure
 
     def leave(self) -> None:
@@ -152,10 +158,11 @@ class ServerService:
         writer = None
         if about.snapshots:
             writer = SnapshotWriter(about.snapshots, cast(Compression, about.compression), self.id, self._link.send)
+        self._gate.backlog.allow(*job.most_waiting)
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, about.trace)
         self._peers = Peers(
             PeerLinks(self.id, decides=job.config.decides), self._views, self._owner.put,
-            transport=self._transport, token=self._token, tracer=self._tracer,
+            transport=self._transport, token=self._token, tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
         self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots)
         self._owner.reducer = self._reducer
@@ -173,21 +180,25 @@ class ServerService:
         """Send a message to the coordinator. Any thread may call it."""
         self._link.send(message)
 
-    def not_finite(self, verdict: clip.Verdict, view: View) -> None:
-        """Handle a step that is skipped, or whose norm is not finite.
+    def not_finite(self, verdict: clip.Verdict, view: View, *, alone: bool) -> None:
+        """Report a step that is skipped, or must stop the job.
 
-        All servers get the same verdict. One of them reports a skipped step; each of them may end the job.
+        Of a verdict that all servers share, one of them reports a skipped step; each of them may end the job.
         """
-        if verdict.scale is None:
-            if view.primary[0] == self.id:
-                self._link.send(Skipped(verdict.step, verdict.not_finite, verdict.generation))
-        elif self._reducer is not None and self._reducer.job.config.nonfinite == "stop":
+        assert self._reducer is not None
+        job = self._reducer.job
+        parameter = "" if verdict.at is None else printable(job.record.layout.name_at(*verdict.at), LONGEST_NAME)
+        losses, gradients = verdict.not_finite, verdict.gradients
+        if verdict.stops:
+            what = clip.phrase(losses, gradients, parameter)
             self._link.send(
                 GiveUp(
-                    f"the gradient of step {verdict.step} is not finite although every loss was; lower the learning "
-                    "rate, or set nonfinite to 'skip' or 'continue'"
+                    f"{job.round_named(verdict.step)}: {what}: nothing of it was applied there; lower the learning "
+                    "rate, clip, or set nonfinite to 'skip' or 'continue'"
                 )
             )
+        elif alone or view.primary[0] == self.id:
+            self._link.send(Skipped(verdict.step, losses, verdict.generation, gradients, parameter, alone))
 
     def failed(self, error: BaseException) -> None:
         """The shards can no longer be trusted: end the job."""
@@ -216,6 +227,8 @@ class ServerService:
                 receive(channel, hello.id)
         finally:
             self._owner.put(inbox.Gone(channel, hello.id))
+            if channel.fault is not None:
+                self.failed(channel.fault)
 
     def _check_member(self, hello: Hello) -> None:
         """ProtocolError if the peer has the token but is not in the current view."""

@@ -129,7 +129,8 @@ class Files:
             return
         folder = Path(full)
         new = [path for path in (folder, *folder.parents) if not path.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+        for path in reversed(new):
+            path.mkdir(mode=0o700, exist_ok=True)  # a model's weights are their owner's
         for path in new:
             _sync_folder(str(path.parent))
 

@@ -19,7 +19,9 @@ import zstandard
 from rallypoint.errors import ConfigError, DamagedSnapshot, UsageError
 from rallypoint.store.manifest import Compression
 
-MAX_ARRAY_BYTES = 1 << 30  # far above any shard; a forged head cannot make us allocate all memory
+MAX_ARRAY_BYTES = 1 << 30  # far above any shard
+_MAX_RECORD_BYTES = 2 << 30  # of a record whose shard is not known
+_STATES_OF_A_WORD, _CODEC_BYTES_OF_A_WORD, _BESIDE_BYTES = 64, 32, 16 << 20  # generous: no optimizer keeps so much
 _MAGIC = b"RPS1"
 _STATE = "memory-"  # the prefix on disk of codec states
 _PREFIX = struct.Struct("<4sI")
@@ -107,10 +109,21 @@ def encode_chunks(record: ShardRecord, compression: Compression) -> list[bytes |
     return [_PREFIX.pack(_MAGIC, len(head)) + head, *payloads]
 
 
-def decode_record(data: bytes) -> ShardRecord:
-    """Return the record in `data`, in new writable arrays. Raises DamagedSnapshot when it is not exactly one record."""
+def most_bytes(words: int, replicas: int) -> int:
+    """The most bytes that the arrays of a shard of so many words may have, in a job of so many replicas."""
+    return words * (4 * _STATES_OF_A_WORD + _CODEC_BYTES_OF_A_WORD * replicas) + _BESIDE_BYTES
+
+
+def decode_record(data: bytes, most: int = _MAX_RECORD_BYTES) -> ShardRecord:
+    """Return the record in `data`, in new writable arrays.
+
+    Raises DamagedSnapshot when it is not exactly one record, or its arrays would have more than `most` bytes: a few
+    compressed bytes can claim to be any number of zeros. That is checked before memory is allocated.
+    """
     view = memoryview(data)
     head, position = _read_head(view)
+    if (nbytes := sum(map(_nbytes, head.arrays))) > most:
+        raise DamagedSnapshot(f"a shard record claims to have {nbytes} bytes of arrays: its shard has at most {most}")
     if sum(stored.nbytes for stored in head.arrays) != len(view) - position:
         raise DamagedSnapshot(f"a shard record of {len(view)} bytes is longer or shorter than its head says")
     if len({stored.name for stored in head.arrays}) != len(head.arrays):
@@ -163,11 +176,15 @@ def _store(array: Array, compression: Compression) -> bytes | memoryview:
     return zstandard.ZstdCompressor(level=_ZSTD_LEVEL, write_checksum=False).compress(raw.data)
 
 
-def _restore(stored: _Stored, payload: memoryview, compression: Compression) -> Array:
+def _nbytes(stored: _Stored) -> int:
+    """The bytes of an array when it is restored."""
     if stored.dtype not in _DTYPES:
         raise DamagedSnapshot(f"array {stored.name} of a shard record has the unknown dtype {stored.dtype!r}")
-    dtype = np.dtype(_DTYPES[stored.dtype])
-    nbytes = stored.elements * dtype.itemsize
+    return stored.elements * np.dtype(_DTYPES[stored.dtype]).itemsize
+
+
+def _restore(stored: _Stored, payload: memoryview, compression: Compression) -> Array:
+    dtype, nbytes = np.dtype(_DTYPES[stored.dtype]), _nbytes(stored)
     raw = np.frombuffer(payload if compression == "none" else _inflate(stored.name, payload, nbytes), np.uint8)
     if raw.size != nbytes:
         raise DamagedSnapshot(f"array {stored.name} of a shard record has {raw.size} bytes instead of {nbytes}")

@@ -147,6 +147,10 @@ class SnapshotStore:
                 return manifest
         return None
 
+    def holds_any(self) -> bool:
+        """True if there is a committed snapshot, usable or not."""
+        return any(map(self._is_committed, self._folders()))
+
     def manifests(self) -> list[Manifest]:
         """Return all committed snapshots whose manifest can be read, oldest first."""
         return self._survey()[0]
@@ -175,16 +179,21 @@ class SnapshotStore:
         Raises DamagedSnapshot naming the snapshot, the file and the shard; SnapshotError for a shard that it does not
         have.
         """
-        from rallypoint.store.record import decode_record  # needs numpy, which importing this module must not
+        from rallypoint.store.record import (  # need numpy, which importing this module must not
+            decode_record,
+            most_bytes,
+        )
 
         job = manifest.job
+        words = {shard.index: shard.words for shard in job.layout.shards}
+        replicas = int(job.config.get("replicas", 1))
         for shard in shards:
             entry = manifest.shards.get(shard)
             if entry is None:
                 raise SnapshotError(f"snapshot {manifest.id} has no shard {shard}")
             data = self._checked(manifest, shard, entry)
             try:
-                record = decode_record(data)
+                record = decode_record(data, most_bytes(words[shard], replicas))
             except DamagedSnapshot as error:
                 raise DamagedSnapshot(_damage(manifest.id, entry.file, f"shard {shard}: {error}")) from None
             right = job.version_at(shard, manifest.version)

@@ -8,7 +8,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.errors import DamagedSnapshot, ProtocolError
 from rallypoint.optim.flat import state_names
-from rallypoint.store.record import ShardRecord, decode_record
+from rallypoint.store.record import ShardRecord, decode_record, most_bytes
 
 MASTER = "master"
 OWN = "own"  # the prefix of array names that belong to a user's own optimizer
@@ -21,7 +21,7 @@ def read_state(data: bytes | bytearray | memoryview, shard: Shard, version: int,
     Raises ProtocolError when the data is anything else (I9).
     """
     try:
-        record = decode_record(bytes(data))
+        record = decode_record(bytes(data), most_bytes(shard.words, 0))
     except DamagedSnapshot as error:
         raise ProtocolError(f"a shard's state that cannot be read: {error}") from None
     if (record.shard, record.version) != (shard.index, version):

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.errors import RallypointError
 from rallypoint.net.messages import NotStored, Stored
+from rallypoint.store import closing
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
@@ -59,6 +60,7 @@ class SnapshotWriter:
         self._staging = Staging()
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._current: _Job | None = None
+        self._writing = ""  # the snapshot that the thread is about
         self._thread = threading.Thread(target=self._run, name="store snapshots", daemon=True)
         self._thread.start()
 
@@ -90,16 +92,16 @@ class SnapshotWriter:
             self._current = None
 
     def close(self) -> None:
-        """End the thread."""
+        """Abandon the snapshot in progress and end the thread. A store that hangs is waited for only a few seconds."""
         self.abandon()
         self._jobs.put(None)
-        self._thread.join()
+        closing.end((self._thread, f"{self._part}'s part of snapshot {self._writing}"))
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         while (job := self._jobs.get()) is not None:
-            snapshot = job.snapshot
+            snapshot = self._writing = job.snapshot
             try:
                 part = self._store.write_part(snapshot, self._part, self._records_of(job), self._compression)
             except _Abandoned:

@@ -13,6 +13,7 @@ namespaces named ``rp-*``, which ``ip netns del`` removes.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import select
@@ -32,6 +33,8 @@ MAX_HOSTS = 254  # one /24
 _NETNS_FOLDER = Path("/run/netns")  # where `ip netns` keeps its names
 _CONGESTION_CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _COMMAND_SECONDS = 30.0
+_NOBODY = "02:00:00:00:00:01"  # a hardware address that no host has
+_CLONE_NEWNET = 0x40000000  # from <sched.h>
 _KILL_SECONDS = 10.0
 
 
@@ -85,6 +88,26 @@ class Host:
         """Limit both directions of this host's link to ``mbit`` Mbit/s from now on; ``None`` lifts the limit."""
         _call(["tc", "-n", self.name, "-batch", "-"], [_shape("eth0", mbit)])
         _call(["tc", "-n", self._switch, "-batch", "-"], [_shape(self._port, mbit)])
+
+    def cut(self, *others: Host) -> None:
+        """From now on nothing that this host sends to `others` arrives; what they send to it does.
+
+        Nobody is told: no reset, no ICMP message, the interfaces stay up. The frames go to a hardware address that
+        nobody has.
+        """
+        lines = [f"neigh replace {other.address} lladdr {_NOBODY} nud permanent dev eth0" for other in others]
+        _call(["ip", "-n", self.name, "-batch", "-"], lines)
+
+    def heal(self, *others: Host) -> None:
+        """Undo `cut`."""
+        lines = [f"neigh del {other.address} dev eth0" for other in others]
+        _call(["ip", "-n", self.name, "-batch", "-"], lines)
+
+    def enter(self) -> None:
+        """Move the calling thread onto this host, with the threads that it starts from now on."""
+        with (_NETNS_FOLDER / self.name).open() as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
 
 
 class Netlab:

@@ -1,15 +1,16 @@
 """The same job in one process with plain PyTorch: every synchronous run must equal it, byte for byte.
 
-It runs R replicas one after another, sums in replica order, and steps one torch optimizer over the model's own
-parameters. It shares with the engine only what the job's definition fixes: sample order, seeds, the layout's shards
-(the clip norm is the norm of the shards' norms), the choice of optimizer groups.
+It runs R replicas one after another, adds their gradients pairwise (`tree_sum`: for one or two replicas that is the
+ordinary sum), and steps one torch optimizer over the model's own parameters. It shares with the engine only what the
+job's definition fixes: sample order, seeds, the layout's shards (the clip norm is the norm of the shards' norms), the
+choice of optimizer groups.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ from rallypoint.data.loader import MapDataset, MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.worker.tensors import ModelTensors
 
+Summand = TypeVar("Summand", float, torch.Tensor)
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 WeightFunction = Callable[[int, int], float]
 
@@ -75,21 +77,23 @@ class _Reference:
 
     def step(self, step: int) -> float:
         start = [b.clone() for b in self.buffers]
-        sums: list[torch.Tensor] = []
+        leaves: list[list[torch.Tensor]] = []
+        weights: list[float] = []
         kept: list[torch.Tensor] = []
-        total, losses, finite = 0.0, [], True
+        losses, finite = [], True
         for replica in range(self.config.replicas):
             copy_all(self.buffers, start)
             loss, gradients = self.replica(step, replica)
             weight = self.weight_of(step, replica)
             if weight != 1.0:
                 gradients = [g * weight for g in gradients]
-            sums = gradients if replica == 0 else [a + g for a, g in zip(sums, gradients, strict=True)]
+            leaves.append(gradients)
+            weights.append(weight)
             kept = [b.clone() for b in self.buffers] if replica == 0 else kept
-            total += weight
             losses.append(loss * weight)
             finite = finite and math.isfinite(loss)
         copy_all(self.buffers, kept)
+        sums, total = sum_leaves(leaves), tree_sum(weights)
         self.update(step, [s * (1.0 / total) for s in sums] if total != 1.0 else sums, finite, start)
         return math.fsum(losses) / total
 
@@ -139,7 +143,30 @@ class _Reference:
         for placed, gradient in zip(self.tensors.parameters, gradients, strict=True):
             placed.of(vector).copy_(gradient)
         shards = [s for s in self.tensors.layout.shards if s.role == "parameters"]
-        return total_norm(float(torch.linalg.vector_norm(vector[s.start : s.stop])) for s in shards)
+        return total_norm(norm_of(vector[s.start : s.stop]) for s in shards)
+
+
+def norm_of(values: torch.Tensor) -> float:
+    """The 2-norm in fp32; where squares of large values overflow, in fp64."""
+    norm = float(torch.linalg.vector_norm(values))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(values.double()))
+
+
+def tree_sum(values: Sequence[Summand]) -> Summand:
+    """The sum of `values` (numbers, or tensors of one shape) by a binary tree over their positions.
+
+    Example: ((v0 + v1) + (v2 + v3)) + v4. The left half of n values is the largest power of two below n.
+    """
+    if len(values) == 1:
+        return values[0]
+    middle = 1 << (len(values) - 1).bit_length() - 1
+    left, right = tree_sum(values[:middle]), tree_sum(values[middle:])
+    return left + right
+
+
+def sum_leaves(leaves: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """`tree_sum` over replicas, of each of their tensors."""
+    return [tree_sum(of_replicas) for of_replicas in zip(*leaves, strict=True)]
 
 
 def plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -21,7 +21,14 @@ from rallypoint.core.policy import LocalSteps
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MapDataset, MicroBatches
 from rallypoint.data.randomness import seed_everything
-from rallypoint.testing.reference import LossFunction, WeightFunction, copy_all, plain_optimizer
+from rallypoint.testing.reference import (
+    LossFunction,
+    WeightFunction,
+    copy_all,
+    plain_optimizer,
+    sum_leaves,
+    tree_sum,
+)
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -71,8 +78,9 @@ class _Reference:
 
     def round(self, number: int, steps: range) -> float:
         buffers, kept = [b.clone() for b in self.buffers], [b.clone() for b in self.buffers]
-        sums = [torch.zeros_like(p) for p in self.start]
-        total, losses = 0.0, []
+        leaves: list[list[torch.Tensor]] = []
+        weights: list[float] = []
+        losses = []
         for replica in range(self.config.replicas):
             copy_all(list(self.parameters), list(self.start))
             copy_all(self.buffers, buffers)
@@ -82,11 +90,12 @@ class _Reference:
             weight = math.fsum(self.weight_of(step, replica) for step in steps) / len(steps)
             with torch.no_grad():
                 deltas = [(start - local) * weight for start, local in zip(self.start, self.parameters, strict=True)]
-                sums = deltas if replica == 0 else [a + d for a, d in zip(sums, deltas, strict=True)]
+                leaves.append(deltas)
             kept = [b.clone() for b in self.buffers] if replica == 0 else kept
-            total += weight
+            weights.append(weight)
             losses.append(loss * weight)
-        for start, delta in zip(self.start, sums, strict=True):
+        total = tree_sum(weights)
+        for start, delta in zip(self.start, sum_leaves(leaves), strict=True):
             start.grad = delta * (1.0 / total)
         self.outer.step()
         copy_all(list(self.parameters), list(self.start))
@@ -145,21 +154,22 @@ class _Streaming(_Reference):
     def round(self, number: int, steps: range) -> float:
         buffers, kept = [b.clone() for b in self.buffers], [b.clone() for b in self.buffers]
         due = [(s, start) for s, start in zip(self.shards, self.start, strict=True) if self.is_due(s.index, steps.stop)]
-        sums = [torch.zeros_like(start) for _, start in due]
-        total, losses = 0.0, []
+        leaves: list[list[torch.Tensor]] = []
+        weights: list[float] = []
+        losses = []
         for replica in range(self.config.replicas):
             self.load(self.local[replica])
             copy_all(self.buffers, buffers)
             loss = self.steps(steps, replica) / len(steps)
             weight = math.fsum(self.weight_of(step, replica) for step in steps) / len(steps)
             local = self.local[replica] = self.vector()
-            deltas = [(start.detach() - local[s.start : s.stop]) * weight for s, start in due]
-            sums = deltas if replica == 0 else [a + d for a, d in zip(sums, deltas, strict=True)]
+            leaves.append([(start.detach() - local[s.start : s.stop]) * weight for s, start in due])
             kept = [b.clone() for b in self.buffers] if replica == 0 else kept
-            total += weight
+            weights.append(weight)
             losses.append(loss * weight)
+        total = tree_sum(weights)
         self.outer.zero_grad()  # without a gradient torch leaves a parameter and its momentum unchanged
-        for (_, start), delta in zip(due, sums, strict=True):
+        for (_, start), delta in zip(due, sum_leaves(leaves), strict=True):
             start.grad = delta * (1.0 / total)
         self.outer.step()
         new = [(shard, start.detach().clone()) for shard, start in due]

@@ -7,7 +7,10 @@ A process writes a recording when ``RALLYPOINT_RECORD=FOLDER`` is set (`observe/
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +22,12 @@ from rallypoint.observe.observed import changing_methods
 from rallypoint.observe.packed import pack, unpack
 from rallypoint.observe.recording import SUFFIX, Beginning, Call, RecordingError, read, version
 from rallypoint.testing.story import Told, story
+
+CALL_S = 5.0  # seconds of processor time for one call; a machine needs milliseconds
+
+
+class _TooLong(BaseException):
+    """A call does not end. No Exception: the machine must not catch it, and it is no result of the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +62,21 @@ class Replayed:
 def replay(path: Path) -> Replayed:
     """Run a recording again, up to the first difference; the machine's rules are checked after each call.
 
-    Raises RecordingError when the file is no recording, PackingError when it holds what this version does not know.
+    Raises RecordingError when the file is no recording, or a call does not end (a damaged number may make a machine
+    loop; only the main thread can stop that). Raises PackingError when it holds what this version does not know.
     """
     first, calls = read(path)
     machine = unpack(first.state)
     number = 0
     for number, call in enumerate(calls, 1):
-        got, raised = _call(machine, call)
+        try:
+            with _bounded():
+                got, raised = _call(machine, call)
+        except _TooLong:
+            raise RecordingError(
+                f"{path}: call {number}, {call.method}, has not ended after {CALL_S:g} s of processor time: the "
+                "recording is damaged, or the machine loops for ever"
+            ) from None
         if (difference := _difference(number, call, got, raised)) is not None:
             return Replayed(path, first.name, first.version, machine, number, difference)
     return Replayed(path, first.name, first.version, machine, number)
@@ -79,6 +96,26 @@ def recordings(paths: list[Path]) -> list[Path]:
     for path in paths:
         found += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
     return found
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Raise _TooLong in the body after CALL_S. On the main thread only: others get no signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def too_long(number: int, frame: object) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    # Repeated: an exception that is raised inside a callback of the garbage collector is lost
+    signal.setitimer(signal.ITIMER_VIRTUAL, CALL_S, CALL_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _call(machine: Any, call: Call) -> tuple[Any, bool]:

@@ -71,7 +71,7 @@ class ShardPlay:
         self.steps: list[int] = []  # for each update its place in the schedule
         self._tickets: dict[int, Name] = {}
         self._out: Counter[int] = Counter()
-        self._sum: list[Name] = []
+        self._parts: dict[int, list[Name]] = {}  # of the sum in progress, by the first replica
         self._clocks = list(self.machine.clocks)
         self._held: dict[int, _Held] = {}
         self._sent: list[shard_events.Contribute] = []
@@ -178,10 +178,17 @@ class ShardPlay:
         match effect:
             case shard_effects.Install():
                 pass
-            case shard_effects.Take(ticket=ticket) | shard_effects.Add(ticket=ticket):
-                self._check(isinstance(effect, shard_effects.Take) == (not self._sum), f"{effect} into {self._sum}")
+            case shard_effects.Take(ticket=ticket, at=at):
+                self._check(at not in self._parts, f"{effect} into {self._parts}")
                 self._leave(ticket)
-                self._sum.append(self._tickets[ticket])
+                self._parts[at] = [self._tickets[ticket]]
+            case shard_effects.Add(ticket=ticket):
+                self._leave(ticket)
+                self._parts[0].append(self._tickets[ticket])
+            case shard_effects.Merge(left=left, right=right):
+                self._parts[left] += self._parts.pop(right)
+            case shard_effects.Discard(at=at):
+                del self._parts[at]
             case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._leave(ticket)
                 self._check(not fault, fault)
@@ -205,21 +212,21 @@ class ShardPlay:
         self._check(self._out[ticket] == 1, f"the payload of {self._tickets.get(ticket)} has left twice")
 
     def _apply(self, apply: shard_effects.Apply) -> None:
-        before = self.contents[max(self.contents)]
+        before, done = self.contents[max(self.contents)], self._parts.get(0, [])
+        self._check(len(self._parts) == 1, f"{apply} of {self._parts}")
         self._check(apply.version == max(self.contents) + 1, f"{apply} after version {max(self.contents)}")
-        self._check(bool(self._sum), f"{apply} of nothing")
-        self._check(not before & set(self._sum), f"{sorted(before & set(self._sum))} are applied twice")
-        self._check(len(set(self._sum)) == len(self._sum), f"{self._sum} in one sum")
+        self._check(not before & set(done), f"{sorted(before & set(done))} are applied twice")
+        self._check(len(set(done)) == len(done), f"{done} in one sum")
         self._check(math.isfinite(apply.rate) and apply.rate > 0, f"{apply} has no sensible rate")
         if self.needed is not None:
-            steps = {step for step, _ in self._sum}
-            self._check(steps == {apply.version - 1}, f"{self._sum} in round {apply.version - 1}")
-            self._check(len(self._sum) == self.needed, f"{len(self._sum)} instead of {self.needed} in a round")
+            steps = {step for step, _ in done}
+            self._check(steps == {apply.version - 1}, f"{done} in round {apply.version - 1}")
+            self._check(len(done) == self.needed, f"{len(done)} instead of {self.needed} in a round")
         self._check(not self.steps or self.steps[-1] <= apply.step, f"{apply} after step {self.steps}")
         self.steps.append(apply.step)
-        self.contents[apply.version] = before | set(self._sum)
-        self.skipped.update(self._sum if apply.scale is None else ())
-        self._sum = []
+        self.contents[apply.version] = before | set(done)
+        self.skipped.update(done if apply.scale is None else ())
+        self._parts = {}
         if apply.replicate:
             self._under_way.append(apply.version)
 

@@ -69,14 +69,16 @@ class Speeds:
     ) -> tuple[str, int, int] | None:
         """(idle worker, step, replica) if a replica of `step` is late and a worker has nothing to do; else None.
 
-        Returns each (step, replica) only once.
+        Returns each (step, replica) only once. Last come the replicas that the late worker has computed: it may keep
+        them, to add them up with the late one before it sends them (I3).
         """
         done = self._reported.get(step, set())
         late = [
             (worker, replica) for worker, own in assigned.items() for replica in own
-            if replica not in done and (step, replica) not in self._assisted
+            if (step, replica) not in self._assisted and not done.issuperset(own)
             and now - self._last.get(worker, now) > _LATE * self._usual(workers)
         ]  # fmt: skip
+        late.sort(key=lambda found: found[1] not in done)
         # A worker without replicas does not follow the job, and so does not have the parameters.
         idle = [w for w in workers if assigned.get(w) and set(assigned[w]) <= done and not any(w == slow for slow,
             _ in late)]

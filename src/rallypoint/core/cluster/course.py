@@ -24,7 +24,8 @@ class Course:
         views: the view in force, and how the next one is made.
         phase: the phase of the job.
         begun: the first weights are stored, or a step has been computed. From then on they cannot be uploaded again.
-        furthest: the highest step that a report of this generation named; -1 before the first.
+        furthest: the highest step that reports of this generation prove (`reached_by`); -1 before the first.
+        applied: the highest step that a server has applied in this generation; -1 if none has said so.
         workers_max: the most workers that compute; more stand by.
         revision: rises whenever `state()` has changed in something that the next coordinator needs.
         last_word: how the job ended; None while it goes on.
@@ -39,6 +40,7 @@ class Course:
     phase: Phase = Phase.GATHERING
     begun: bool = False
     furthest: int = -1
+    applied: int = -1
     workers_max: int = 1
     revision: int = 0
     last_word: Finish | Abort | None = None
@@ -66,6 +68,20 @@ class Course:
         """A worker reports that it has reached `version`."""
         if worker in self.members.workers:
             self.revision += self.recovery.has(worker, version)
+
+    def has_applied(self, server: str, step: int) -> None:
+        """A server of the view in force reports that it has applied `step`."""
+        view = self.view
+        if view is not None and self.record is not None and server in {*view.primary.values(), *view.backup.values()}:
+            self.applied = max(self.applied, min(step, self.record.rounds - 1))
+
+    def reached_by(self, step: int) -> int:
+        """The step that a report of `step` proves: at most one after what servers have applied.
+
+        Reports and servers' words come over different connections, so a report that seems too high may be true; it
+        counts as less until the servers' words are here. Without them it counts as one step more than was known.
+        """
+        return min(step, max(self.furthest, self.applied + 1) if self.applied >= 0 else self.furthest + 1)
 
     def may_report(self, worker: str, step: int) -> bool:
         """True if a report of `step` from `worker` can be true: it has proposed the record, and the job has that step.
@@ -107,9 +123,9 @@ class Course:
 
     @property
     def servers_to_begin(self) -> int:
-        """The servers to wait for before computing: `servers`; once there has been a view, as many as replication
-        needs. Some may have left since as they were told, and nobody starts others in their place."""
-        return min(self.terms.servers, max(1, self.terms.replication)) if self.views.begun else self.terms.servers
+        """The servers to wait for before computing: `servers`; one, once there has been a view. Others may have left
+        since as they were told, and nobody starts others in their place; who comes later becomes a backup."""
+        return 1 if self.views.begun else self.terms.servers
 
     def active(self) -> list[str]:
         """The workers that compute, those that are ready longest first; the others stand by."""

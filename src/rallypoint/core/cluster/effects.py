@@ -88,6 +88,20 @@ class Say:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Note:
+    """Write a sentence into the event log only."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Tell the observers that the last version cannot be stored, and who holds it."""
+
+    text: str
+
+
 class Finish(msgspec.Struct, frozen=True, tag=True):
     """Tell all members that the job has finished. The worker `lead` saves the model."""
 
@@ -101,5 +115,6 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 Effect = (
-    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | Finish | Abort
+    Refuse | Dismiss | Admit | Prepare | Publish | Assist | Capture | Commit | FindSnapshot | Say | Note | Hold
+    | Finish | Abort
 )  # fmt: skip

@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Member, ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """Members of an earlier coordinator know more than its journal has: go on from this state.
+
+    It comes before all other events, or not at all.
+    """
+
+    state: ClusterState
+
+
+@dataclass(frozen=True, slots=True)
+class Outrun:
+    """A member knows a newer view of an earlier coordinator than the one from which this coordinator went on."""
+
+    member: str
+    number: ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +57,15 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Applied:
+    """A server has applied `step` in that generation: workers may be at the step after it."""
+
+    server: str
+    step: int
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class CaughtUp:
     """A primary says that the backups of these shards hold all that it has published (they have caught up).
 
@@ -65,10 +93,20 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A member's connection ended; `reason` says why, as far as known."""
+    """A member's process closed its connection, or has ended; `reason` says why, as far as known."""
 
     member: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unlinked:
+    """A member's connection broke, and its process may live: the network does not carry, or (`reset`) its system sent
+    a reset. A dead process's system does that, and also one whose TCP has given the connection up."""
+
+    member: str
+    reason: str
+    reset: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +122,22 @@ class Heard:
     """A member sent a sign of life."""
 
     member: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life that says how its sender gets on.
+
+    Attributes:
+        unreachable: peer -> seconds for which the sender could not reach it. Only peers that it should reach.
+        waited: seconds for which a worker's main thread has waited for others; 0.0 while it does not wait.
+        activity: rises whenever a worker's main thread gets on.
+    """
+
+    member: str
+    unreachable: Mapping[str, float] = field(default_factory=dict)
+    waited: float = 0.0
+    activity: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +157,11 @@ class Resized:
 @dataclass(frozen=True, slots=True)
 class SnapshotWanted:
     """A user asks for a snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A user lets the job end although its last version is in no snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +198,6 @@ class Found:
 
 
 Event = (
-    Joined | Proposed | Progress | CaughtUp | Leaving | Done | Left | Failed | Heard | Tick | Resized | SnapshotWanted
-    | Captured | SnapshotLost | Committed | Found
+    Joined | Proposed | Progress | Applied | CaughtUp | Leaving | Done | Left | Unlinked | Failed | Heard | Beat | Tick
+    | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun | Released
 )  # fmt: skip

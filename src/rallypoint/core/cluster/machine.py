@@ -21,6 +21,9 @@ from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
+from rallypoint.core.cluster.health.apart import set_apart
+from rallypoint.core.cluster.health.reach import Reach
+from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.invariants import check_course
 from rallypoint.core.cluster.snapshot_duty import SnapshotDuty
 from rallypoint.core.cluster.snapshots import Snapshots
@@ -50,15 +53,18 @@ class ClusterMachine:
     _assigner: Assigner = field(default_factory=Assigner)
     _snapshots: Snapshots = field(init=False)
     _succession: Succession = field(init=False)
+    _silence: Silence = field(init=False)
+    _reach: Reach = field(init=False)
     _origin: str = ""
     _checked: View | None = None  # the view in force when `validate` was called last
 
     def __post_init__(self) -> None:
-        epoch = 1 if self.recovered is None else self.recovered.epoch + 1
+        epoch = 1 + max(self.terms.earlier, 0 if self.recovered is None else self.recovered.epoch)
         self.course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
         self.course.workers_max = self.terms.workers_max
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
         self._succession = Succession(self.course, self._snapshots, self._assigner)
+        self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             record, self._origin, version = self.resume
             self.course.describe(record)
@@ -78,13 +84,21 @@ class ClusterMachine:
         course.views.caught_up = set(state.caught_up)
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
-        course.workers_max, course.last_word = state.workers_max, state.last_word
+        course.last_word = state.last_word
+        if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
+            course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:
             course.phase = Phase.GATHERING if state.last_word is None else Phase.OVER
             return
         course.phase = Phase.RUNNING
         course.members.expect(course.view)
         course.recovery.recovered(state.state_holders, moved=bool(course.view.assignments) or state.begun)
+
+    def _took_over(self, state: ClusterState) -> list[Effect]:
+        epoch = max(self.course.views.epoch, state.epoch + 1)
+        self.course.views.epoch = self._snapshots.duty.epoch = epoch
+        self._recover(state)
+        return []
 
     # ---- questions the shell asks ----
 
@@ -131,6 +145,10 @@ class ClusterMachine:
     def waiting_for(self) -> str | None:
         """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
         course = self.course
+        if self._snapshots.duty.held and course.members.all_done and not self._snapshots.final:
+            return f"room for the last version, which {self._snapshots.holders} hold (Ctrl-C ends the job without it)"
+        if self._silence.cut_off:
+            return "members to be heard again (the coordinator presumes that it is cut off itself)"
         if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, self.terms)):
             return phrase
         return awaited(
@@ -153,8 +171,17 @@ class ClusterMachine:
             case events.Heard(member=member):
                 course.members.heard(member, course.now)
                 return []
+            case events.Beat(member=member):
+                course.members.heard(member, course.now)
+                if member in course.members:
+                    self._reach.beat(event)
+                return []
             case events.Progress():
                 return self._progress(event)
+            case events.Applied(server=server, step=step, generation=generation):
+                if course.is_current(generation):
+                    course.has_applied(server, step)
+                return []
             case events.Tick(now=now):
                 return self._tick(now)
             case events.Joined():
@@ -176,8 +203,16 @@ class ClusterMachine:
                 return self.course.end(Abort(f"{member}: {reason}")) if member in course.members else []
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
+            case events.Unlinked(member=member, reason=reason, reset=reset):
+                if member in course.members:
+                    course.members.unlinked(member, reason if reset else "")
+                return []
             case events.Found():
                 return self._succession.found(event)
+            case events.TookOver(state=state):
+                return self._took_over(state)
+            case events.Outrun():
+                return self._succession.outrun(event)
             case _:
                 return self._snapshot_event(event)
 
@@ -187,7 +222,7 @@ class ClusterMachine:
         course, members = self.course, self.course.members
         member, role = event.member, event.role
         members.heard(member.id, course.now)
-        if members.is_back(member, role):
+        if members.is_same(member.id, role, member.incarnation):
             return self._returned(member)
         effects: list[Effect] = []
         if members.is_taken(member.id, role):  # the old process is gone, even if its connection still looks open
@@ -204,9 +239,16 @@ class ClusterMachine:
         return [*effects, *(self._succession.recover() if recovering else self._succession.advance())]
 
     def _returned(self, member: Member) -> list[Effect]:
-        """A member of an earlier coordinator's view has connected again: the same process."""
-        self.course.members.awaited.discard(member.id)
+        """The same process has connected again: after the coordinator's restart, or because its connection broke.
+
+        What was sent to it may be lost: send it again.
+        """
+        course = self.course
+        course.members.returned(member.id)
+        self._snapshots.duty.abandon()  # it may have missed the request
         effects: list[Effect] = [Admit(member.id, member.incarnation)]
+        if member.id in course.members.servers and course.record is not None and course.phase is not Phase.GATHERING:
+            effects.append(Prepare(member.id, course.record))
         if self.view is not None:
             effects.append(Publish(self.view, (member.id,)))
         return effects
@@ -253,6 +295,7 @@ class ClusterMachine:
         was_worker, polite = member in members.workers, member in members.leaving
         members.remove(member)
         self._assigner.forget(member)
+        self._reach.forget(member)
         had_state = course.recovery.gone(member)
         if course.phase is Phase.GATHERING:
             if not members.proposed and self.resume is None:
@@ -282,8 +325,10 @@ class ClusterMachine:
             course.begun = True
             course.changed()
         course.has_state(event.worker, event.step)
+        reached = course.reached_by(event.step)
         self._assigner.computed(event, course.replicas, max(course.now, event.now))
-        course.furthest = max(course.furthest, event.step)
+        course.furthest = max(course.furthest, reached)
+        self._reach.computed(event.worker, event.step)
         self._snapshots.duty.computed(event.step, event.replica)
         return self._snapshots.take_if_due()
 
@@ -306,16 +351,20 @@ class ClusterMachine:
         if first:
             course.members.all_heard(now)
             self._snapshots.duty.last = (self._snapshots.duty.last[0], now)
-        effects: list[Effect] = []
-        for member, seconds in course.members.silent(now, self.terms.heartbeat):
+        found = self._silence.look(course.members, now)
+        effects: list[Effect] = [Say(found.said)] if found.said else []
+        for member, why in found.given_up:
             if course.phase is Phase.OVER:
                 break  # the job ended with the loss of the member before
-            why = f"no sign of life for {seconds:.1f} s"
             effects.append(Refuse(member, f"given up: {why}"))
-            course.members.give_up(member, now + self.terms.heartbeat)
+            if member not in found.dead:
+                course.members.give_up(member, now + self.terms.heartbeat)
             effects += self._left(member, why)
         if course.record is None:  # all have gone at once: a view of the job that they gave up is for nobody
             effects = [effect for effect in effects if not isinstance(effect, Publish)]
+        if course.phase is Phase.RUNNING and not self._silence.cut_off:
+            apart = set_apart(self._reach, course, self._left)
+            effects += [*apart, *self._succession.advance()] if apart else []
         if course.phase is Phase.RUNNING:
             if course.storing_first_weights and self._snapshots.taking is None and not course.members.awaited:
                 effects += self._succession.new_generation("")  # an earlier coordinator was lost at the start

@@ -19,9 +19,13 @@ class Membership:
         proposed: the workers that have proposed the job's record, the earliest first.
         leaving: members that were told to leave: their replicas and shards move to others.
         done: workers that hold the last version.
-        awaited: members of an earlier coordinator's view that have not connected again yet.
+        awaited: members without a connection that are expected to connect again: those of an earlier coordinator's
+            view, and those whose connection broke without a word.
+        resets: member whose connection was reset -> why it may be gone; looked at with the next tick.
         given_up: worker given up for its silence -> the time (s) until which the job's end waits for it. Most of them
             were only slow, and come back.
+        apart: members that hold the job up, by id: see `health.reach`. Such a worker stands by, also if it comes back;
+            such a server hands its shards over.
     """
 
     incarnations: int = 0
@@ -31,7 +35,9 @@ class Membership:
     leaving: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
     awaited: set[str] = field(default_factory=set)
+    resets: dict[str, str] = field(default_factory=dict)
     given_up: dict[str, float] = field(default_factory=dict)
+    apart: set[str] = field(default_factory=set)
     _heard: dict[str, float] = field(default_factory=dict)
 
     def __contains__(self, id: str) -> bool:
@@ -56,10 +62,16 @@ class Membership:
         """True if there is a member of that id and role."""
         return id in self._of(role)
 
-    def is_back(self, member: Member, role: str) -> bool:
-        """True if this is an awaited member, with the same incarnation."""
-        known = self._of(role).get(member.id)
-        return known is not None and known.incarnation == member.incarnation and member.id in self.awaited
+    def unlinked(self, id: str, reset: str = "") -> None:
+        """The member's connection broke, and it may live. `reset`: its system sent a reset, with this reason."""
+        self.awaited.add(id)
+        if reset:
+            self.resets[id] = reset
+
+    def returned(self, id: str) -> None:
+        """The same process has connected again."""
+        self.awaited.discard(id)
+        self.resets.pop(id, None)
 
     def is_same(self, id: str, role: str, incarnation: int) -> bool:
         """True if the member of that id and role has this incarnation; always False for 0, a new process."""
@@ -71,14 +83,15 @@ class Membership:
         self.workers.pop(id, None)
         self.servers.pop(id, None)
         self.proposed.pop(id, None)
+        self.resets.pop(id, None)
         for members in (self.leaving, self.done, self.awaited):
             members.discard(id)
         self._heard.pop(id, None)
 
     @property
     def staying(self) -> dict[str, Member]:
-        """The servers that were not told to leave; if all were, all of them."""
-        staying = {id: server for id, server in self.servers.items() if id not in self.leaving}
+        """The servers that were not told to leave, and are not set apart; if there is none, all of them."""
+        staying = {id: server for id, server in self.servers.items() if id not in self.leaving | self.apart}
         return staying or self.servers
 
     def _of(self, role: str) -> dict[str, Member]:
@@ -99,6 +112,10 @@ class Membership:
         silences = [(id, now - self._heard.get(id, now)) for id in (*self.workers, *self.servers)]
         return [(id, seconds) for id, seconds in silences if seconds > patience]
 
+    def heard_within(self, id: str, now: float, seconds: float) -> bool:
+        """True if the member gave a sign of life in the last `seconds`."""
+        return now - self._heard.get(id, now) <= seconds
+
     def give_up(self, id: str, until: float) -> None:
         """Note that a silent member is about to be removed. If it is a worker, the job does not end before `until`."""
         if id in self.workers:
@@ -118,7 +135,9 @@ class Membership:
     def active(self, at_least: int, at_most: int) -> list[str]:
         """The workers that compute: at most `at_most`, the earliest first; none while fewer than `at_least` could."""
         able = [worker for worker in self.proposed if worker in self.workers and worker not in self.leaving]
-        return able[:at_most] if len(able) >= at_least else []
+        sound = [worker for worker in able if worker not in self.apart]
+        chosen = sound if len(sound) >= at_least and sound else able
+        return chosen[:at_most] if len(chosen) >= at_least else []
 
     @property
     def present(self) -> set[str]:
@@ -128,5 +147,5 @@ class Membership:
     @property
     def all_done(self) -> bool:
         """True if there are workers and all of them hold the last version."""
-        present = self.present
+        present = self.present - self.apart  # who is set apart may be unable to fetch it
         return bool(present) and present <= self.done

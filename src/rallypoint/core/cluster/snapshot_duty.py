@@ -12,6 +12,7 @@ from rallypoint.core.job import JobRecord
 
 CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may be past the version when the request arrives
 SNAPSHOT_PATIENCE = 10  # heartbeats without a part of a snapshot after which it is given up
+LONGEST_PAUSE_S = 60.0  # between snapshots that fail; it begins with a heartbeat, and doubles
 _ATTEMPTS = 10_000  # the most snapshots of one coordinator: no two coordinators use the same number
 
 
@@ -69,7 +70,8 @@ class SnapshotDuty:
         taking: the snapshot in progress; None if there is none.
         wanted: a snapshot is due at once: a user asked for one, or the last one could not be completed.
         last: the version of the last complete snapshot, and the time (s) when it was complete.
-        final: no snapshot of the last version is needed any more: it is stored, cannot be stored, or was not wanted.
+        final: no snapshot of the last version is needed any more: it is stored, or not wanted.
+        held: the last version could not be stored; members hold it until there is room.
     """
 
     terms: Terms
@@ -78,8 +80,11 @@ class SnapshotDuty:
     wanted: bool = False
     last: tuple[int, float] = (0, 0.0)
     final: bool = False
+    held: bool = False
     _attempts: int = 0
     _clocks: dict[int, int] = field(default_factory=dict)  # replica -> its next step
+    _failed: int = 0  # snapshots in a row
+    _not_before: float = 0.0  # the time (s) before which none is taken, unless it is wanted
 
     def __post_init__(self) -> None:
         self.final = not self.terms.snapshots
@@ -92,7 +97,8 @@ class SnapshotDuty:
         """True if it is time to ask for the next snapshot.
 
         `furthest` is the highest step reported; `ending`: a worker holds the last version. Snapshots by steps are of
-        multiples of `snapshot_steps`; they have to be asked for `lead` steps before that.
+        multiples of `snapshot_steps`; they have to be asked for `lead` steps before that. After one that failed there
+        is a pause, which doubles with each further one: its cause (a full disk, no file descriptors) may last.
         """
         if self.taking is not None or not self.terms.snapshots:
             return False
@@ -101,7 +107,8 @@ class SnapshotDuty:
         rounds = -(-self.terms.snapshot_steps // record.steps_per_round)
         by_steps = rounds > 0 and furthest + max(1, lead) >= (version // rounds + 1) * rounds
         by_time = 0 < self.terms.snapshot_seconds <= now - when and new_steps > 0
-        return by_steps or by_time or self.wanted or (ending and not self.final)
+        by_itself = now >= self._not_before and (by_steps or by_time or self.held)
+        return by_itself or self.wanted or (ending and not self.final and not self.held)
 
     def next_version(self, record: JobRecord, furthest: int, rule: VersionRule, *, ending: bool) -> int:
         """The version of the next snapshot, by the job's `rule`."""
@@ -129,9 +136,10 @@ class SnapshotDuty:
         """Note that the snapshot in progress is complete and durable. Returns its version."""
         assert self.taking is not None
         self.last, self.taking = (self.taking.version, now), None
+        self._failed, self._not_before = 0, 0.0
         return self.last[0]
 
-    def lost(self, passed: int) -> int:
+    def lost(self, passed: int, now: float) -> int:
         """Drop the snapshot in progress: it cannot be completed. Returns its version.
 
         If a shard was past that version already (`passed` is not -1), the next snapshot is due at once.
@@ -139,7 +147,15 @@ class SnapshotDuty:
         assert self.taking is not None
         version, self.taking = self.taking.version, None
         self.wanted = self.wanted or passed >= 0
+        if passed < 0:
+            self._not_before = now + min(LONGEST_PAUSE_S, self.terms.heartbeat * 2.0**self._failed)
+            self._failed = min(self._failed + 1, 30)
         return version
+
+    def hold(self) -> bool:
+        """The last version could not be stored: keep trying, more and more seldom. Returns True the first time."""
+        first, self.held, self.wanted = not self.held, True, False
+        return first
 
     def abandon(self) -> None:
         """Drop the snapshot in progress, if any: shards have moved. The next one is due at once."""
@@ -150,6 +166,7 @@ class SnapshotDuty:
         """Drop the snapshot in progress and the replicas' clocks: a new generation begins."""
         self.taking = None
         self.final = not self.terms.snapshots
+        self.held = False
         self._clocks.clear()
 
     def given_up(self, now: float) -> SnapshotLost | None:

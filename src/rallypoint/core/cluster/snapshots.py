@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Capture, Commit, Effect, Say
+from rallypoint.core.cluster.effects import Capture, Commit, Effect, Hold, Say
 from rallypoint.core.cluster.snapshot_duty import SnapshotDuty, SnapshotInProgress
 from rallypoint.core.cluster.state import Phase
 
@@ -47,6 +47,9 @@ class Snapshots:
                 return [Commit(snapshot, taking.version)] if self.duty.stored(shards, self.course.now) else []
             case events.SnapshotLost(snapshot=snapshot) if self.duty.under_way(snapshot):
                 return self._lost(event)
+            case events.Released():
+                self.duty.final = True
+                return []
             case events.Committed(snapshot=snapshot) if self.duty.under_way(snapshot):
                 return self._committed(self.duty.complete(self.course.now))
             case _:
@@ -98,18 +101,44 @@ class Snapshots:
         return self.take() if self.course.view is not None and self.course.view.ending else []
 
     def _lost(self, event: events.SnapshotLost) -> list[Effect]:
-        version = self.duty.lost(event.passed)
+        version = self.duty.lost(event.passed, self.course.now)
         if event.passed >= 0:
-            self.course.furthest = max(self.course.furthest, event.passed)
+            self.course.furthest = max(self.course.furthest, min(event.passed, self._last_version))
             return []
-        if self._at_the_end(version):
-            self.duty.final = True
+        if self._at_the_end(version) and self._ending:
+            return self._hold(event.reason)
         said: list[Effect] = [Say(f"snapshot {event.snapshot} could not be taken: {event.reason}")]
         if not self.course.begun:
             said.append(Say(_NO_FIRST))
             self.duty.wanted = True
             self._begin()
         return said
+
+    def _hold(self, reason: str) -> list[Effect]:
+        """The last version could not be stored: keep it in memory until it is, or until the user lets the job end."""
+        if not self.duty.hold():
+            return []
+        return [Hold(
+            f"version {self._last_version}, the last, is not stored ({reason}). {self.holders} hold it in memory and "
+            "wait: make room, it is tried again. Ctrl-C ends the job without it; scripts then go on, and may save the "
+            "model"
+        )]  # fmt: skip
+
+    @property
+    def holders(self) -> str:
+        """The members that hold the last version, as ``server0, server1``."""
+        assert self.course.view is not None
+        servers = [member.id for member in self.course.view.servers]
+        return ", ".join(sorted(self.course.recovery.writers(servers, self.course.computing()))) or "workers"
+
+    @property
+    def _ending(self) -> bool:
+        return self.course.view is not None and self.course.view.ending
+
+    @property
+    def _last_version(self) -> int:
+        assert self.course.record is not None
+        return self.course.record.rounds
 
     def _begin(self) -> None:
         """Let the workers compute: the first weights are stored, or cannot be."""

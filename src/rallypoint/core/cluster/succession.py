@@ -10,7 +10,7 @@ import msgspec
 from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Publish, Say
+from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.snapshots import Snapshots
 from rallypoint.core.cluster.state import Phase
@@ -94,7 +94,7 @@ class Succession:
         if better is None:
             return []
         why, assignments = better
-        return [Say(why), *self.advance(assignments=assignments)]
+        return [Note(why), *self.advance(assignments=assignments)]
 
     def _assist_straggler(self) -> list[Effect]:
         course = self.course
@@ -124,6 +124,16 @@ class Succession:
                 course.phase, course.furthest = Phase.RUNNING, version - 1
                 return self.new_generation("", uploader=uploader, ending=ending)
 
+    def outrun(self, event: events.Outrun) -> list[Effect]:
+        """A member acted on a view that nobody knew when this coordinator took over: begin a new generation."""
+        if self.course.phase is not Phase.RUNNING:
+            return []
+        said = Say(
+            f"{event.member} comes back with view {event.number}, which the journal had no room for and no other "
+            "member knew: what the servers hold is not certain"
+        )
+        return [said, *self.recover()]
+
     def found(self, event: events.Found) -> list[Effect]:
         """Begin a new generation from the snapshot that was found; end the job if there is none."""
         course = self.course
@@ -145,6 +155,7 @@ class Succession:
         """
         course = self.course
         assert course.record is not None
+        course.applied = -1
         course.recovery.begins(stored=origin != "")
         self.assigner.restart()
         self.snapshots.duty.restart()

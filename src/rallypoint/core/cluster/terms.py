@@ -17,10 +17,15 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         servers: the job begins when so many servers are here.
         replication: 2 keeps every shard on a second server too (I4).
         heartbeat: seconds without a sign of life after which a member is given up.
+        hang_after: seconds after which a worker whose main thread does nothing is given up, if all others wait for it;
+            at least ten times the median step. 0: never.
         backup_tasks: ask an idle worker for a straggler's replica too.
         snapshot_steps: take a snapshot every so many steps of training; 0: not by steps.
         snapshot_seconds: take a snapshot every so many seconds; 0: not by time.
         snapshots: take snapshots at all; then also at the start, at the end and on demand.
+        earlier: how many coordinators of this job were started before this one, as far as its launcher knows. So no two
+            have the same epoch, even if the journal could not be written (I10). If there were any, `workers_max` is the
+            size that was announced last.
     """
 
     workers_start: int = 1
@@ -29,10 +34,12 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     servers: int = 1
     replication: int = 1
     heartbeat: float = 3.0
+    hang_after: float = 60.0
     backup_tasks: bool = False
     snapshot_steps: int = 0
     snapshot_seconds: float = 0.0
     snapshots: bool = False
+    earlier: int = 0
 
     @property
     def features(self) -> frozenset[Feature]:

@@ -92,6 +92,15 @@ def pairings(view: View, before: View | None) -> dict[int, ViewNumber]:
     return {s: before.paired[s] if now[s] == then[s] else view.number for s in view.backup}
 
 
+def homings(view: View, before: View | None) -> dict[int, ViewNumber]:
+    """`View.homed` for `view`: shard -> the number of the view in which this process became its primary."""
+    if before is None:
+        return dict.fromkeys(view.primary, view.number)
+    now, then = _homes(view), _homes(before)
+    stayed = {shard for shard, home in now.items() if home is not None and home == then.get(shard)}
+    return {shard: before.homed.get(shard, view.number) if shard in stayed else view.number for shard in view.primary}
+
+
 def _alive(view: View, servers: Mapping[str, Member]) -> set[str]:
     incarnations = {member.id: member.incarnation for member in view.servers}
     return {id for id, member in servers.items() if incarnations.get(id) == member.incarnation}
@@ -104,6 +113,12 @@ def _pairs(view: View) -> dict[int, list[Member]]:
         shard: [members[name] for name in (home, view.backup.get(shard)) if name in members]
         for shard, home in view.primary.items()
     }
+
+
+def _homes(view: View) -> dict[int, Member | None]:
+    """Every shard's primary as a member: id and incarnation."""
+    members = {member.id: member for member in view.servers}
+    return {shard: members.get(home) for shard, home in view.primary.items()}
 
 
 def _hosts(servers: Mapping[str, Member]) -> dict[str, str]:

@@ -8,7 +8,14 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.core.cluster.membership import Membership
-from rallypoint.core.cluster.view_change import first_homes, pairings, rebalanced, still_caught_up, surviving_primaries
+from rallypoint.core.cluster.view_change import (
+    first_homes,
+    homings,
+    pairings,
+    rebalanced,
+    still_caught_up,
+    surviving_primaries,
+)
 from rallypoint.core.layout import Shard
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 
@@ -55,7 +62,7 @@ class ViewSequence:
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
         )  # fmt: skip
-        return msgspec.structs.replace(view, paired=pairings(view, None))
+        return msgspec.structs.replace(view, paired=pairings(view, None), homed=homings(view, None))
 
     def following(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, ending: bool
@@ -73,7 +80,7 @@ class ViewSequence:
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending,
         )  # fmt: skip
-        return msgspec.structs.replace(view, paired=pairings(view, before))
+        return msgspec.structs.replace(view, paired=pairings(view, before), homed=homings(view, before))
 
     def adopt(self, view: View) -> None:
         """Put `view` in force."""

@@ -1,4 +1,4 @@
-"""One decision per step that all servers compute alike: the clip factor, or to skip a step that is not finite.
+"""One decision per step that all servers compute alike: the clip factor, or not to apply a step that is not finite.
 
 Each server measures the norms of its own shards and sends them to the other servers. When a server knows the norms of
 all shards of the layout, it computes the decision. All servers use the same floats in the same order, so they get the
@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Annotated
 
 import msgspec
 
 from rallypoint.core.view import ViewNumber
 
 _FIRST = ViewNumber()
+_Replicas = Annotated[tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)], ...], msgspec.Meta(max_length=1 << 16)]
 _EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 
 
 class Measure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The 2-norm of one shard's mean gradient at a step, and the replicas whose loss was not finite."""
+    """What a server found in the finished sum of one shard at a step.
 
-    shard: int
+    Attributes:
+        norm: the 2-norm of the mean gradient; 0 where no factor depends on it.
+        not_finite: the replicas whose loss was not finite.
+        gradients: the replicas whose contribution to the shard was not finite, as far as they are known.
+        at: the first word of the shard that is not finite; -1: all are finite.
+    """
+
+    shard: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     norm: float
-    not_finite: tuple[int, ...] = ()
+    not_finite: _Replicas = ()
+    gradients: _Replicas = ()
+    at: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +48,25 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The decision on `step` of `generation`: all servers scale the gradient by `scale`, or skip the step (None)."""
+    """The decision on `step` of `generation`: all servers scale the gradient by `scale`, or skip the step (None).
+
+    With `stops` nobody applies the step, and the job ends. `not_finite` and `gradients` are as in `Measure`; `at` is
+    the first (shard, word) that is not finite, None if there is none.
+    """
 
     step: int
     norm: float
     scale: float | None
     not_finite: tuple[int, ...] = ()
     generation: ViewNumber = _FIRST
+    gradients: tuple[int, ...] = ()
+    at: tuple[int, int] | None = None
+    stops: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Is everything finite, as far as the servers know?"""
+        return not self.not_finite and not self.gradients and self.at is None and math.isfinite(self.norm)
 
 
 def clip_scale(norm: float, clip: float | None) -> float:
@@ -59,6 +82,46 @@ def total_norm(norms: Iterable[float]) -> float:
     return math.sqrt(math.fsum(norm * norm for norm in norms))
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How servers decide: the limit of the norm (None: no clipping), and what is done with a step that is not finite.
+
+    Without `skips` and `stops` it is applied like any other.
+    """
+
+    clip: float | None = None
+    skips: bool = False
+    stops: bool = False
+
+    @property
+    def examines(self) -> bool:
+        """Do servers look at each finished sum before they apply it?"""
+        return self.skips or self.stops
+
+    def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> Verdict:
+        """The decision on a step, from the measures in shard order."""
+        norm = total_norm(measure.norm for measure in measures)
+        losses = _union(measure.not_finite for measure in measures)
+        gradients = _union(measure.gradients for measure in measures)
+        at = next(((measure.shard, measure.at) for measure in measures if measure.at >= 0), None)
+        found = Verdict(step, norm, clip_scale(norm, self.clip), losses, generation, gradients, at)
+        if found.whole or not self.examines:
+            return found
+        return replace(found, scale=None, stops=self.stops)
+
+
+def phrase(losses: Sequence[int], gradients: Sequence[int], parameter: str) -> str:
+    """What is not finite, for a sentence: whose loss, or whose gradient and in which parameter first."""
+    if losses:
+        return f"the loss of replica {', '.join(map(str, losses))} is not finite"
+    whose = f" of replica {', '.join(map(str, gradients))}" if gradients else ""
+    return f"the gradient{whose} is not finite" + (f", first in {parameter}" if parameter else "")
+
+
+def _union(replicas: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(sorted({replica for some in replicas for replica in some}))
+
+
 _REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the middle of a step
 
 
@@ -66,8 +129,8 @@ _REMEMBERED = 2  # steps whose decision is kept, for a backup promoted in the mi
 class ClipMachine:
     """Takes measures; returns `Tell` and `Verdict`. It lives for one `generation`; a roll-back replaces it.
 
-    `shards` are all parameter shards of the layout. `own` are those whose primary is this server; it changes with the
-    view.
+    `shards` are all shards of the layout that wait for it. `own` are those whose primary is this server; it changes
+    with the view.
 
     A server that died may have sent its measures to only some of the others. So every server sends all that it knows
     again (`retell`) whenever the servers change.
@@ -75,8 +138,7 @@ class ClipMachine:
 
     shards: Sequence[int]
     own: frozenset[int]
-    clip: float | None
-    skip_not_finite: bool
+    rule: Rule
     generation: ViewNumber = _FIRST
     _known: dict[int, dict[int, Measure]] = field(default_factory=dict)
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
@@ -129,10 +191,7 @@ class ClipMachine:
     def _decide(self, step: int, known: dict[int, Measure]) -> list[Tell | Verdict]:
         if len(known) < len(self.shards):
             return []
-        norm = total_norm(known[shard].norm for shard in self.shards)
-        bad = tuple(sorted({replica for measure in known.values() for replica in measure.not_finite}))
-        skip = self.skip_not_finite and (bool(bad) or not math.isfinite(norm))
-        verdict = Verdict(step, norm, None if skip else clip_scale(norm, self.clip), bad, self.generation)
+        verdict = self.rule.verdict(step, [known[shard] for shard in self.shards], self.generation)
         self._verdicts[step] = verdict
         for old in [s for s in self._known.keys() | self._verdicts.keys() if s <= step - _REMEMBERED]:
             self._known.pop(old, None)

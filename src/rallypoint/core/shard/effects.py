@@ -17,14 +17,45 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Start the sum with the ticket's payload times `weight` (on a backup: the payload is the finished gradient).
+    """Keep the ticket's payload as a part of the sum (on a backup: the payload is the finished gradient).
 
-    With `base`, first apply delay compensation for the updates after that version.
+    It is the sum of `count` replicas, the first of which is `at`. One replica's payload is multiplied by `weight`; a
+    larger block is weighted already. `early`: see OnTime. With `base`, first apply delay compensation for the updates
+    after that version.
     """
 
     ticket: Ticket
     weight: float
     base: int | None = None
+    at: int = 0
+    count: int = 1
+    early: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Add the part that begins at replica `right` to the one that begins at `left`: they are siblings in the tree."""
+
+    left: int
+    right: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """Drop the part of the sum that begins at replica `at`: a larger block has its replicas."""
+
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnTime:
+    """The part that begins at replica `at` is not early any more.
+
+    A part is early while a lower replica is missing. Only so many bytes of early parts are taken without slowing down
+    their senders.
+    """
+
+    at: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +69,10 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep the ticket's payload for later."""
+    """Keep the ticket's payload for later. `credit`: its sender may send on, whatever is held already."""
 
     ticket: Ticket
+    credit: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +90,17 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The sum of `step` is complete: divide it by `total_weight`. With `measure`, compute its norm for the decision."""
+    """The sum of `step` is complete: divide it by `total_weight`. With `measure`, look at it: a decision is awaited.
+
+    `not_finite` are the replicas whose loss was not finite; `gradients` those whose contribution was not finite.
+    """
 
     step: int
     total_weight: float
     measure: bool
     not_finite: tuple[int, ...] = ()
+    replicas: int = 0  # how many are in the sum
+    gradients: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +166,20 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
+class Choose:
+    """Tell the backup which contributions are in the finished sum of `step`, in the order of adding."""
+
+    step: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledge:
-    """Tell the primary that this backup has `version`."""
+    """Tell the primary that this backup has `version`; with `chosen`, also the choice of contributions to the next one.
+    """
 
     version: int
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +199,6 @@ class Capture:
 
 
 Effect = (
-    Install | Take | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Wait | Gather | Fill
-    | Acknowledge | CaughtUp | Capture
+    Install | Take | Merge | Discard | OnTime | Add | Hold | Drop | Abandon | Finish | Apply | Publish | Reply | Wait
+    | Gather | Choose | Fill | Acknowledge | CaughtUp | Capture
 )  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rallypoint.core.sums.tree import Block
+
 Ticket = int  # names a payload; the shell maps it to a buffer
 EVERYTHING = -1  # in place of a replica: the follower wants the last version of the job
 
@@ -18,10 +20,12 @@ class Initialise:
 
 @dataclass(frozen=True, slots=True)
 class Contribute:
-    """A contribution arrived, named by (shard, step, replica).
+    """A contribution arrived, named by (shard, step, block): the sum of `count` replicas, the first of which is
+    `replica`.
 
-    `weight` is its weight in the mean. `finite` is False if its replica's loss was not finite. `base` is the version
-    that it was computed from.
+    `weight` is its weight in the mean. `finite` is False if the loss of one of its replicas was not finite, or if its
+    values are not (then `whole` is False). `bad` names these replicas, where more than one contributed and they are
+    known. `base` is the version that it was computed from.
     """
 
     step: int
@@ -30,6 +34,14 @@ class Contribute:
     ticket: Ticket
     finite: bool = True
     base: int = 0
+    whole: bool = True
+    count: int = 1
+    bad: tuple[int, ...] = ()
+
+    @property
+    def block(self) -> Block:
+        """The replicas that it is the sum of."""
+        return Block(self.replica, self.replica + self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +98,19 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """The primary tells its backup which contributions are in the finished sum of `step`, in the order of adding."""
+
+    step: int
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Acked:
-    """The backup acknowledged `version`."""
+    """The backup acknowledged `version`; with `chosen`, also the choice of contributions that make the next one."""
 
     version: int
+    chosen: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +138,6 @@ class CaptureAt:
 
 
 Event = (
-    Initialise | Contribute | Want | Unfollowed | Fold | Decide | Loaded | Replicated | Acked | Assigned | FillBackup
-    | CaptureAt
+    Initialise | Contribute | Want | Unfollowed | Fold | Decide | Loaded | Replicated | Chosen | Acked | Assigned
+    | FillBackup | CaptureAt
 )  # fmt: skip

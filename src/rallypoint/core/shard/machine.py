@@ -14,6 +14,11 @@ The path of a contribution through a primary:
                       +--> Drop                      decides: awaiting +-- Decide
 ```
 
+With `chooses`, the sum depends on which contributions came first, and servers decide by its norm. If there is a backup,
+it has to know the choice before the sum is finished and anybody hears the norm: Choose, then Finish when it has
+acknowledged. If it is promoted in the middle of the round, it takes the same contributions in the same order, so its
+sum has the same norm.
+
 Under a streaming policy each replica has a clock: the step of its next contribution. Versions count updates. A follower
 asks for the parameters for one replica's next step (`core/shard/wants.py`). The primary answers when three things are
 true: the parameters contain that replica's last contribution, they are durable, and the policy lets the replica go on.
@@ -29,11 +34,10 @@ from dataclasses import dataclass, field
 from rallypoint.core.policy import Policy, Verdict
 from rallypoint.core.shard import events
 from rallypoint.core.shard.capturing import CapturePoint
+from rallypoint.core.shard.choice import Choice
 from rallypoint.core.shard.clocks import Clocks
 from rallypoint.core.shard.effects import (
     Abandon,
-    Acknowledge,
-    Add,
     Apply,
     CaughtUp,
     Drop,
@@ -47,6 +51,7 @@ from rallypoint.core.shard.effects import (
     Take,
 )
 from rallypoint.core.shard.replication import Replication
+from rallypoint.core.shard.summing import Chain, SumInProgress, TreeSum
 from rallypoint.core.shard.tally import Tally
 from rallypoint.core.shard.wants import Wants
 
@@ -58,8 +63,8 @@ class ShardMachine:
     """The state of one shard.
 
     `expected` replicas contribute to it: R for parameters, 1 for buffers (only replica 0's are kept). With `decides`,
-    the finished sum waits for the decision that all servers take together: global-norm clipping, or whether to skip a
-    step that is not finite. `rounds` is how many contributions each replica makes to this shard in the whole job.
+    the finished sum waits for a decision: global-norm clipping, or what to do with a step that is not finite. `rounds`
+    is how many contributions each replica makes to this shard in the whole job.
     """
 
     policy: Policy
@@ -67,28 +72,33 @@ class ShardMachine:
     decides: bool = False
     primary: bool = True
     rounds: int = 0
-    skips: bool = False  # under a streaming policy: skip contributions that are not finite
+    chooses: bool = False  # the decision depends on which contributions this shard takes
+    skips: bool = False  # under a streaming policy: a contribution that is not finite gets an update of its own
     compensates: bool = False
     version: int = -1  # updates applied here; -1: no state yet
     published: int = -1  # the newest version that followers may see (<= `version`)
     awaiting: bool = False  # the sum is finished and waits for the decision
+    chosen: tuple[int, ...] = ()  # the round in progress takes these, as an earlier primary had chosen; empty: any
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
     tally: Tally = field(default_factory=Tally)
     replication: Replication = field(default_factory=Replication)
     wants: Wants = field(default_factory=Wants)
     _capture: CapturePoint = field(default_factory=CapturePoint)
+    _fill_next: bool = False
+    _choice: Choice = field(default_factory=Choice)
     _decision: events.Decide | None = None  # arrived before the sum was finished (possible for buffers)
-    _sum: list[events.Contribute] = field(default_factory=list)  # those in the sum in progress, in order of adding
-    _held: dict[int, events.Contribute] = field(default_factory=dict)
+    _sum: SumInProgress = field(init=False)
+    _held: dict[int, events.Contribute] = field(default_factory=dict)  # not for a tree
 
     def __post_init__(self) -> None:
         self.clocks = Clocks.at((), self.policy.clocks(self.expected), self.version)
+        self._sum = TreeSum(self.expected) if self.policy.tree else Chain(self.expected)
 
     # ---- what a policy reads (`core.policy.Ledger`) ----
 
     @property
     def added(self) -> int:
-        return len(self._sum)
+        return self._sum.added
 
     @property
     def slowest(self) -> int:
@@ -99,7 +109,7 @@ class ShardMachine:
         return self.clocks.visible(self.published) if self.clocks else self.published
 
     def knows(self, replica: int) -> bool:
-        return replica in self._held or any(contribution.replica == replica for contribution in self._sum)
+        return replica in self._held or self._sum.knows(replica)
 
     def clock(self, replica: int) -> int:
         return self.clocks[replica] if self.clocks else self.version
@@ -114,14 +124,17 @@ class ShardMachine:
                 return self.wants.add(event, self) if self.primary else []
             case events.Replicated():
                 return self._replicated(event)
-            case events.Acked(version=version):
-                return self._acknowledged(version)
+            case events.Chosen(step=step):
+                self._choice.learn(event)
+                return [] if self.primary or step != self.version else [self._choice.acknowledge(self.version)]
+            case events.Acked():
+                return self._acknowledged(event)
             case events.Initialise(ticket=ticket, version=version):
                 return self._initialise(ticket, version)
             case events.Decide():
                 return self._decide(event)
             case events.Fold():
-                return self._finish() if self._sum else []
+                return self._finish() if self._sum.added and not self.awaiting else []
             case events.Unfollowed(follower=follower):
                 self.wants.forget(follower)
                 return []
@@ -147,58 +160,65 @@ class ShardMachine:
     def _contribute(self, event: events.Contribute) -> list[Effect]:
         if not self.primary or self.version < 0:
             return [Drop(event.ticket)]  # sent under an older view: the worker will send it again
-        match self.policy.admit(self, event.step, event.replica):
-            case Verdict.REJECT if event.replica < self.expected:
+        if fault := self._sum.fault(event):
+            return [Drop(event.ticket, fault)]
+        verdict = self.policy.admit(self, event.step, event.replica)
+        alone = bool(self.clocks) and self.skips and not event.finite  # drop it, and no other in its sum
+        waits = self.awaiting or (alone and self._sum.added and self.decides)  # for the decision on the sum before it
+        match verdict:
+            case Verdict.REJECT:
                 # For a step that has not begun here: the worker has a version from a newer primary than this server.
                 return [Drop(event.ticket)]
-            case Verdict.REJECT:
-                fault = f"replica {event.replica} does not contribute to this shard (it has {self.expected})"
-                return [Drop(event.ticket, fault)]
-            case Verdict.DROP:
+            case _ if verdict is Verdict.DROP or self._sum.covers(event):
                 self.tally.refused(event.replica, event.step, may_be_late=not self.clocks)
                 return [Drop(event.ticket)]
-            case Verdict.HOLD:
+            case Verdict.HOLD | Verdict.ADD if verdict is Verdict.HOLD or waits:
                 self._held[event.replica] = event
                 self.tally.arrived(event.replica, event.step)
-                return [Hold(event.ticket)]
-            case Verdict.ADD:
-                alone = self.skips and not event.finite  # skip only this contribution, not others in the same sum
-                before = self._finish() if alone and self._sum else []
-                return [*before, self._add(event), *self._take_held(), *self._finish_when_complete()]
+                finished = self._finish() if verdict is Verdict.ADD and not self.awaiting else []
+                # What was chosen first may come last, from the same worker: nobody may wait to be allowed to send it.
+                return [Hold(event.ticket, credit=bool(self.chosen)), *finished]
+            case _:
+                before = self._finish() if alone and self._sum.added else []
+                return [*before, *self._add(event), *self._take_held(), *self._finish_when_complete()]
 
-    def _add(self, event: events.Contribute) -> Effect:
-        self._sum.append(event)
-        self.tally.arrived(event.replica, event.step)
+    def _add(self, event: events.Contribute) -> list[Effect]:
+        for replica in range(*event.block):
+            self.tally.arrived(replica, event.step)
         base = event.base if self.compensates and event.base < self.version else None
-        return (Take if self.added == 1 else Add)(event.ticket, event.weight, base)
+        return self._sum.add(event, base)
 
     def _take_held(self) -> list[Effect]:
-        """Add the held contributions that the policy admits now, in replica order."""
+        """Add the held contributions that the policy admits now, in the order chosen, or of replicas."""
         effects: list[Effect] = []
-        for replica in sorted(self._held):
+        for replica in [r for r in self.chosen or sorted(self._held) if r in self._held]:
             held = self._held.pop(replica)
             if self.policy.admit(self, held.step, replica) is not Verdict.ADD:
                 self._held[replica] = held
                 continue
-            effects.append(self._add(held))
+            effects += self._add(held)
             if self.clocks:
                 break  # each held contribution becomes an update of its own
         return effects
 
     def _finish_when_complete(self) -> list[Effect]:
-        if not self._sum or self.awaiting:
+        if not self._sum.added or self.awaiting or self._choice.pending:
             return []
-        alone = self.clocks and (self.replication.replicating or (self.skips and not self._sum[0].finite))
+        bad = self._sum.losses or self._sum.gradients
+        alone = self.clocks and (self.replication.replicating or (self.skips and bad))
         if alone or self.policy.complete(self):
-            return self._finish()
+            if not (self.chooses and self.replication.limits):
+                return self._finish()
+            self._choice.pending = True  # without a link it is told with the state, once the link is up again
+            return [self._choice.tell(self.version, self._sum.contributions)] if self.replication.replicating else []
         return [Gather()] if self.clocks else []
 
     def _finish(self) -> list[Effect]:
-        not_finite = tuple(sorted(c.replica for c in self._sum if not c.finite))
-        total = sum(contribution.weight for contribution in self._sum)
-        finish = Finish(self.version, total, self.decides, not_finite)
+        self._choice.pending = False
+        losses, gradients = self._sum.losses, self._sum.gradients
+        finish = Finish(self.version, self._sum.weight, self.decides, losses, self.added, gradients)
         if not self.decides:
-            return [finish, *self._advance(None if self.skips and not_finite else 1.0)]
+            return [finish, *self._advance(None if self.skips and (losses or gradients) else 1.0)]
         if self._decision is not None and self._decision.step == self.version:
             return [finish, *self._advance(self._decision.scale)]
         self.awaiting = True
@@ -216,13 +236,19 @@ class ShardMachine:
         rate = self._count(skipped=scale is None)
         applied = Apply(
             self.version + 1, self.clocks.mean if self.clocks else self.version, scale, self._oldest, rate=rate,
-            replica=self._sum[0].replica, replicate=self.replication.replicating,
+            replica=self._sum.first, replicate=self.replication.replicating,
         )  # fmt: skip
-        done, self._sum, self.awaiting = self._sum, [], False
+        done = self._sum.contributions
+        self._sum.clear()
+        self.awaiting = False
         self.version += 1
+        self.chosen = ()
         for contribution in done if self.clocks else ():
             self.clocks.tick(contribution.replica, self.version)
         effects: list[Effect] = [applied, *self._capture.reached(self.version), *self._publish()]
+        if self._fill_next:
+            self._fill_next = False
+            effects += self._fill()
         if self.clocks:
             effects += [*self._take_held(), *self._finish_when_complete()]
         return effects
@@ -232,8 +258,8 @@ class ShardMachine:
         if not self.clocks:
             self.tally.round(self.added, self.expected, skipped=skipped)
             return 1.0
-        self.tally.update([max(0, self.version - c.base) for c in self._sum], skipped=skipped)
-        return sum(self.policy.rate(self, self.version - contribution.base) for contribution in self._sum)
+        self.tally.update([max(0, self.version - c.base) for c in self._sum.contributions], skipped=skipped)
+        return sum(self.policy.rate(self, self.version - contribution.base) for contribution in self._sum.contributions)
 
     @property
     def _oldest(self) -> int:
@@ -255,19 +281,29 @@ class ShardMachine:
     def _fill(self) -> list[Effect]:
         if not (self.primary and self.replication.needs_sync and self.version >= 0):
             return []
+        if self.clocks and self._sum.added and self.decides:
+            self._fill_next = True  # once the sum in progress is decided
+            return [] if self.awaiting else self._finish()
         effects: list[Effect] = []
-        while self.clocks and self._sum:
+        while self.clocks and self._sum.added:
             # The backup hears of one contribution per update, so finish the sum in progress before sending the state.
             effects += self._finish()
         self.replication.filled()
+        if self.chooses and (self._choice.pending or self.awaiting):
+            # first: with the state it may be promoted
+            effects.append(self._choice.tell(self.version, self._sum.contributions))
         return [*effects, Fill(self.version)]
 
-    def _acknowledged(self, version: int) -> list[Effect]:
-        if not (self.primary and self.replication.replicating) or version > self.version:
+    def _acknowledged(self, event: events.Acked) -> list[Effect]:
+        if not (self.primary and self.replication.replicating) or event.version > self.version:
             return []
-        self.replication.acknowledged(version)
+        self.replication.acknowledged(event.version)
         effects = self._publish()
-        return [*effects, CaughtUp()] if self.replication.catches_up(self.published) else effects
+        if self.replication.catches_up(self.published):
+            effects.append(CaughtUp())
+        if self._choice.pending and event == events.Acked(self.version, chosen=True):
+            effects += self._finish()
+        return effects
 
     # ---- the backup ----
 
@@ -275,13 +311,13 @@ class ShardMachine:
         if self.primary or self.version < event.step:
             return [Drop(event.ticket)]  # from a replaced primary, or sent before this backup had the state
         if self.version > event.step:
-            return [Drop(event.ticket), Acknowledge(self.version)]
+            return [Drop(event.ticket), self._choice.acknowledge(self.version)]
         place = self.clocks.mean if self.clocks else self.version
         applied = Apply(self.version + 1, place, None if event.skip else 1.0, self._oldest, rate=event.rate)
         self.version += 1
         if event.replica < len(self.clocks):
             self.clocks.tick(event.replica, self.version)
-        return [Take(event.ticket, 1.0), applied, Acknowledge(self.version)]
+        return [Take(event.ticket, 1.0), applied, self._choice.acknowledge(self.version)]
 
     # ---- either ----
 
@@ -290,7 +326,7 @@ class ShardMachine:
         if self.clocks:
             self.clocks = Clocks.at(event.clocks, self.expected, event.version)
         if not self.primary:
-            return [Acknowledge(event.version)]
+            return [self._choice.acknowledge(self.version)]
         self.published = -1
         self.tally.restart(event.version)
         self.wants.restarted(self)
@@ -307,17 +343,22 @@ class ShardMachine:
         if event.fresh or not event.backup or promoted:
             self.replication.assigned(backup=event.primary and event.backup)
         if promoted:
+            self.chosen = self._choice.known(self.version)
             self.published = -1
             self.tally.restart(self.version)
         if event.primary and self.version >= 0:
             effects += self._publish()
+        if self._choice.pending and not self.replication.limits:
+            effects += self._finish()  # the backup that was to know the choice is gone
         return effects
 
     def _forget_step(self) -> list[Effect]:
         effects: list[Effect] = [Drop(held.ticket) for _, held in sorted(self._held.items())]
         self._held.clear()
         self.wants.clear()
-        self._sum, self.awaiting, self._decision = [], False, None
+        self._sum.clear()
+        self.awaiting, self._decision, self._fill_next = False, None, False
+        self._choice.pending, self.chosen = False, ()
         self._capture = CapturePoint()
         return [*effects, Abandon()]
 
@@ -326,18 +367,27 @@ class ShardMachine:
     def validate(self) -> None:
         """Raise AssertionError, with a sentence, if the machine is in a state that it can never reach."""
         assert self.published <= self.version, f"publishes version {self.published} at version {self.version}"
-        assert not self.awaiting or (self.decides and self._sum), "a decision is awaited for a sum that there is not"
-        assert self.primary or not (self._sum or self._held or self.wants), "a backup sums, holds or answers"
-        assert self.version >= 0 or not (self._sum or self._held), "there are contributions before any version"
-        replicas = [contribution.replica for contribution in (*self._sum, *self._held.values())]
-        assert len(set(replicas)) == len(replicas), f"replicas {sorted(replicas)} in one sum, or held beside it"
-        assert all(0 <= replica < self.expected for replica in replicas), f"{replicas}: there are {self.expected}"
+        summing = self.added > 0
+        assert not self.awaiting or (self.decides and summing), "a decision is awaited for a sum that there is not"
+        assert self.primary or not (summing or self._held or self.wants), "a backup sums, holds or answers"
+        assert not self._choice.pending or (summing and not self.awaiting), "a choice is told for a finished sum"
+        assert self.primary or not self.chosen, "a backup takes contributions"
+        assert self.version >= 0 or not (summing or self._held), "there are contributions before any version"
+        self._sum.validate()
+        assert not any(map(self._sum.knows, self._held)), f"replicas {sorted(self._held)} are held, and in the sum"
+        assert all(0 <= replica < self.expected for replica in self._held), f"{self._held}: of {self.expected}"
         if self.clocks:
             self.clocks.validate(self.expected, self.version)
         else:
-            steps = {contribution.step for contribution in (*self._sum, *self._held.values())}
+            steps = {contribution.step for contribution in self._sum.contributions}
             assert steps <= {self.version}, f"contributions to steps {sorted(steps)} at version {self.version}"
+            assert not (self._held and self.policy.tree), "a tree holds nothing back"
             counted = self.tally.applied + self.tally.dropped
             assert counted % self.expected == 0, f"{self.tally}: {self.expected} are counted with each update"
         self.replication.validate(self.version, self.published, primary=self.primary)
         self.tally.validate()
+
+
+def summed(machine: ShardMachine) -> list[tuple[int, int]]:
+    """The contributions in the sum in progress, as (step, replica)."""
+    return machine._sum.named(machine.version)

@@ -48,6 +48,11 @@ class Relay(Generic[M]):
     _owners: dict[Key, tuple[str, int]] = field(default_factory=dict)
     _asking: dict[Key, list[str]] = field(default_factory=dict)
 
+    @property
+    def between(self) -> frozenset[Key]:
+        """The codec states that are between two workers: they are lost with this server, or if their shard moves."""
+        return frozenset(self._held.keys() - self._owners.keys())
+
     def adopt(self, view: View) -> list[Answer[M]]:
         """Adopt a view.
 

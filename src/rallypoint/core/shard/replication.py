@@ -51,6 +51,11 @@ class Replication:
         self.acked = max(self.acked, version)
         self.needs_ack = True
 
+    @property
+    def limits(self) -> bool:
+        """True if the backup may be promoted, or will be as soon as the state that is on its way has come."""
+        return self.replicating or self.needs_ack
+
     def durable(self, version: int) -> int:
         """The newest version that may be published while the primary is at `version`."""
         return min(version, self.acked) if self.needs_ack else version

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.policy import Policy
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
-from rallypoint.core.shard.clip import ClipMachine, Measure, Tell, Verdict
-from rallypoint.core.shard.machine import ShardMachine
+from rallypoint.core.shard.clip import ClipMachine, Measure, Rule, Tell, Verdict
+from rallypoint.core.shard.machine import ShardMachine, summed
 from rallypoint.core.view import View, ViewNumber
 
 FILLS_AT_ONCE = 2  # whole states in transit to backups at a time: limits their share of bandwidth and memory
@@ -26,15 +28,14 @@ class Plan:
 
     `expected[i]` replicas contribute to shard i, `rounds` times each; in a staggered job as often as `cadence` says.
     `measured` are the shards that count in the global norm (the parameters). `decides` are the shards that wait for a
-    decision before they apply.
+    decision that all servers take together. Where the `rule` examines, every other shard is decided by its own server.
     """
 
     policy: Policy
     expected: Sequence[int]
     measured: frozenset[int]
     decides: frozenset[int]
-    clip: float | None = None
-    skip_not_finite: bool = False
+    rule: Rule = field(default_factory=Rule)
     rounds: int = 0
     buffer_policy: Policy | None = None  # None: the same as for the parameters
     compensates: bool = False
@@ -48,8 +49,9 @@ class Plan:
         """A new machine for the shard."""
         policy = self.policy if self.buffer_policy is None or index in self.measured else self.buffer_policy
         return ShardMachine(
-            policy, self.expected[index], index in self.decides, primary=primary, rounds=self.rounds_of(index),
-            skips=self.skip_not_finite and not self.decides, compensates=self.compensates and index in self.measured,
+            policy, self.expected[index], index in self.decides or self.rule.examines, primary=primary,
+            rounds=self.rounds_of(index), chooses=policy.chooses and index in self.decides, skips=self.rule.examines,
+            compensates=self.compensates and index in self.measured,
         )  # fmt: skip
 
 
@@ -79,6 +81,13 @@ class Restore:
 
 
 @dataclass(frozen=True, slots=True)
+class Report:
+    """Tell the coordinator that a sum of this server was not finite: it was dropped, or the job must stop."""
+
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
 class On:
     """An effect on one shard."""
 
@@ -86,7 +95,7 @@ class On:
     effect: shard_effects.Effect
 
 
-Effect = Own | Disown | Restore | On | Tell | Verdict
+Effect = Own | Disown | Restore | Report | On | Tell | Verdict
 
 
 @dataclass(slots=True)
@@ -102,6 +111,7 @@ class ServerMachine:
     _clip: ClipMachine | None = None
     _filling: set[int] = field(default_factory=set)
     _linked: set[str] = field(default_factory=set)
+    _refused: Verdict | None = None  # the verdict that stops the job
 
     def machine(self, index: int) -> ShardMachine | None:
         """The shard's machine; None if this server does not hold the shard."""
@@ -141,6 +151,8 @@ class ServerMachine:
         elif isinstance(event, shard_events.Acked) and index in self._filling:  # the first one after a fill
             self._filling.discard(index)
             effects += self._fill_some(self.held)
+        elif any(isinstance(effect, On) and isinstance(effect.effect, shard_effects.Fill) for effect in effects):
+            self._filling.add(index)  # its sum in progress had to be decided first
         return effects
 
     def capture(self, version: int) -> list[Effect]:
@@ -167,24 +179,50 @@ class ServerMachine:
         return [e for index in self.held if self.is_primary(index) for e in self.handle(index, event)]
 
     def measured(self, step: int, measure: Measure) -> list[Effect]:
-        """One of this server's shards has finished its sum, and this is its norm."""
-        return [] if self._clip is None else list(self._clip.measured(step, measure))
+        """One of this server's shards has finished its sum, and this is what was found in it.
+
+        A shard that does not wait for a decision of all servers is decided here and now.
+        """
+        machine = self._machines.get(measure.shard)
+        contributions = [] if machine is None else summed(machine)
+        if measure.at >= 0 and not measure.gradients and len(contributions) == 1:
+            measure = msgspec.structs.replace(measure, gradients=(contributions[0][1],))
+        if measure.shard in self.plan.decides:
+            return [] if self._clip is None else self._remember(self._clip.measured(step, measure))
+        if machine is None or not machine.awaiting or self.view is None:
+            return []
+        begun = contributions[0][0] if contributions else machine.version
+        round = self.plan.cadence.round_of(measure.shard, begun)
+        verdict = self.plan.rule.verdict(round, [measure], self.view.generation)
+        report: list[Effect] = [] if verdict.whole else [Report(verdict)]
+        if verdict.stops:
+            self._refused = verdict
+            return report  # it waits for ever: nothing that is not finite is applied
+        return [*report, *self.handle(measure.shard, shard_events.Decide(step, verdict.scale))]
 
     def told(self, step: int, measures: Iterable[Measure]) -> list[Effect]:
         """Another server sent its measures."""
-        return [] if self._clip is None else list(self._clip.told(step, measures))
+        return [] if self._clip is None else self._remember(self._clip.told(step, measures))
+
+    def _remember(self, effects: Sequence[Tell | Verdict]) -> list[Effect]:
+        self._refused = next((e for e in effects if isinstance(e, Verdict) and e.stops), self._refused)
+        return [*effects]
+
+    def report_again(self) -> list[Effect]:
+        """The verdict that stops the job, if there is one: a coordinator that was restarted may not know it."""
+        return [] if self._refused is None else [Report(self._refused)]
 
     def decided(self, verdict: Verdict) -> list[Effect]:
         """Apply a verdict to every shard that waits for it.
 
         Call it when the effects that came with the verdict are done. A new view may have come in between: a verdict of
-        an older generation is stale and is ignored (I10).
+        an older generation is stale and is ignored (I10). One that stops the job is applied nowhere.
         """
-        if self.view is None or verdict.generation != self.view.generation:
+        if self.view is None or verdict.generation != self.view.generation or verdict.stops:
             return []
         effects: list[Effect] = []
-        for index, machine in sorted(self._machines.items()):
-            if machine.decides:
+        for index in self.held:
+            if index in self.plan.decides:
                 effects += self.handle(index, shard_events.Decide(verdict.step, verdict.scale))
         return effects
 
@@ -227,6 +265,7 @@ class ServerMachine:
         """Release everything: after a roll-back, or because the coordinator had given this server up."""
         effects: list[Effect] = [self._disown(index) for index in sorted(self._machines)]
         self._filling.clear()
+        self._refused = None
         self._clip = self._new_clip(view.generation)
         for index in sorted(s for s in view.primary if self.me in (view.primary[s], view.backup.get(s))):
             effects += self._assign(index, view)
@@ -253,7 +292,7 @@ class ServerMachine:
         machine = self._machines[index]
         done = machine.handle(shard_events.Assigned(primary, backup is not None, fresh))
         verdict = self._clip.verdict(machine.version) if self._clip is not None else None
-        if verdict is not None and machine.decides:
+        if verdict is not None and index in self.plan.decides and not verdict.stops:
             done += machine.handle(shard_events.Decide(verdict.step, verdict.scale))  # decided before we held the shard
         return effects + [On(index, effect) for effect in done]
 
@@ -267,26 +306,28 @@ class ServerMachine:
         """Update which norms this server measures, and send all known measures again."""
         if self._clip is None:
             return []
-        self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.measured
+        self._clip.own = frozenset(view.shards_of(self.me)) & self.plan.decides
         return list(self._clip.retell())
 
     def _new_clip(self, generation: ViewNumber) -> ClipMachine | None:
         if not self.plan.decides:
             return None
-        skip = self.plan.skip_not_finite
-        return ClipMachine(sorted(self.plan.measured), frozenset(), self.plan.clip, skip, generation)
+        return ClipMachine(sorted(self.plan.decides), frozenset(), self.plan.rule, generation)
 
     def _fill_some(self, indices: Iterable[int]) -> list[Effect]:
         """Begin to send the whole state to some more of these shards' backups, at most FILLS_AT_ONCE at a time."""
         effects: list[Effect] = []
+        begun = len(self._filling)
         for index in indices:
-            if len(self._filling) >= FILLS_AT_ONCE:
+            if begun >= FILLS_AT_ONCE:
                 break
             machine = self._machines[index]
             if not machine.replication.needs_sync or self._backups[index][0] not in self._linked:
                 continue
             if filled := machine.handle(shard_events.FillBackup()):
-                self._filling.add(index)
+                begun += 1
+                if machine.replication.replicating:
+                    self._filling.add(index)
                 effects += [On(index, effect) for effect in filled]
         return effects
 
@@ -312,7 +353,7 @@ class ServerMachine:
         for index in self._filling:
             assert self._machines[index].replication.replicating, f"{me} fills shard {index}, which does not replicate"
         if self._clip is not None:
-            own = frozenset(view.shards_of(me)) & self.plan.measured
+            own = frozenset(view.shards_of(me)) & self.plan.decides
             assert self._clip.own == own, f"{me} measures shards {sorted(self._clip.own)} instead of {sorted(own)}"
             assert self._clip.generation == view.generation, f"{me} decides for a generation that is over"
             self._clip.validate()

@@ -32,11 +32,12 @@ L = TypeVar("L", bound=Link)
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[L]):
-    """Acknowledge `version` on the link on which the update came."""
+    """Acknowledge `version` on the link on which the update came; with `chosen`, also the choice of contributions."""
 
     link: L
     shard: int
     version: int
+    chosen: bool = False
 
 
 @dataclass(slots=True)
@@ -77,15 +78,18 @@ class ServerShell(Generic[L]):
 
     # ---- workers ----
 
-    def linked(self, link: L, worker: str) -> bool:
-        """A worker connected (again). Returns False, and ignores the link, if a newer one from this worker is known.
+    def linked(self, link: L, worker: str) -> Sequence[Effect] | None:
+        """A worker connected (again). Returns None, and ignores the link, if a newer one from this worker is known.
 
-        Two connections of one worker can wait for the same view and be reported in either order.
+        Two connections of one worker can wait for the same view and be reported in either order. The older link counts
+        as gone from now on: one whose other end has vanished may be reported much later.
         """
-        if (other := self.workers.get(worker)) is not None and other.number >= link.number:
-            return False
+        other = self.workers.get(worker)
+        if other is not None and other.number >= link.number:
+            return None
+        effects = [] if other is None else self.gone(other, worker)
         self.workers[worker] = link
-        return True
+        return effects
 
     def gone(self, link: L, worker: str) -> Sequence[Effect]:
         """The link is closed."""
@@ -171,22 +175,22 @@ class ServerShell(Generic[L]):
         return not self.fence.is_stale(number) and self.machine.takes_from(shard, sender)
 
     def replicated(
-        self, link: L, shard: int, event: events.Replicated | events.Loaded
+        self, link: L, shard: int, event: events.Replicated | events.Loaded | events.Chosen
     ) -> Sequence[Effect | Answer[L]]:
-        """A primary's update or state arrived. Call `takes_from` first.
+        """A primary's update, state or choice arrived. Call `takes_from` first.
 
         The effects contain an Answer for each acknowledgement, on the link on which the frame came.
         """
         effects: list[Effect | Answer[L]] = []
         for effect in self.machine.handle(shard, event):
             match effect:
-                case On(effect=shard_effects.Acknowledge(version=version)):
-                    effects.append(Answer(link, shard, version))
+                case On(effect=shard_effects.Acknowledge(version=version, chosen=chosen)):
+                    effects.append(Answer(link, shard, version, chosen))
                 case _:
                     effects.append(effect)
         return effects
 
-    def acked(self, peer: str, link: L, shard: int, version: int, number: ViewNumber) -> Sequence[Effect]:
+    def acked(self, peer: str, link: L, shard: int, acked: events.Acked, number: ViewNumber) -> Sequence[Effect]:
         """A backup acknowledged a version.
 
         Ignored if it was sent under an older view than the last `fill`: it may be about a state that the backup has
@@ -197,7 +201,7 @@ class ServerShell(Generic[L]):
         newest_state = self._filled_under.get(shard, self.fence.number)
         if not current or not self.machine.is_primary(shard) or number < newest_state:
             return []
-        return self.machine.handle(shard, events.Acked(version))
+        return self.machine.handle(shard, acked)
 
     def told(self, step: int, measures: Iterable[Measure], number: ViewNumber) -> Sequence[Effect]:
         """Another server sent its measures, under view `number`. Ignored if they are stale."""

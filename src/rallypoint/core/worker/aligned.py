@@ -18,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.sums.presum import Part
+from rallypoint.core.sums.tree import leaf
 from rallypoint.core.view import View
 from rallypoint.core.worker.machine import SlotMachine
 from rallypoint.core.worker.scan import Unanimity
@@ -61,7 +63,6 @@ class WorkerMachine(SlotMachine):
     cadence: Cadence = TOGETHER
     _versions: Versions = field(init=False)
     _here: Unanimity = field(init=False)
-    _delivered: list[set[int]] = field(init=False)  # by shard: the replicas of this step that its primary was sent
     _wanted: frozenset[int] = frozenset()  # the shards that the replica in progress is computed for
     _assists: set[int] = field(default_factory=set)
     _finishing: bool = False  # an install of a now stale version must still end, or the model is mixed (`in_order`)
@@ -70,7 +71,6 @@ class WorkerMachine(SlotMachine):
         SlotMachine.__post_init__(self)
         self._versions = Versions(self._slots, self.cadence)
         self._here = Unanimity(self.shards)
-        self._delivered = [set() for _ in range(self.shards)]
 
     # ---- questions the shell asks ----
 
@@ -165,11 +165,11 @@ class WorkerMachine(SlotMachine):
     def handle(self, event: Event) -> list[Effect]:
         """Take one event; return the effects, to be run in order."""
         match event:
-            case Filled(shard=shard):
-                return self._filled(shard)
+            case Filled(shard=shard, part=part):
+                return self._filled(shard, part)
             case Sent(shard=shard, serial=serial):
                 self._slots.sent(shard, serial)
-                return []
+                return self._seek(shard)
             case Arriving():
                 return self._arriving(event)
             case Landed(shard=shard):
@@ -200,14 +200,16 @@ class WorkerMachine(SlotMachine):
             case Viewed(view=view):
                 return self._viewed(view)
 
-    def _filled(self, shard: int) -> list[Effect]:
+    def _filled(self, shard: int, part: Part | None) -> list[Effect]:
         home, over = self._home(shard), self._versions.newest[shard] > self.step
-        if self._computing is None or self.rewound or home not in self._links or over:
+        use = self._computing is not None and not self.rewound and not over
+        part = part or Part((), leaf(self._computing or 0), keep=False)
+        block = self.presum.filled(shard, part, use=use, send=home in self._links)
+        if block is None:
             self._slots[shard] = Slot.FREE
             return self._seek()
-        self._delivered[shard].add(self._computing)
-        own = self.cadence.updates_before(shard, self.step)
-        return [Send(shard, own, self._computing, home, self._slots.queue(shard), self._number)]
+        own, serial = self.cadence.updates_before(shard, self.step), self._slots.queue(shard)
+        return [Send(shard, own, block.start, home, serial, self._number, count=block.size)]
 
     def _arriving(self, event: Arriving) -> list[Effect]:
         shard, version = event.shard, self.cadence.round_of(event.shard, event.version)
@@ -238,7 +240,9 @@ class WorkerMachine(SlotMachine):
         self.step, self._installing = self._installing, -1
         self._slots.free_all()
         self._versions.begin_step()
-        self._delivered = [set() for _ in range(self.shards)]
+        self.presum.clear()
+        assert self.view is not None
+        self.presum.plan(self.view.replicas_of(self.me, self.step))
         self._assists.clear()
         return self._seek()
 
@@ -250,6 +254,7 @@ class WorkerMachine(SlotMachine):
             self._rewind(view)
         else:
             self._forget(self._moved(before, view, stayed))
+        self.presum.plan(view.replicas_of(self.me, self.step))
         following = view.ending or view.takes_part(self.me, self.step)
         begins, ends = following and not self.following, self.following and not following
         self.following = following
@@ -265,13 +270,13 @@ class WorkerMachine(SlotMachine):
         self._installing = -1
         self._wanted = frozenset()
         self._versions.forget_all()
-        self._delivered = [set() for _ in range(self.shards)]
+        self.presum.clear()
         self._assists.clear()
 
     def _forget(self, shards: Iterable[int]) -> None:
         """The link to these shards' primary is lost: count all contributions as not delivered, all fetches as lost."""
         for shard in shards:
-            self._delivered[shard].clear()
+            self.presum.lost(shard)
             self._versions.asked[shard] = -1
             if self._slots[shard] in (Slot.QUEUED, Slot.LANDING):
                 self._slots[shard] = Slot.FREE
@@ -287,17 +292,18 @@ class WorkerMachine(SlotMachine):
     def _needs(self, shard: int, replica: int) -> bool:
         """True if this worker still has to send the shard this replica's contribution, and can."""
         return (
-            self._versions.newest[shard] <= self.step and replica not in self._delivered[shard]
+            self._versions.newest[shard] <= self.step and not self.presum.has(shard, replica)
             and self.contributes(shard, replica) and self._home(shard) in self._links
         )  # fmt: skip
 
-    def _seek(self) -> list[Effect]:
-        """Fetch the shards of `target` that exist on a server, are not here and have not been fetched."""
+    def _seek(self, only: int | None = None) -> list[Effect]:
+        """Fetch the shards of `target` (or `only` that one) that exist on a server, are not here, and are not fetched.
+        """
         target = self.target
         if target < 0 or not self.following or self._finishing:
             return []
         effects: list[Effect] = []
-        for shard in range(self.shards):
+        for shard in range(self.shards) if only is None else (only,):
             wanted = self._versions.wanted(shard, target) and self._changes(shard, target)
             if wanted and self._home(shard) in self._links:
                 self._versions.asked[shard] = self._versions.right(shard, target)
@@ -310,8 +316,8 @@ class WorkerMachine(SlotMachine):
         """Raise AssertionError with a sentence if an invariant does not hold."""
         SlotMachine.validate(self)
         self._versions.validate()
+        self.presum.validate()
         assert self._installing < 0 or self._installing > self.step, f"it goes from {self.step} to {self._installing}"
         assert not self._wanted or self.computing, "shards are wanted of no replica"
         assert self.step <= self.steps, f"step {self.step} of {self.steps}"
-        sent = {shard for shard, replicas in enumerate(self._delivered) if replicas}
-        assert not sent or 0 <= self.step < self.steps, f"contributions to {sent} outside of any step"
+        assert not self.presum.sent or 0 <= self.step < self.steps, f"sent to {self.presum.sent} outside of any step"

@@ -13,7 +13,7 @@ class NoCodecStates:
     """The interface, for jobs whose codecs have no state: any worker may compute any replica at once."""
 
     kept = False  # True if the job's codecs have states
-    settled = True  # True when the primaries have acknowledged everything that this worker gave
+    settled = True  # True when no codec states are here, and the primaries have acknowledged all that were given
 
     def ready(self, replica: int) -> bool:
         """True if this worker has all codec states of `replica`."""
@@ -69,7 +69,7 @@ class CodecStateCustody(NoCodecStates):
 
     @property
     def settled(self) -> bool:  # type: ignore[override]
-        return self._handover.settled
+        return self._handover.empty and self._handover.settled
 
     @property
     def missing(self) -> Mapping[int, AbstractSet[int]]:

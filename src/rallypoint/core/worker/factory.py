@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rallypoint.core.cadence import TOGETHER, Cadence
 from rallypoint.core.modes import Holder, ModeTraits, Pace
+from rallypoint.core.sums.presum import Presum
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import CodecStateCustody, NoCodecStates
 from rallypoint.core.worker.shell import Machine, WorkerShell
@@ -25,6 +26,7 @@ class WorkerPlan:
         mode: the description of the mode.
         cadence: the shards that each round updates.
         codec_state_shards: the shards whose codec has a state for each replica.
+        presum: what the worker adds up before it sends it.
     """
 
     shards: int
@@ -33,6 +35,7 @@ class WorkerPlan:
     mode: ModeTraits
     cadence: Cadence = TOGETHER
     codec_state_shards: tuple[int, ...] = ()
+    presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums/presum.py`: Presum
 
 
 def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
@@ -45,7 +48,7 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
         case Pace.ROUNDS:
             aligned = WorkerMachine(
                 me, plan.shards, plan.buffer_shards, plan.rounds, cadence=plan.cadence,
-                in_order=plan.mode.holder is Holder.WORKERS,
+                in_order=plan.mode.holder is Holder.WORKERS, presum=Presum(*plan.presum),
             )  # fmt: skip
             return WorkerShell(watch(aligned), states, _snapshots(plan, aligned))
 

@@ -55,6 +55,11 @@ class Handover:
         return not self._giving
 
     @property
+    def empty(self) -> bool:
+        """True when no codec states are here and none are recalled."""
+        return not (self._here or self._missing)
+
+    @property
     def missing(self) -> dict[int, set[int]]:
         """For each replica being recalled, the shards that have not answered."""
         return self._missing

@@ -26,6 +26,12 @@ class InnerState(Protocol):
     def go_back(self) -> None:
         """The round is begun once more, with what it was begun with."""
 
+    def step_back(self) -> None:
+        """The round before is begun once more: steps of this one were made too early (LocalSteps with a delay).
+
+        Leaves `round` unchanged if what that round was begun with is not kept.
+        """
+
 
 State = TypeVar("State", bound=InnerState)
 
@@ -37,12 +43,15 @@ class InnerStates(Generic[State]):
     Attributes:
         kept: by replica.
         generation: the one that all of them belong to.
+        ahead: a replica may begin a round while others here are still to make the round before (LocalSteps with a
+            delay: the links to the servers are down, say, and come back).
     """
 
     keeps: bool
     new: Callable[[int], State]
     kept: dict[int, State] = field(default_factory=dict)
     generation: ViewNumber = field(default_factory=ViewNumber)
+    ahead: bool = False
 
     def begin(self, round: int, replica: int, generation: ViewNumber) -> State:
         """The replica's state as it begins this round: zero, unless the replica has just made the one before here."""
@@ -52,8 +61,11 @@ class InnerStates(Generic[State]):
             self.generation = generation
             self.kept.clear()
         # What was computed elsewhere meanwhile has left its state there.
-        self.kept = {r: state for r, state in self.kept.items() if state.round >= round - 1}
+        oldest = round - 2 if self.ahead else round - 1
+        self.kept = {r: state for r, state in self.kept.items() if state.round >= oldest}
         state = self.kept.get(replica)
+        if state is not None and state.round == round + 1:
+            state.step_back()
         if state is not None and state.round == round:
             state.go_back()
         elif state is not None and state.round == round - 1 and state.whole:

@@ -20,12 +20,12 @@ class LinkTable:
         """The servers whose links have to end before `view` counts; `before` is the view in force.
 
         These are servers that were replaced, and servers that lost a shard (they may still be sending it while its new
-        primary sends it too). In a new generation it is all of them: what they are sending is stale.
+        primary sends it too), also if they have it again. In a new generation it is all of them: what they are sending
+        is stale.
         """
         if before is not None and before.generation != view.generation:
             return list(self._links)
-        homes = {} if before is None else before.primary
-        losing = {home for shard, home in homes.items() if view.primary.get(shard) != home}
+        losing = set() if before is None else {before.primary[shard] for shard in view.moved(before)}
         return [id for id, member in self._links.items() if id in losing or member not in view.servers]
 
     def to_open(self, view: View) -> list[Member]:

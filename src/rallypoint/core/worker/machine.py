@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from rallypoint.core.sums.presum import Presum
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Action, Compute, Initialise, Install, Slot, Slots
 
@@ -25,6 +26,7 @@ class SlotMachine(ABC):
         view: the view in force; None before the first.
         rewound: the replica in progress belongs to an older generation; its result will not be used.
         following: the servers send this worker each new version.
+        presum: what of a step was sent, and what is added up before it is sent (not under a streaming policy).
         in_order: install every version and skip none, because the worker steps the optimizer (AllReduce).
     """
 
@@ -37,6 +39,7 @@ class SlotMachine(ABC):
     rewound: bool = False
     following: bool = False
     in_order: bool = False
+    presum: Presum = field(default_factory=Presum)
     _slots: Slots = field(init=False)
     _computing: int | None = None
     _installing: int = -1  # the version that the main thread is copying out of the slots
@@ -150,11 +153,13 @@ class SlotMachine(ABC):
         self.following = False  # the worker has to ask the servers for versions again
 
     def _uploads_first_weights(self) -> bool:
-        return self.view is not None and not self.view.origin and self.view.uploader == self.me and self.step < 0
+        uploads = self.view is not None and not self.view.origin and self.view.uploader == self.me
+        return uploads and self.step < 0 and self._installing < 0  # what is being installed has all been uploaded
 
     def _moved(self, before: View, view: View, stayed: set[str]) -> list[int]:
-        """The shards whose primary is a different process in `view` than in `before`."""
-        return [s for s, home in view.primary.items() if before.primary[s] != home or home not in stayed]
+        """The shards whose primary is a different process in `view` than in `before`, or was in a view between them."""
+        moved = set(view.moved(before))
+        return [shard for shard, home in view.primary.items() if shard in moved or home not in stayed]
 
     def _at(self, servers: Iterable[str]) -> list[int]:
         """The shards whose primary is one of `servers`."""

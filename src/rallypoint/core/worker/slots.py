@@ -5,7 +5,6 @@ hold first the gradient that the worker sends, then the new parameters that it r
 
     FREE -> FILLING -> QUEUED -> FREE      a gradient is written, waits, is sent
     FREE -> LANDING -> LANDED -> FREE      a version is received, is complete, is installed
-    QUEUED -> LANDING                      a version may land over a gradient that is no longer needed
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from rallypoint.core.sums.presum import Part
 from rallypoint.core.view import View, ViewNumber
 
 
@@ -64,12 +64,12 @@ class Slots(list[Slot]):
         self[:] = [Slot.FREE if slot in kinds else slot for slot in self]
 
     def has_room(self, shard: int) -> bool:
-        """True if a version may land in the slot. A queued gradient does not prevent that.
+        """True if a version may land in the slot. Not over a queued gradient: its frame may be on its way.
 
-        The version exists, so its server has all contributions to this step: it drops whatever is still sent from these
-        bytes as a repeat (I2).
+        The server does not need that gradient any more (a quorum, a backup task). But bytes that change while they are
+        sent would break the link. The version is fetched once the gradient has left.
         """
-        return self[shard] in (Slot.FREE, Slot.QUEUED)
+        return self[shard] is Slot.FREE
 
     def validate(self) -> None:
         """Raise AssertionError if two queued gradients have the same serial number."""
@@ -111,9 +111,10 @@ class Assisted:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The slot of `shard` holds the complete gradient of the replica in progress."""
+    """The slot of `shard` holds the complete gradient of the replica in progress; `part`: added up as that says."""
 
     shard: int
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,8 +189,9 @@ Event = (
 class Send:
     """Send the slot to `server` as this replica's contribution, with that view's number; then report `Sent(serial)`.
 
-    `step` is the shard's own version. Under a streaming policy the contribution was computed from the shard's version
-    `base`, and the server answers with the parameters for the replica `wants` (None: no answer).
+    `step` is the shard's own version. The slot is the sum of `count` replicas, the first of which is `replica`. Under a
+    streaming policy the contribution was computed from the shard's version `base`, and the server answers with the
+    parameters for the replica `wants` (None: no answer).
     """
 
     shard: int
@@ -200,6 +202,7 @@ class Send:
     view: ViewNumber
     base: int = 0
     wants: int | None = None
+    count: int = 1
 
 
 @dataclass(frozen=True, slots=True)

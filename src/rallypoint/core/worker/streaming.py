@@ -192,7 +192,8 @@ class StreamMachine(SlotMachine):
         if computing is None or computing != self._current or any(map(self._is_left, range(self.shards))):
             return []  # rewound; or some shards are not delivered: compute again when their links are up
         self._following()
-        self._clocks[computing] = self.step + 1
+        # The answers may have come already, and say that another worker is further: the clock does not go back.
+        self._clocks[computing] = max(self._clocks.get(computing, 0), self.step + 1)
         self._current, self._ready = None, False
         return [*self._choose_again(), *self._ask()]
 
@@ -305,9 +306,11 @@ class StreamMachine(SlotMachine):
         SlotMachine.validate(self)
         assert not self._ready or self._current is not None, "the model is ready for no replica"
         assert not (self._ready and self._installing >= 0), "it installs before the step in progress is over"
+        over = self._next is None or self._next == EVERYTHING
+        assert over or self._installing < self.steps, f"replica {self._next} has finished, and is installed"
         computing = self._computing
         assert computing is None or computing == self._current or self.rewound, f"it computes {computing} unasked"
-        assert self._current is None or 0 <= self.step <= self.steps, f"step {self.step} of {self.steps}"
+        assert self._current is None or 0 <= self.step < self.steps, f"step {self.step} of {self.steps}"
         assert all(0 <= clock <= self.steps for clock in self._clocks.values()), f"clocks {self._clocks}"
         for shard, slot in enumerate(self._slots):
             if slot in (Slot.LANDING, Slot.LANDED):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from rallypoint.codec.base.rows import gradient_bytes
 from rallypoint.codec.state import ShardCodecStates
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import Measure
+from rallypoint.core.sums.tree import Block, is_block
 from rallypoint.errors import DamagedSnapshot, ProtocolError
-from rallypoint.net.frames import NOT_FINITE, SKIP, Header, Kind
+from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, SKIP, Header, Kind
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.shards.owned import fits
 from rallypoint.server.shards.rows import fits_rows
 from rallypoint.store.record import ShardRecord, decode_record
 
+_LARGEST_NORM = 1e60  # of a vector of fp32 of any length
 _measures = msgspec.msgpack.Decoder(tuple[Measure, ...])
+_choice = msgspec.msgpack.Decoder(tuple[int, ...])
 
 
 class FrameChecks:
@@ -24,7 +29,6 @@ class FrameChecks:
     def __init__(self, job: ServerJob) -> None:
         self._job = job
         self._shards = job.shards
-        self._parameters = frozenset(shard.index for shard in job.shards if shard.group >= 0)
         self._formats = ShardCodecStates(job.config)
 
     def place(self, header: Header) -> Shard:
@@ -44,13 +48,13 @@ class FrameChecks:
         if place.part is not None:
             empty = header.flags & SKIP or header.kind is Kind.INITIAL  # servers compute a table's first values
             least, most = (0, 0) if empty else (gradient_bytes(n, place.columns) for n in (0, place.part.rows))
-        misplaced = header.flags & ~NOT_FINITE and header.kind is not Kind.REPLICATE
+        misplaced = header.flags & ~(NOT_FINITE | BAD_GRADIENT) and header.kind is not Kind.REPLICATE
         if misplaced or (not least <= header.length <= most and not header.codec):
             raise ProtocolError(f"{header.length} bytes for shard {header.shard}, which has {least} to {most}")
         if header.kind in (Kind.PUSH, Kind.REPLICATE) and header.weight <= 0:
             raise ProtocolError(f"a contribution of weight {header.weight}: weights are positive")
-        if header.kind is Kind.PUSH and header.wants:
-            self.want(header)
+        if header.kind is Kind.PUSH:
+            self._push(header)
         return place
 
     def _beginning(self, header: Header, place: Shard) -> None:
@@ -60,6 +64,17 @@ class FrameChecks:
             raise ProtocolError(
                 f"a {header.kind.name} frame of shard {header.shard} at version {header.step}: this job has none"
             )
+
+    def _push(self, header: Header) -> None:
+        replicas, block = self._job.config.replicas, Block(header.replica, header.replica + header.base + 1)
+        if self._job.config.policy.tree:
+            if header.base and not is_block(block, replicas):
+                raise ProtocolError(f"replicas {block.start} to {block.stop - 1} are no block of {replicas} replicas")
+            bad = header.flags & (NOT_FINITE | BAD_GRADIENT)
+            if header.wants >> (min(32, block.size) if bad else 0):
+                raise ProtocolError(f"a wish for {header.wants}: nobody asks in this job, and no such replicas are bad")
+        elif header.wants:
+            self.want(header)
 
     def want(self, header: Header) -> None:
         """Check that it asks for parameters that the job has, in a mode in which workers ask."""
@@ -90,9 +105,24 @@ class FrameChecks:
             measures = _measures.decode(data)
         except (msgspec.DecodeError, RecursionError) as error:
             raise ProtocolError(f"measures that cannot be read: {error}") from None
-        if header.step >= self._job.config.rounds or any(m.shard not in self._parameters for m in measures):
+        if header.step >= self._job.config.rounds or any(m.shard not in self._job.plan.decides for m in measures):
             raise ProtocolError("measures of a step or of a shard that this job does not have")
+        if any(m.norm < 0 or _LARGEST_NORM < m.norm < math.inf for m in measures):
+            raise ProtocolError("a norm that no gradient can have")
         return measures
+
+    def choice(self, header: Header, data: bytearray) -> tuple[int, ...]:
+        """Decode a choice of contributions; check that it is a quorum of the job's replicas."""
+        self.place(header)
+        try:
+            replicas = _choice.decode(data)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ProtocolError(f"a choice of contributions that cannot be read: {error}") from None
+        fits = all(0 <= replica < self._job.config.replicas for replica in replicas)
+        once = len(set(replicas)) == len(replicas) == self._job.config.quorum
+        if not (fits and once) or header.step >= self._job.config.rounds:
+            raise ProtocolError(f"a choice of {len(replicas)} contributions that this job cannot make")
+        return replicas
 
     def record(self, header: Header, data: bytearray) -> ShardRecord:
         """Decode a shard's whole state; check that it fits the job's layout and optimizer."""

@@ -45,6 +45,10 @@ class Intake:
                 measures = self._checks.measures(header, channel.receive_bytes(header))
                 if self._counts(header):
                     self._put(inbox.Told(header.step, measures, header.view))
+            case Kind.CHOICE:
+                replicas = self._checks.choice(header, channel.receive_bytes(header))
+                if self._counts(header):
+                    self._put(inbox.Chosen(channel, sender, header, replicas))
             case Kind.STATE:
                 state = self._checks.record(header, channel.receive_bytes(header))
                 if self._counts(header):
@@ -133,7 +137,12 @@ class Intake:
     def _room(self, header: Header, place: Shard) -> Buffer:
         if header.kind is Kind.STATE:
             return BufferPool(-(-header.length // 4), keeps=False).take()
-        return self._job.pool.take() if place.part is None else self._job.pools.take(header.length)
+        if place.part is None:
+            return self._job.pool.take()
+        buffer = self._job.pools.take(header.length)
+        if not header.length:  # a skipped update, or a first version: no rows
+            buffer.bytes[:4] = bytes(4)
+        return buffer
 
     def _receive_into(self, buffer: Buffer, channel: Channel, header: Header, place: Shard) -> Header:
         if header.codec:

@@ -44,6 +44,16 @@ class ServerJob:
         """The formats of codec states. None if no codec of the job has a state."""
         return ShardCodecStates(self.config) if any(map(has_state, self.config.codecs)) else None
 
+    @property
+    def most_waiting(self) -> tuple[int, int]:
+        """The bytes that may wait for one worker, and for all: far more than workers ask for at once.
+
+        A worker has asked for at most the parameters, or a whole state, and the codec states of its replicas.
+        """
+        model = sum(shard.nbytes for shard in self.shards)
+        most = (64 << 20) + model * (8 if self.codec_states is None else 8 + 4 * self.config.replicas)
+        return most, 4 * most + 2 * model * self.config.replicas
+
     @cached_property
     def versions_are_common(self) -> bool:
         """Do all workers get the same versions of a shard?"""
@@ -58,6 +68,11 @@ class ServerJob:
     def beginning(self) -> FirstValues:
         """What a worker uploads so that the job can begin."""
         return beginning_of(self.config)
+
+    def round_named(self, round: int) -> str:
+        """Name a round in the user's words: a step, or the steps of the round."""
+        steps = self.config.steps_of(round)
+        return f"step {round}" if self.config.steps_per_round == 1 else f"steps {steps[0]} to {steps[-1]}"
 
     @cached_property
     def accounts(self) -> bool:

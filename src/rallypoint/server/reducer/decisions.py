@@ -26,27 +26,32 @@ class Context(Protocol):
     def say(self, message: Message) -> None:
         """Send a message to the coordinator."""
 
-    def not_finite(self, verdict: clip.Verdict, view: View) -> None:
-        """A step was skipped, or must stop the job. `view` is the one in which the verdict was reached."""
+    def not_finite(self, verdict: clip.Verdict, view: View, *, alone: bool) -> None:
+        """A step was skipped, or must stop the job. `view` is the one in which the verdict was reached.
+
+        `alone`: only this server has decided so, about one shard.
+        """
 
 
 class Decisions:
-    """Not thread-safe: only the owner thread calls it.
+    """Not thread-safe: only the owner thread calls it. `put` appends an event to the inbox."""
 
-    `stops`: the job ends at a norm that is not finite. `put` appends an event to the inbox.
-    """
-
-    def __init__(
-        self, shell: ServerShell[Channel], context: Context, put: Callable[[Event], None], *, stops: bool
-    ) -> None:
-        self._shell, self._context, self._put, self._stops = shell, context, put, stops
+    def __init__(self, shell: ServerShell[Channel], context: Context, put: Callable[[Event], None]) -> None:
+        self._shell, self._context, self._put = shell, context, put
         self._measures = msgspec.msgpack.Encoder()
 
     def measured(self, owned: HeldShard, finish: Finish) -> Sequence[Effect]:
-        """A shard's sum is finished. If it counts in the global norm, measure it and tell the machine."""
-        if not (finish.measure and owned.measured):
+        """A shard's sum is finished. If a decision is awaited, look at it and tell the machine.
+
+        A norm that clipping needs also says whether all values are finite.
+        """
+        if not finish.measure:
             return []
-        measure = clip.Measure(owned.shard.index, owned.norm(), finish.not_finite)
+        rule = self._shell.machine.plan.rule
+        norm = owned.norm() if owned.measured and rule.clip is not None else None
+        known = norm is not None and math.isfinite(norm)
+        at = -1 if known or not rule.examines else owned.first_not_finite()
+        measure = clip.Measure(owned.shard.index, norm or 0.0, finish.not_finite, finish.gradients, at)
         return self._shell.machine.measured(finish.step, measure)
 
     def tell(self, tell: clip.Tell) -> None:
@@ -57,12 +62,14 @@ class Decisions:
             peer.send(header, data, urgent=True)
 
     def decide(self, verdict: clip.Verdict) -> None:
-        """A step's verdict is known: report a skipped or not finite step, and queue the verdict for the shards."""
-        if verdict.scale is None or not math.isfinite(verdict.norm):
-            view = self._shell.machine.view
-            assert view is not None
-            self._context.not_finite(verdict, view)
-            if verdict.scale is not None and self._stops:
-                return  # the job ends here: do not apply the step, so that no snapshot contains it
+        """A step's verdict is known: report one that is not finite, and queue the verdict for the shards."""
+        if verdict.scale is None:
+            self.report(verdict, alone=False)
         # Into the inbox, not now: the shard whose Finish brought the verdict is still running its effects.
         self._put(Decided(verdict))
+
+    def report(self, verdict: clip.Verdict, *, alone: bool) -> None:
+        """Tell the coordinator of a step that is not finite."""
+        view = self._shell.machine.view
+        assert view is not None
+        self._context.not_finite(verdict, view, alone=alone)

@@ -69,6 +69,8 @@ class Effects:
                     self._desk.decisions.tell(effect)
                 case clip.Verdict():
                     self._desk.decisions.decide(effect)
+                case server.Report(verdict=verdict):
+                    self._desk.decisions.report(verdict, alone=True)
                 case server.Own(shard=index):
                     self._owned[index] = self._desk.shelf.hold(index)
                 case server.Disown(shard=index):
@@ -82,18 +84,23 @@ class Effects:
 
     def _run_on(self, index: int, owned: HeldShard, effect: shard_effects.Effect) -> None:
         match effect:
-            case shard_effects.Take(ticket=ticket, weight=weight, base=base):
-                owned.take(self._tickets.settle(ticket), weight, base)
-                self._ledger.count(index, first=True)
+            case shard_effects.Take():
+                buffer = self._tickets.settle(effect.ticket, early=effect.at if effect.early else None)
+                owned.take(buffer, effect.weight if effect.count == 1 else 1.0, effect.base, effect.at)
+            case shard_effects.Merge(left=left, right=right):
+                with self._tracer.span("reduce", shard=index):
+                    owned.merge(left, right)
+            case shard_effects.OnTime(at=at):
+                self._tickets.on_time(index, at)
             case shard_effects.Add(ticket=ticket, weight=weight, base=base):
                 with self._tracer.span("reduce", shard=index):
                     owned.add(self._tickets.settle(ticket), weight, base)
-                self._ledger.count(index, first=False)
-            case shard_effects.Hold(ticket=ticket):
-                self._tickets.hold(ticket)
+            case shard_effects.Hold(ticket=ticket, credit=credit):
+                self._tickets.hold(ticket, always=credit)
             case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._tickets.drop(ticket, fault)
             case shard_effects.Finish():
+                self._ledger.finished(index, effect.replicas)
                 owned.mean(effect.total_weight)
                 self.run(self._desk.decisions.measured(owned, effect))
             case shard_effects.Apply():
@@ -113,8 +120,13 @@ class Effects:
             case shard_effects.Install(ticket=ticket, version=version):
                 nbytes = self._tickets.nbytes(ticket)
                 owned.install(self._tickets.settle(ticket), version, nbytes)
+            case shard_effects.Discard(at=at):
+                owned.discard(at)
             case shard_effects.Abandon():
+                self._tickets.all_on_time(index)
                 owned.abandon()
+            case shard_effects.Choose():
+                desk.replication.send_choice(index, effect)
             case shard_effects.Fill(version=version):
                 desk.replication.send_state(owned.state(version, self._clocks(index), wires=True))
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from rallypoint.core.shard import events
 from rallypoint.core.shard.clip import Measure, Verdict
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.channel import Channel
@@ -154,13 +155,23 @@ class Filled:
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """A primary told this backup which contributions make an update, in the order of adding."""
+
+    channel: Channel
+    sender: str
+    header: Header
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Acked:
     """A backup acknowledged a version."""
 
     peer: str
     channel: Channel
     shard: int
-    version: int
+    acked: events.Acked
     number: ViewNumber
 
 
@@ -230,6 +241,6 @@ class Wake:
 
 Event = (
     Linked | Gone | Followed | Unfollowed | Wanted | Fetched | Pulled | Initial | Pushed | StateGiven | StateRecalled
-    | PeerLinked | PeerLost | Replicated | Filled | Acked | Told | Viewed | Admitted | CaptureWanted | Decided
-    | Restored | RestoreFailed | Wake
+    | PeerLinked | PeerLost | Replicated | Filled | Chosen | Acked | Told | Viewed | Admitted | CaptureWanted
+    | Decided | Restored | RestoreFailed | Wake
 )  # fmt: skip

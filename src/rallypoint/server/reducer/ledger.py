@@ -20,7 +20,7 @@ class Ledger:
     def __init__(self, say: Callable[[Message], None], fence: Fence) -> None:
         self._say, self._fence = say, fence
         self._arrivals: dict[str, float] = {}  # worker -> time of its last contribution to the step in progress
-        self._added: dict[int, int] = {}  # contributions in a shard's sum
+        self._added: dict[int, int] = {}  # replicas in a shard's last finished sum
         self._told: dict[int, int] = {}  # the same at the primary, for shards with their backup here
         self._entries: deque[Applied] = deque(maxlen=_ENTRIES)
 
@@ -28,16 +28,16 @@ class Ledger:
         """A worker's contribution arrived, for the step that is entered next."""
         self._arrivals[worker] = time.monotonic()
 
-    def count(self, shard: int, *, first: bool) -> None:
-        """One more contribution is in a shard's sum. `first`: the sum begins with it."""
-        self._added[shard] = 1 if first else self._added[shard] + 1
+    def finished(self, shard: int, replicas: int) -> None:
+        """A shard's sum is finished, with the contributions of so many replicas."""
+        self._added[shard] = replicas
 
     def told(self, shard: int, added: int) -> None:
         """The primary's number of contributions in the update that this backup makes next."""
         self._told[shard] = added
 
     def added(self, shard: int) -> int:
-        """The number of contributions in the shard's sum."""
+        """The number of replicas in the shard's last finished sum."""
         return self._added.get(shard, 0)
 
     def enter(self, shard: int, step: int, *, primary: bool) -> None:

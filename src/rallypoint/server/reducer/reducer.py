@@ -14,7 +14,7 @@ from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import COPY, NOT_FINITE, Header
+from rallypoint.net.frames import BAD_GRADIENT, COPY, NOT_FINITE, Header
 from rallypoint.net.messages import CaughtUp, Say
 from rallypoint.net.pool import Buffer
 from rallypoint.observe.observed import observed
@@ -31,7 +31,7 @@ from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.restores import Restores
-from rallypoint.server.shards.held import HeldShard, Shelf
+from rallypoint.server.shards.held import HeldShard, Shelf, newest_is_enough
 from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
@@ -53,7 +53,7 @@ class Reducer:
         self._pulls = Pulls(tracer)
         self._ledger = Ledger(context.say, self.shell.fence)
         self._tickets = Tickets(self.shell.fence, job.config.hold_bytes)
-        self._followers = Followers(self.shell, self._owned)
+        self._followers = Followers(self.shell, self._owned, newest_is_enough=newest_is_enough(job.config))
         self._replication = Replication(self.shell, self._tickets, self._ledger)
         self._codec_states = None
         if job.codec_states is not None:
@@ -69,7 +69,7 @@ class Reducer:
             job=job, shell=self.shell, owned=self._owned, tickets=self._tickets, ledger=self._ledger,
             shelf=Shelf(job.config, job.record.layout, job.pool, job.pools), followers=self._followers,
             replication=self._replication, context=context, tracer=tracer, restores=self._restores,
-            decisions=Decisions(self.shell, context, put, stops=job.config.nonfinite == "stop"),
+            decisions=Decisions(self.shell, context, put),
             codec_states=self._codec_states, capture=self.capture,
         )  # fmt: skip
         self._effects = Effects(self._desk)
@@ -109,7 +109,7 @@ class Reducer:
             inbox.Pulled: lambda e: self._pulls.add(e.channel, e.header, e.ids),
             inbox.Followed: self._followed,
             inbox.Unfollowed: lambda e: shell.unfollow(e.channel),
-            inbox.Linked: lambda e: self._followers.linked(e.channel, e.worker),
+            inbox.Linked: lambda e: run(self._followers.linked(e.channel, e.worker)),
             inbox.Gone: self._gone,
             inbox.StateGiven: self._state_given,
             inbox.StateRecalled: self._state_recalled,
@@ -117,7 +117,8 @@ class Reducer:
             inbox.PeerLost: lambda e: run(shell.peer_lost(e.peer, e.channel)),
             inbox.Replicated: lambda e: run(self._replication.updated(e)),
             inbox.Filled: lambda e: run(self._replication.filled(e, self._owned)),
-            inbox.Acked: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.version, e.number)),
+            inbox.Chosen: lambda e: run(self._replication.chosen(e)),
+            inbox.Acked: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number)),
             inbox.Told: lambda e: run(shell.told(e.step, e.measures, e.number)),
             inbox.Decided: lambda e: run(shell.decided(e.verdict)),
             inbox.Viewed: self._viewed,
@@ -149,6 +150,7 @@ class Reducer:
             self._context.say(CaughtUp(dict(shards)))
         if not event.new:
             self._ledger.repeat()
+            self._effects.run(self.machine.report_again())
 
     def _capture_wanted(self, event: inbox.CaptureWanted) -> None:
         if self.capture is None:
@@ -191,13 +193,17 @@ class Reducer:
             self._ledger.arrived(event.channel.name)
         if self._codec_states is not None and header.replica < self.job.config.replicas:
             self._codec_states.contributed(header, event.worker, self._upcoming(header))
+        tree = self.job.config.policy.tree
+        base, count = (0, header.base + 1) if tree else (header.base, 1)
         contribution = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
-            ticket=self._tickets.issue(event.channel, header, event.buffer), finite=not header.flags & NOT_FINITE,
-            base=header.base,
+            ticket=self._tickets.issue(event.channel, header, event.buffer),
+            finite=not header.flags & (NOT_FINITE | BAD_GRADIENT), base=base, count=count,
+            bad=bad_replicas(header) if tree else (),
+            whole=header.flags & (NOT_FINITE | BAD_GRADIENT) != BAD_GRADIENT,  # a loss that is not finite says more
         )  # fmt: skip
         self._effects.handle(header.shard, contribution)
-        if header.wanted is not None:
+        if not tree and header.wanted is not None:
             self._effects.run(self.shell.want(event.channel, event.worker, header.shard, header.wanted))
 
     def _initial(self, event: inbox.Initial) -> None:
@@ -220,7 +226,7 @@ class Reducer:
     def _fetched(self, event: inbox.Fetched) -> None:
         """Send one version again, if it is still kept. Otherwise a newer one has been sent already."""
         if self.shell.may_see(event.shard, event.version) and self._owned[event.shard].keeps(event.version):
-            self._followers.send(event.channel, event.shard, event.version)
+            self._followers.send(event.channel, event.shard, event.version, asked=True)
 
     def _gone(self, event: inbox.Gone) -> None:
         self._pulls.gone(event.channel)
@@ -277,3 +283,8 @@ class Reducer:
         machine = self.machine.machine(index)
         assert machine is not None
         return self._owned[index].state(version, tuple(machine.clocks), wires=False)
+
+
+def bad_replicas(header: Header) -> tuple[int, ...]:
+    """The replicas of a pushed block whose loss or gradient is not finite, as far as the frame names them."""
+    return tuple(header.replica + bit for bit in range(min(32, header.base + 1)) if header.wants >> bit & 1)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from rallypoint.core.shard import events
-from rallypoint.core.shard.effects import Apply
+from rallypoint.core.shard.effects import Apply, Choose
 from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import SKIP, Header, Kind
 from rallypoint.net.pool import Buffer
-from rallypoint.server.reducer.inbox import Filled, Replicated
+from rallypoint.server.reducer.inbox import Chosen, Filled, Replicated
 from rallypoint.server.reducer.ledger import Ledger
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.shards.held import HeldShard
@@ -23,6 +25,7 @@ class Replication:
 
     def __init__(self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger) -> None:
         self._shell, self._tickets, self._ledger = shell, tickets, ledger
+        self._choices = msgspec.msgpack.Encoder()
 
     # ---- the primary's side ----
 
@@ -44,6 +47,12 @@ class Replication:
         )  # fmt: skip
         payload = None if skip else buffer.bytes[:nbytes]
         self._shell.backup_link(shard).send(header, payload, sent=buffer.release)
+
+    def send_choice(self, shard: int, choice: Choose) -> None:
+        """Tell the backup which contributions make an update. Nobody hears its norm before the backup knows them."""
+        data = memoryview(self._choices.encode(choice.replicas))
+        header = Header(Kind.CHOICE, self._shell.fence.number, shard=shard, step=choice.step, length=len(data))
+        self._shell.backup_link(shard).send(header, data, urgent=True)
 
     # ---- the backup's side ----
 
@@ -68,7 +77,16 @@ class Replication:
         loaded = events.Loaded(record.version, record.clocks)
         return self._shell.replicated(event.channel, record.shard, loaded)
 
+    def chosen(self, event: Chosen) -> Sequence[Effect | Answer[Channel]]:
+        """The primary told which contributions make an update."""
+        header = event.header
+        if not self._shell.takes_from(header.shard, event.sender, header.view):
+            return []
+        return self._shell.replicated(event.channel, header.shard, events.Chosen(header.step, event.replicas))
+
     def acknowledge(self, answer: Answer[Channel]) -> None:
         """Tell the primary that this backup has a version."""
-        header = Header(Kind.ACK, self._shell.fence.number, shard=answer.shard, step=answer.version)
+        header = Header(
+            Kind.ACK, self._shell.fence.number, shard=answer.shard, step=answer.version, base=int(answer.chosen)
+        )
         answer.link.send(header, urgent=True)

@@ -32,15 +32,17 @@ class AveragedShard:
         self._begun_at, self._begun_bytes = -1, 0
         self._skipped: set[int] = set()
         self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
+        self.merge, self.discard = self._sum.merge, self._sum.discard
+        self.first_not_finite = self._sum.first_not_finite
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Set the first version: a record of `nbytes` bytes."""
         self._begun_at, self._begun_bytes = version, nbytes
         self._wire.keep(version, payload, version)
 
-    def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Start the sum with the first contribution."""
-        self._sum.take(payload, weight)
+    def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """Make a contribution the part of the sum that begins at replica `at`."""
+        self._sum.take(payload, weight, at)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
         """Add one more contribution."""

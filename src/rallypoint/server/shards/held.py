@@ -13,6 +13,7 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.server.shards.averaged import AveragedShard
+from rallypoint.server.shards.gradient import float_ranges
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
@@ -36,20 +37,29 @@ class HeldShard(Protocol):
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Set the first version, of `nbytes` bytes."""
 
-    def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Start the sum with the first contribution (on a backup: the finished gradient).
+    def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """Make a contribution (on a backup: the finished gradient) the part of the sum that begins at replica `at`.
 
         With `base`, apply delay compensation first: see `OwnedShard.compensate`.
         """
 
+    def merge(self, left: int, right: int) -> None:
+        """Add the part that begins at replica `right` to the one that begins at `left`."""
+
+    def discard(self, at: int) -> None:
+        """Drop the part that begins at replica `at`."""
+
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Add one more contribution."""
+        """Add one more contribution to the part that begins at replica 0 (where there is no tree)."""
 
     def mean(self, total_weight: float) -> None:
         """Multiply the sum by 1 / `total_weight`."""
 
     def norm(self) -> float:
         """The 2-norm of the finished gradient."""
+
+    def first_not_finite(self) -> int:
+        """The first word of the shard that is not finite in the finished gradient; -1 if all are."""
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
         """Make the next version. With `replicate`, returns the scaled gradient for the backup, and its bytes."""
@@ -84,6 +94,12 @@ _PARAMETERS: dict[Holder, type[OwnedShard] | type[AveragedShard]] = {
 }  # fmt: skip
 
 
+def newest_is_enough(config: JobConfig) -> bool:
+    """May a follower miss a version if it gets a newer one? Not where its workers step the optimizer: they need each.
+    """
+    return config.mode.holder is Holder.SERVERS
+
+
 class Shelf:
     """Allocates shards. The only place that chooses a shard's implementation."""
 
@@ -97,5 +113,7 @@ class Shelf:
         place = self._layout.shards[index]
         if place.part is not None:
             return OwnedRows(place, self._layout.tables[place.part.table].name, self._config, self._pools)
-        kind = self._parameters if place.role == "parameters" else OwnedShard
-        return kind(place, self._config, self._pool, self._scratch)
+        if place.role == "parameters":
+            return self._parameters(place, self._config, self._pool, self._scratch)
+        floats = float_ranges(place, self._layout.entries)
+        return OwnedShard(place, self._config, self._pool, self._scratch, floats)

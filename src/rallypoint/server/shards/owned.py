@@ -15,7 +15,7 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer, state_names
-from rallypoint.server.shards.gradient import GradientSum
+from rallypoint.server.shards.gradient import FloatRange, GradientSum, first_that_became
 from rallypoint.server.shards.wire import WireCopies
 from rallypoint.store.record import ShardRecord
 
@@ -25,7 +25,9 @@ _WIRE = "wire-"
 class OwnedShard:
     """Master weights, optimizer state, the sum in progress, and the wire copies of the last two versions."""
 
-    def __init__(self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch) -> None:
+    def __init__(
+        self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, floats: Sequence[FloatRange] = ()
+    ) -> None:
         self.shard = shard
         self._pool = pool
         none_here = shard.role == "buffers"
@@ -37,7 +39,9 @@ class OwnedShard:
         # torch's foreach kernel adds Nesterov momentum to the gradient in place; the backup needs it without.
         self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov
         self._compensation = config.compensation
+        self._floats = floats  # of buffers: where they hold floating-point numbers
         self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
+        self.merge, self.discard = self._sum.merge, self._sum.discard
         self.raw, self.encoded = self._wire.raw, self._wire.encoded
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
@@ -45,11 +49,11 @@ class OwnedShard:
         self.master.copy_(payload.tensor[: self.shard.words])
         self._wire.keep(version, payload, version)
 
-    def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Start the sum with the first contribution's buffer. `base`: see `compensate`."""
+    def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """Make a contribution the part of the sum that begins at replica `at`. `base`: see `compensate`."""
         if base is not None:
             self.compensate(payload, base)
-        self._sum.take(payload, weight)
+        self._sum.take(payload, weight, at)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
         """Add a contribution. `base`: see `compensate`."""
@@ -68,6 +72,15 @@ class OwnedShard:
         gradient = payload.tensor[: self.shard.words]
         moved = self.master - self._wire.values(base)
         gradient.addcmul_(moved.mul_(gradient), gradient, value=self._compensation)
+
+    def first_not_finite(self) -> int:
+        """The first word of the finished sum that is not finite; -1 if all are.
+
+        Of buffers: the first word that is not finite and was before. A mask of infinities is no error.
+        """
+        if self._optimizer is not None:
+            return self._sum.first_not_finite()
+        return first_that_became(self._floats, self._sum.values, self.master)
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
         """Update the master with the finished gradient, and keep a wire copy of the new version.

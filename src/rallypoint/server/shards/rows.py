@@ -16,6 +16,7 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPools
 from rallypoint.optim.rows import RowsOptimizer, state_names
+from rallypoint.server.shards.gradient import first_not_finite, norm_of
 from rallypoint.store.record import ShardRecord
 
 _CHANGED, _BEFORE = "changed-", "before-"  # the rows that the update after a version changed, and their old values
@@ -42,7 +43,7 @@ class OwnedRows:
         self.master = self._optimizer.master
         self._version = -1
         self._before: dict[int, Undo] = {}
-        self._sum = RowSum(shard.columns)
+        self._parts: dict[int, RowSum] = {}  # of the sum in progress, by the first replica
         self._nothing = pools.take(0)
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
@@ -56,29 +57,46 @@ class OwnedRows:
             self.master[start : start + len(ids)] = torch.from_numpy(values)
         self._version = 0
 
-    def take(self, payload: Buffer, weight: float, base: int | None = None) -> None:
-        """Start the sum with the first contribution (on a backup: the finished gradient)."""
-        self._sum = RowSum(self.shard.columns)
-        self.add(payload, weight, base)
+    def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
+        """Make a contribution the part of the sum that begins at replica `at` (on a backup: the finished gradient)."""
+        self._parts[at] = RowSum(self.shard.columns)
+        self._add(payload, weight, at)
 
     def add(self, payload: Buffer, weight: float, base: int | None = None) -> None:
         """Add a contribution. It is multiplied by its weight first, as in a dense sum."""
+        self._add(payload, weight, 0)
+
+    def merge(self, left: int, right: int) -> None:
+        """Add the part that begins at `right` to the one that begins at `left`, row by row."""
+        other = self._parts.pop(right)
+        self._parts[left].add(other.ids, other.values)
+
+    def discard(self, at: int) -> None:
+        """Drop the part that begins at replica `at`."""
+        del self._parts[at]
+
+    def _add(self, payload: Buffer, weight: float, at: int) -> None:
         ids, values = decode_gradient(payload.bytes[: _used(payload, self.shard.columns)], self.shard.columns)
-        self._sum.add(ids, values.mul(weight))  # a copy: the payload's buffer is released
+        self._parts[at].add(ids, values.mul(weight))  # a copy: the payload's buffer is released
         payload.release()
 
     def mean(self, total_weight: float) -> None:
         """Multiply the sum by 1 / `total_weight`: the weighted mean."""
         if total_weight != 1.0:
-            self._sum.values.mul_(1.0 / total_weight)
+            self._parts[0].values.mul_(1.0 / total_weight)
 
     def norm(self) -> float:
         """The 2-norm of the finished gradient."""
-        return float(torch.linalg.vector_norm(self._sum.values))
+        return norm_of(self._parts[0].values)
+
+    def first_not_finite(self) -> int:
+        """The first word of the part that is not finite in the finished gradient; -1 if all are."""
+        at = first_not_finite(self._parts[0].values.view(-1))
+        return at if at < 0 else int(self._parts[0].ids[at // self.shard.columns]) * self.shard.columns
 
     def apply(self, update: Apply) -> tuple[Buffer, int] | None:
         """Update the rows of the finished gradient. With `replicate`, returns it, scaled, for the backup."""
-        done, self._sum = self._sum, RowSum(self.shard.columns)
+        done = self._parts.pop(0, RowSum(self.shard.columns))
         if update.scale is None:
             done = RowSum(self.shard.columns)
         elif update.scale != 1.0:
@@ -93,7 +111,7 @@ class OwnedRows:
 
     def abandon(self) -> None:
         """Discard the sum in progress."""
-        self._sum = RowSum(self.shard.columns)
+        self._parts.clear()
 
     def release(self) -> None:
         """Release every buffer."""

@@ -17,56 +17,19 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 import pytest
 
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.net.transport import Connection, Listener, Transport
+from rallypoint.testing.contracts.beside import PATIENCE_S, Beside
 
-PATIENCE_S = 20.0  # a test fails after so long; no test should come near it
+__all__ = ["PATIENCE_S", "Beside", "TransportContract", "receive", "send_for_ever"]
+
 _BULK = 8 << 20
 _SENTENCE = re.compile(r"^\S[^\n]{10,}$")
-
-
-
-
-class Beside:
-    """A call on a second thread. Leaving the ``with`` joins it; `outcome` waits for its result."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="beside the test")
-
-    def __enter__(self) -> Beside:
-        self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._thread.join(PATIENCE_S)
-        if kind is None:
-            assert not self._thread.is_alive(), "the thread beside the test is still blocked"
-
-    def outcome(self) -> BaseException | None:
-        """Wait for the call. Returns what it raised, None when it returned."""
-        self._thread.join(PATIENCE_S)
-        assert not self._thread.is_alive(), "the thread beside the test is still blocked"
-        return self._error
-
-    def raise_if_failed(self) -> None:
-        """Raise here what the call raised on its thread."""
-        if (error := self.outcome()) is not None:
-            raise error
-
-    def _run(self) -> None:
-        try:
-            self._call()
-        except BaseException as error:
-            self._error = error
 
 
 class TransportContract:
@@ -312,6 +275,44 @@ class TransportContract:
             far.send(b"x")
             receiving.raise_if_failed()
 
+    # ---- deadlines ----
+
+    def test_a_deadline_ends_a_receive_that_trickles(self, pair: tuple[Connection, Connection]) -> None:
+        near, far = pair
+        near.set_deadline(0.3)
+        with Beside(lambda: receive(near, 1 << 20)) as receiving:
+            trickle(lambda: far.send(b"x"), receiving)
+            assert isinstance(receiving.outcome(), LinkError)
+
+    def test_a_deadline_ends_a_send_that_is_read_slowly(self, pair: tuple[Connection, Connection]) -> None:
+        near, far = pair
+        near.set_deadline(0.3)
+        with Beside(lambda: send_for_ever(near)) as sending:
+            trickle(lambda: receive(far, 1), sending)
+            assert isinstance(sending.outcome(), LinkError)
+
+    def test_a_deadline_is_for_sending_and_receiving_together(self, pair: tuple[Connection, Connection]) -> None:
+        near, far = pair
+        near.set_deadline(0.3)
+
+        def talk() -> None:
+            while True:
+                near.send(b"question")
+                receive(near, 1)
+
+        with Beside(talk) as talking:
+            trickle(lambda: far.send(b"y"), talking)
+            assert isinstance(talking.outcome(), LinkError)
+
+    def test_a_deadline_can_be_taken_away(self, pair: tuple[Connection, Connection]) -> None:
+        near, far = pair
+        near.set_deadline(0.01)
+        near.set_deadline(None)
+        with Beside(lambda: receive(near, 1)) as receiving:
+            time.sleep(0.05)
+            far.send(b"x")
+            receiving.raise_if_failed()
+
     # ---- addresses ----
 
     def test_nobody_there_is_an_error_in_time(self, transport: Transport, address: str) -> None:
@@ -360,6 +361,14 @@ class TransportContract:
 
     def test_the_address_is_private(self, transport: Transport, listener: Listener) -> None:
         assert transport.private(listener.address)
+
+
+def trickle(step: Callable[[], object], beside: Beside) -> None:
+    """Make a little progress again and again, as long as the other thread runs."""
+    while beside.is_running():
+        with contextlib.suppress(LinkError):
+            step()
+        time.sleep(0.02)
 
 
 def receive(connection: Connection, count: int) -> bytes:

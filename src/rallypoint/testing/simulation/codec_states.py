@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.core.shard.relay import Answer, Relay
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.worker.encoding import Encoding, encoding_of
 from rallypoint.core.worker.handover import Key
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import CodecEffect, Give, Recall, Release, ResetCodecs, Send
@@ -59,15 +60,19 @@ class SimulatedEncoder:
         """The contribution to be sent for the gradient in the slot."""
         key = (send.shard, send.replica)
         kept = self._kept.get(key)
-        if kept is not None and kept.step > send.step:  # it came from elsewhere: the shard does not need this step
-            return Coded(GARBAGE, send.step, send.replica, -1, None)
-        if kept is None or kept.step < send.step:
-            before = 0 if kept is None else kept.name
-            after, generation = (-1, None) if kept is None else (kept.step, kept.generation)
-            content, name = self._job.encoded(gradient, before)
-            coded = Coded(content, send.step, send.replica, after, generation)
-            kept = self._kept[key] = Residual(coded, name, self._shell.view.generation)
-        return kept.coded
+        match encoding_of(None if kept is None else kept.step, send.step, drops=self._job.config.quorum is not None):
+            case Encoding.AGAIN if kept is not None:
+                return kept.coded
+            case Encoding.OVER:
+                return Coded(GARBAGE, send.step, send.replica, -1, None)
+            case Encoding.ANEW:
+                kept = None
+        before = 0 if kept is None else kept.name
+        after, generation = (-1, None) if kept is None else (kept.step, kept.generation)
+        content, name = self._job.encoded(gradient, before)
+        coded = Coded(content, send.step, send.replica, after, generation)
+        self._kept[key] = Residual(coded, name, self._shell.view.generation)
+        return coded
 
     def copy(self, send: Send) -> None:
         """Before this contribution is encoded: send the state after the step before, for a snapshot."""
@@ -120,12 +125,21 @@ class ServerCodecStates:
 
     def adopt(self, view: View, before: View | None) -> None:
         """A new view."""
-        if self._generation != view.generation:
+        goes_on = self._generation == view.generation
+        if not goes_on:
             self._copies.clear()
         if before is not None and (self._generation != view.generation or before.primary != view.primary):
             self.abandon()
         self._generation = view.generation
-        self._answer(self._relay.adopt(view))
+        held = self._relay.between
+        answers = self._relay.adopt(view)
+        answered = {answer[1:3] for answer in answers}
+        self._job.lost.extend(sorted(held - self._relay.between - answered if goes_on else ()))
+        self._answer(answers)
+
+    def crashed(self) -> None:
+        """The server is about to die, with what it has."""
+        self._job.lost.extend(sorted(self._relay.between))
 
     def contributed(self, shard: int, coded: Coded, worker: str, upcoming: int) -> None:
         """A contribution has come (whatever becomes of it); `upcoming`: the next step that the shard takes."""

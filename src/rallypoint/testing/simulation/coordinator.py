@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from rallypoint.coordinator import acts, inbox
-from rallypoint.coordinator.shell import TICKS, CoordinatorShell
+from rallypoint.coordinator.shell import CoordinatorShell, tick_seconds
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
@@ -20,9 +22,11 @@ from rallypoint.testing.simulation.watch import watch
 
 @dataclass
 class Disk:
-    """What a coordinator leaves to the next."""
+    """What a coordinator leaves to the next. While it is `full`, nothing can be written; `started`: how many began."""
 
     state: ClusterState | None = None
+    full: bool = False
+    started: int = 0
 
 
 @dataclass
@@ -42,7 +46,10 @@ class SimulatedCoordinator:
         self, world: World, job: SimulatedJob, terms: Terms, store: SimulatedStore, disk: Disk, outcome: Outcome
     ) -> None:
         self.node, self.job, self.store, self.disk, self.outcome = Node(world, COORDINATOR), job, store, disk, outcome
-        self._tick_s = terms.heartbeat / TICKS
+        self._tick_s = tick_seconds(terms)
+        self._unsaved: ClusterState | None = None
+        terms = msgspec.structs.replace(terms, earlier=disk.started)
+        disk.started += 1
         self.shell = CoordinatorShell(terms, self._time, recovered=disk.state)
         watch(self.shell.machine, COORDINATOR)
         world.acceptors[COORDINATOR] = self
@@ -58,15 +65,20 @@ class SimulatedCoordinator:
     def _time(self) -> float:
         return self.node.world.now + 1.0  # 0 is no time to the machine
 
+    def _write(self) -> None:
+        self.disk.state, self._unsaved = self._unsaved, None
+
     def _tick(self) -> None:
         self._handle(inbox.Ticked())
+        if self._unsaved is not None and not self.disk.full:
+            self._write()
         self.node.later(self._tick_s, self._tick)
 
     # ---- connections ----
 
     def accept(self, wire: Wire, hello: Hello) -> str:
         wire.on_message[1] = lambda message: self._receive(wire, hello, message)
-        wire.on_close[1] = lambda: self._handle(inbox.Closed(wire, hello, "its connection ended"))
+        wire.on_close[1] = lambda: self._handle(inbox.Closed(wire, hello, "its connection ended", wire.ended))
         self._handle(inbox.Opened(wire, hello))
         return ""
 
@@ -90,8 +102,10 @@ class SimulatedCoordinator:
     def _do(self, todo: Sequence[acts.Act]) -> None:
         for act in todo:
             match act:
-                case acts.Save(state=state):
-                    self.disk.state = state
+                case acts.Save(state=state, needed=needed):
+                    self._unsaved = state
+                    if needed or not self.disk.full:
+                        self._write()
                 case acts.Send(connection=Wire() as wire, message=message):
                     if isinstance(message, Finished) and self.shell.last_word is None:
                         self._check_dismissed(wire)

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rallypoint.core.sums.presum import Part
 from rallypoint.core.view import View
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
@@ -13,6 +14,7 @@ from rallypoint.testing.simulation.codec_states import SimulatedEncoder
 from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, SimulatedJob
 from rallypoint.testing.simulation.link import SimulatedLink
 from rallypoint.testing.simulation.network import Node, Wire
+from rallypoint.testing.simulation.tables.pulls import RowPulls
 from rallypoint.testing.simulation.watch import watch
 from rallypoint.worker.exchange.plan import worker_plan
 
@@ -24,9 +26,11 @@ class SimulatedExchange:
         self.node, self.job, self._changed = node, job, changed
         self.shell = shell_for(node.name, worker_plan(job.config, job.layout, job.codec_state_shards))
         self.encoder = SimulatedEncoder(job, self.shell, self._say)
+        self.rows = RowPulls(job, self.shell, self._say)
         watch(self.shell.machine, node.name)
         self.machine = self.shell.machine
         self.slots: list[Content] = [GARBAGE] * job.shards
+        self._kept: dict[tuple[int, int], Content] = {}  # what is added up, by shard and first replica
         self.fetched = 0
         self.links: dict[str, SimulatedLink] = {}
         self._leaves: dict[Wire, float] = {}  # when the last contribution queued for it will
@@ -72,6 +76,9 @@ class SimulatedExchange:
                     self.node.later(seconds, lambda: self._land(link, wire, shard, content))
                 else:
                     self.apply(effects)
+            case ("rows", shard, number, content, outdated):
+                self.rows.arrived(shard, number, content, outdated=outdated)
+                self._changed()
             case ("wait", _, replica, clock):
                 self.apply(self.machine.handle(machine.ToWait(replica, clock)))
             case ("codec state", shard, replica, state):
@@ -119,6 +126,23 @@ class SimulatedExchange:
                 case machine.Recall() | machine.Release() | machine.Give() | machine.ResetCodecs():
                     self.encoder.run(effect)
 
+    def filled(self, shard: int, replica: int) -> None:
+        """A slot is full: add it up with other replicas of this worker, or send it."""
+        if (part := self.machine.presum.part(shard, replica)) is not None:
+            self._add_up(shard, replica, part)
+        self.run(self.machine.handle(machine.Filled(shard, part)))
+
+    def _add_up(self, shard: int, replica: int, part: Part) -> None:
+        start, content = replica, self.slots[shard]
+        for at in part.merges:
+            kept = self._kept.pop((shard, at))
+            content = self.job.add(kept, content) if at < start else self.job.add(content, kept)
+            start = min(start, at)
+        assert start == part.block.start, f"{part} from replica {replica} on"
+        self.slots[shard] = content
+        if part.keep:
+            self._kept[shard, start] = content
+
     def _say(self, server: str, message: Any) -> None:
         if server in self.links:
             self.links[server].send(message)
@@ -149,6 +173,7 @@ class SimulatedExchange:
         self.node.later(self.node.world.latency() / 4, lambda: self.apply(self.machine.handle(sent)))
 
     def _push(self, wire: Wire, send: machine.Send, content: Content) -> None:
-        push = ("push", send.view, send.shard, send.step, send.replica, content, send.base, send.wants)
+        name = (send.shard, send.step, send.replica, send.count)
+        push = ("push", send.view, *name, content, send.base, send.wants)
         for _ in range(2 if self.node.world.random.random() < 0.02 else 1):
             wire.send(0, push)

@@ -14,10 +14,13 @@ from rallypoint.codec.spec import CodecSpec, Raw, has_state
 from rallypoint.config import Group, JobConfig, cadence_of, record_of
 from rallypoint.core.cadence import Cadence
 from rallypoint.core.job import JobRecord
-from rallypoint.core.layout import Layout, Shard
+from rallypoint.core.layout import Layout, Shard, TensorSpec
 from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
+from rallypoint.core.table import Part
+from rallypoint.testing.simulation.replicas.names import combine
+from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -37,9 +40,12 @@ class Mean:
     content: Content
 
 
-def combine(*parts: int) -> int:
-    """A name for what these make together (hashes of tuples of ints are the same in every process)."""
-    return hash(parts) & 0x7FFF_FFFF_FFFF_FFFF
+def _tree(contents: list[Content]) -> Content:
+    """What the sum of all replicas' contributions is: see core/sums/tree.py, which this does not use."""
+    if len(contents) == 1:
+        return contents[0]
+    middle = 1 << (len(contents) - 1).bit_length() - 1
+    return combine(_tree(contents[:middle]), _tree(contents[middle:]))
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,11 @@ class SimulatedJob:
     periods: tuple[tuple[int, int], ...] = ()
     codec: CodecSpec = field(default_factory=Raw)
     inner: bool = False  # of local steps, over Sync: contributions depend on the replicas' own optimizers
+    poison: tuple[int, int] | None = None  # (step, replica) whose gradient is not finite, which stops the job
+    tables: int = 0  # shards of parameters that are parts of a table
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
+    # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
+    lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
     buffer_shards: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,6 +89,29 @@ class SimulatedJob:
         return tuple(s for s in range(self.shards) if has_state(self.codec) and s not in self.buffer_shards)
 
     @cached_property
+    def table_shards(self) -> frozenset[int]:
+        """The parts of the table: the last shards but those of buffers."""
+        stop = self.shards - self.buffers
+        return frozenset(range(stop - self.tables, stop))
+
+    @property
+    def nothing(self) -> Content:
+        """What a version of a table's part brings to workers."""
+        return 0 if self.same_bytes else frozenset()
+
+    def sent(self, shard: int, content: Content) -> Content:
+        """What a version of the shard brings to workers."""
+        return self.nothing if shard in self.table_shards else content
+
+    def dense(self, model: Iterable[Content]) -> list[tuple[int, Content]]:
+        """The shards that a worker's model holds, which are all but tables, and their contents."""
+        return [(shard, content) for shard, content in enumerate(model) if shard not in self.table_shards]
+
+    def looked_up(self, step: int, replica: int) -> list[int]:
+        """The parts of the table that this replica's samples need at `step`."""
+        return [shard for shard in sorted(self.table_shards) if combine(shard, step, replica, 51) % 3]
+
+    @cached_property
     def config(self) -> JobConfig:
         """The settings that a real job of this kind has."""
         config = JobConfig(
@@ -93,8 +126,13 @@ class SimulatedJob:
         """Shards of 16 words, the last of which are buffers."""
         groups = (0, *range(2, 2 + len(self.periods)))
         of = [-1 if i in self.buffer_shards else groups[i % len(groups)] for i in range(self.shards)]
-        shards = tuple(Shard(i, group, 16 * i, 16 * i + 16) for i, group in enumerate(of))
-        return Layout((), shards, 16 * self.shards, "simulated")
+        parts = {i: Part(0, part, self.tables, 1) for part, i in enumerate(sorted(self.table_shards))}
+        shards = tuple(
+            Shard(i, group, 16 * i, 16 * i + 16) if i not in parts else Shard(i, group, 0, 0, 16, parts[i])
+            for i, group in enumerate(of)
+        )
+        tables = (TensorSpec("table", (self.tables, 16), "float32", 0),) if self.tables else ()
+        return Layout((), shards, 16 * self.shards, "simulated", tables)
 
     @cached_property
     def cadence(self) -> Cadence:
@@ -117,9 +155,24 @@ class SimulatedJob:
         return self.config.mode.holder is Holder.WORKERS
 
     @property
+    def may_differ(self) -> bool:
+        """Are no bytes promised (any more), because state was lost with a member?"""
+        return self.loses_states or bool(self.lost)
+
+    @property
     def keeps_inner(self) -> bool:
         """Does a replica's own optimizer go on from round to round, on its worker?"""
         return self.inner and isinstance(self.sync, LocalSteps) and self.sync.keep_inner
+
+    @property
+    def delayed(self) -> bool:
+        """Do replicas begin a round before its version is here?"""
+        return isinstance(self.sync, LocalSteps) and self.sync.delay > 0
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        """What a replica computes in a round, where there is a delay."""
+        return Rounds(self.cadence, self.config.steps_per_round, self.config.steps_ahead(0))
 
     def averages(self, shard: int) -> bool:
         """Do servers have no more of this shard than the mean of its contributions?"""
@@ -156,7 +209,7 @@ class SimulatedJob:
     def check_end(self, shard: int, content: Content) -> None:
         """AssertionError unless this is what the shard may be at the end of the job."""
         if self.same_bytes:
-            assert self.loses_states or content == self.undisturbed()[shard], f"other bytes in shard {shard}"
+            assert self.may_differ or content == self.undisturbed()[shard], f"other bytes in shard {shard}"
             return
         if isinstance(self.sync, LocalSteps):
             self.check_version(shard, self.cadence.updates(shard), content)
@@ -168,14 +221,14 @@ class SimulatedJob:
                 came = [replica for s, replica in content if s == step]
                 assert len(came) == quorum, f"shard {shard}, step {step}: {came} instead of {quorum}"
             return
-        wanted = frozenset[Any]().union(*(self.written(replica, self.steps) for replica in replicas))
+        wanted = frozenset[Any]().union(*(self.written(shard, replica, self.steps) for replica in replicas))
         wrong = f"missing {sorted(wanted - content)}, too many {sorted(content - wanted)}"
         assert content == wanted, f"shard {shard}: {wrong}"
 
     def check_version(self, shard: int, version: int, content: Content) -> None:
         """AssertionError unless this is the shard's own version `version`, where that follows from its number: every
         replica's contribution to each tick at which it was due, once, and of no other."""
-        if self.same_bytes and self.loses_states:
+        if self.same_bytes and self.may_differ:
             return
         if self.same_bytes:
             round = self.cadence.begun(shard, version)
@@ -198,9 +251,10 @@ class SimulatedJob:
             case _:
                 return came
 
-    def written(self, replica: int, clock: int) -> frozenset[Any]:
+    def written(self, shard: int, replica: int, clock: int) -> frozenset[Any]:
         """What is there of this replica once its clock shows so much, where contents are sets of contributions."""
-        return frozenset((step, replica) for step in range(clock) if self.is_finite(step, replica))
+        whole = ("",) if shard not in self.buffer_shards else ("", "gradient", "unseen")
+        return frozenset((step, replica) for step in range(clock) if self.defect(step, replica) in whole)
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""
@@ -220,9 +274,46 @@ class SimulatedJob:
             return gradient, combine(residual, 3)
         return combine(gradient, residual, 1), combine(gradient, residual, 2)
 
-    def is_finite(self, step: int, replica: int) -> bool:
-        """Is this replica's loss a number at `step`?"""
-        return not self.skip or (step * 5 + replica) % 13 != 4
+    def defect(self, step: int, replica: int) -> str:
+        """What is not finite of this replica at `step`: its "loss", its "gradient", or (its worker has not "seen" it)
+        the gradient, which only the servers can find; "" if all is.
+
+        Where several contributions may be one update, or names tell nothing, workers see all.
+        """
+        seen = isinstance(self.sync, Async) and self.sync.fold > 1
+        if (step, replica) == self.poison:
+            return "gradient" if seen or (step + replica) % 2 else "unseen"
+        if not self.skip or (step * 5 + replica) % 13 != 4:
+            return ""
+        return ("loss", "gradient", "gradient" if seen or self.same_bytes else "unseen")[(step + replica) % 3]
+
+    def flags(self, shard: int, step: int, replica: int) -> tuple[bool, bool]:
+        """What a worker says of its contribution: that nothing of it is not finite; that its values are finite."""
+        match self.defect(step, replica):
+            case "loss":
+                return False, True
+            case "gradient" if shard not in self.buffer_shards:
+                return False, False
+            case _:
+                return True, True
+
+    def look(self, shard: int, step: int, finished: Content) -> tuple[float, int]:
+        """What a server finds in a finished sum: its norm, and the first word that is not finite (-1: all are)."""
+        if shard in self.buffer_shards:
+            return 0.0, -1
+        if self.same_bytes:
+            norm = self.norm(shard, finished)
+            poisoned = self.poison is not None and step == self.poison[0]
+            return norm, 3 if poisoned or not math.isfinite(norm) else -1
+        bad = any(self.defect(step, replica) in ("gradient", "unseen") for step, replica in finished)
+        return self.norm(shard, finished), 3 if bad else -1
+
+    def check_whole(self, shard: int, version: int, content: Content) -> None:
+        """AssertionError if what is published is not finite, in a job that has to stop before that."""
+        if self.poison is None or shard in self.buffer_shards:
+            return
+        whole = version <= self.poison[0] if self.same_bytes else self.poison not in content
+        assert whole, f"version {version} of shard {shard} is published, and is not finite"
 
     def norm(self, shard: int, finished: Content) -> float:
         """The 2-norm of a shard's mean gradient."""
@@ -247,9 +338,14 @@ class SimulatedJob:
         """Every shard at every version, computed without any cluster."""
         models = [[self.first(shard) for shard in range(self.shards)]]
         residuals, inner = dict[tuple[int, int], int](), dict[int, int]()
+        trained = dict[int, Trained]()
         for step in range(self.steps):
             model = models[-1]
-            finished = [self._finished(shard, step, model, residuals, inner) for shard in range(self.shards)]
+            if self.delayed:
+                pushed = self._delayed_round(step, tuple(model), trained)
+                finished = [self._summed([own[shard] for own in pushed]) for shard in range(self.shards)]
+            else:
+                finished = [self._finished(shard, step, model, residuals, inner) for shard in range(self.shards)]
             scale = self._scale(step, finished)
             models.append([
                 self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale)
@@ -264,19 +360,32 @@ class SimulatedJob:
         inner: dict[int, int],
     ) -> Content:  # fmt: skip
         replicas = range(self.expected(shard))
-        contributions = [self.gradient(shard, step, r, (*model, inner.get(r, 0))) for r in replicas]
+        contributions = [
+            self.gradient(shard, step, r, (*self._seen(step, r, model), inner.get(r, 0))) for r in replicas
+        ]
         if shard in self.codec_state_shards:
             for replica, gradient in enumerate(contributions):
                 before = residuals.get((shard, replica), 0)
                 contributions[replica], residuals[shard, replica] = self.encoded(gradient, before)
-        total = contributions[0]
-        for contribution in contributions[1:]:
-            total = combine(total, contribution)
-        return combine(total, self.expected(shard))
+        return self._summed(contributions)
+
+    def _seen(self, step: int, replica: int, model: Iterable[Content]) -> list[Content]:
+        """What the replica computes from: of tables only what its samples need."""
+        unseen = self.table_shards.difference(self.looked_up(step, replica))
+        return [self.nothing if shard in unseen else content for shard, content in enumerate(model)]
+
+    def _summed(self, contributions: list[Content]) -> Content:
+        return combine(_tree(contributions), len(contributions))
+
+    def _delayed_round(self, round: int, version: Names, trained: dict[int, Trained]) -> list[Names]:
+        """Each replica's contributions; `trained` is what the replicas have come to."""
+        for replica in range(self.replicas):
+            trained[replica] = self.rounds.undisturbed(trained.get(replica), round, replica, version)
+        return [trained[replica].contributions(round, replica, version) for replica in range(self.replicas)]
 
     def _scale(self, step: int, finished: list[Content]) -> float | None:
         norms = [self.norm(shard, finished[shard]) for shard in range(self.shards) if shard not in self.buffer_shards]
-        losses = all(self.is_finite(step, replica) for replica in range(self.replicas))
+        losses = not any(self.defect(step, replica) for replica in range(self.replicas))
         whole = losses and all(map(math.isfinite, norms))
         return clip_scale(total_norm(norms), self.clip) if whole or not self.skip else None
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from rallypoint.core.view import Member
+from rallypoint.core.shard.links import Key, PeerLinks
+from rallypoint.core.shard.server import Effect
+from rallypoint.core.shard.shell import ServerShell
+from rallypoint.core.view import Member, View
 from rallypoint.testing.simulation.network import Node, Wire
 
 RETRY_S = 0.1
@@ -34,7 +38,12 @@ class SimulatedLink:
         self.wire: Wire | None = None
         self._node, self._receiver = node, receiver
         self._closed = False
+        self._lost_at = node.world.now
         self._connect()
+
+    def unreachable(self) -> float:
+        """Seconds for which the peer could not be reached; 0.0 while it can."""
+        return 0.0 if self.wire is not None else self._node.world.now - self._lost_at
 
     def send(self, message: Any) -> None:
         """Lost, if the link is."""
@@ -65,6 +74,62 @@ class SimulatedLink:
         self._receiver.link_up(self)
 
     def _lost(self) -> None:
-        self.wire = None
+        self.wire, self._lost_at = None, self._node.world.now
         self._receiver.link_lost(self)
         self._connect()
+
+
+class PeerWires:
+    """A simulated server's connections to other servers, each made again until the view wants it no more."""
+
+    def __init__(
+        self, node: Node, links: PeerLinks, shell: ServerShell[Wire], run: Callable[[Sequence[Effect]], None]
+    ) -> None:
+        self._node, self._links, self._shell, self._run = node, links, shell, run
+        self._wires: dict[Key, Wire | None] = {}
+        self._lost_at: dict[Key, float] = {}
+
+    def adopt(self, view: View) -> None:
+        """Close the connections that the view no longer needs, and make the new ones."""
+        gone, new = self._links.adopt(view)
+        for key in gone:
+            if (wire := self._wires.pop(key)) is not None:
+                wire.close(0)
+        for member in new:
+            self._wires[member.id, member.incarnation] = None
+            self._lost_at[member.id, member.incarnation] = self._node.world.now
+            self._dial(member)
+
+    def unreachable(self) -> dict[str, float]:
+        """The servers that cannot be reached -> seconds."""
+        now = self._node.world.now
+        return {key[0]: now - self._lost_at[key] for key, wire in self._wires.items() if wire is None}
+
+    def _dial(self, member: Member) -> None:
+        """As a dialer does it: until the view wants this link no more."""
+        key = (member.id, member.incarnation)
+
+        def up(wire: Wire) -> None:
+            if key not in self._wires:
+                wire.close(0)
+                return
+            self._wires[key] = wire
+            wire.on_message[0] = lambda ack: self._run(self._shell.acked(member.id, wire, *ack[1:]))
+            wire.on_close[0] = lambda: down(wire)
+            self._run(self._shell.peer_linked(member, wire))
+
+        def down(wire: Wire) -> None:
+            self._lost_at[key] = self._node.world.now
+            self._run(self._shell.peer_lost(member.id, wire))
+            again()
+
+        def again() -> None:
+            if key in self._wires:
+                hello = ("server", self._node.name, self._shell.fence.number)
+                self._wires[key] = None
+                self._node.world.connect(self._node, member.address, hello, up, failed)
+
+        def failed(_: str) -> None:
+            self._node.later(RETRY_S, again)
+
+        again()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.core.view import View
 from rallypoint.net.messages import (
     Admitted,
     Assist,
@@ -15,6 +16,7 @@ from rallypoint.net.messages import (
     CaughtUp,
     Done,
     Hello,
+    Knows,
     Leaving,
     Message,
     NewView,
@@ -37,12 +39,14 @@ class Membership:
 
     def __init__(
         self, node: Node, role: str, on_message: Callable[[Any], None], on_admitted: Callable[[bool], None],
-        address: str = "",
+        address: str = "", beat: Callable[[], Beat] = Beat,
     ) -> None:  # fmt: skip
+        self._say_beat = beat
         self.node, self.role, self.address, self.incarnation = node, role, address, 0
         self._on_message, self._on_admitted = on_message, on_admitted
         self._wire: Wire | None = None
         self._admitted = False
+        self._view: View | None = None  # the newest that came
         self._unsent: deque[Any] = deque()
         self._connect()
         self._beat()
@@ -61,11 +65,11 @@ class Membership:
 
     def _beat(self) -> None:
         if self._wire is not None:
-            self._wire.send(0, Beat())
+            self._wire.send(0, self._say_beat())
         self.node.later(BEAT_S, self._beat)
 
     def _connect(self) -> None:
-        hello = Hello(self.role, self.node.name, "host", b"", self.address, self.incarnation)
+        hello = Hello(self.role, self.node.name, "host", self.address, self.incarnation)
         self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
 
     def _failed(self, reason: str) -> None:
@@ -76,17 +80,22 @@ class Membership:
         self._wire, self._admitted = wire, False
         wire.on_message[0] = self._receive
         wire.on_close[0] = self._lost
+        if self.incarnation:
+            wire.send(0, Knows(self._view))
 
     def _lost(self) -> None:
         self._wire, self._admitted = None, False
         self.node.later(RETRY_S, self._connect)
 
     def _receive(self, message: Any) -> None:
+        if isinstance(message, NewView) and (self._view is None or message.view.number > self._view.number):
+            self._view = message.view
         match message:
             case Admitted(incarnation=incarnation):
                 new, self.incarnation = incarnation != self.incarnation, incarnation
                 self._admitted = True
                 if new:
+                    self._view = None
                     self._unsent.clear()  # said by somebody who was given up
                 self._on_admitted(new)
                 while self._unsent:
@@ -103,7 +112,7 @@ class Order:
         self._connect()
 
     def _connect(self) -> None:
-        hello = Hello("observer", self.node.name, "host", b"", "", 0)
+        hello = Hello("observer", self.node.name, "host", "", 0)
         self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
 
     def _failed(self, reason: str) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
+
+from rallypoint.coordinator.inbox import End
 
 LATENCY_S = (0.0002, 0.004)
 SLOW_S = 0.05  # now and then a message takes so long
@@ -76,16 +78,22 @@ class Wire:
 
     def __init__(self, world: World, a: Node, b: Node) -> None:
         self.world, self.ends, self.number = world, (a, b), world.number()
-        self.open = True
+        self.open, self.ended = True, End.CLOSED
         self._free = [0.0, 0.0]  # when each direction can deliver next
         self._cut = float("inf")
+        self._sent, self._newest = 0, dict[Hashable, int]()  # messages, and the last one of each place
         self.on_message: list[Callable[[Any], None]] = [_ignore, _ignore]
         self.on_close: list[Call] = [_nothing, _nothing]
         a.wires.append(self)
         b.wires.append(self)
 
-    def send(self, end: int, message: Any, *, read: Callable[[Any], Any] | None = None) -> None:
-        """From end 0 or 1 to the other; `read` turns the message into what is sent when it leaves."""
+    def send(
+        self, end: int, message: Any, *, read: Callable[[Any], Any] | None = None, place: Hashable = None
+    ) -> None:
+        """From end 0 or 1 to the other; `read` turns the message into what is sent when it leaves.
+
+        A message replaces the one of the same `place` that is still on its way (as `net/outbox.py` does it).
+        """
         if not self.open:
             return
         world = self.world
@@ -93,7 +101,13 @@ class Wire:
         arrival = max(arrival, world.healed_at(self.ends))
         self._free[end] = arrival
         content = message if read is None else read(message)
-        world.at(arrival - world.now, lambda: self._deliver(1 - end, content))
+        self._sent += 1
+        number, place = self._sent, (end, place)
+        self._newest[place] = number
+        world.at(
+            arrival - world.now,
+            lambda: self._deliver(1 - end, content) if place[1] is None or self._newest[place] == number else None,
+        )
 
     def _deliver(self, end: int, message: Any) -> None:
         if self.world.now <= self._cut:
@@ -103,11 +117,11 @@ class Wire:
         """What this end sends arrives after that time at the earliest."""
         self._free[end] = max(self._free[end], self.world.now + seconds)
 
-    def cut(self) -> None:
+    def cut(self, how: End = End.CLOSED) -> None:
         """The connection breaks; what is under way arrives in part."""
         if not self.open:
             return
-        self.open = False
+        self.open, self.ended = False, how
         self._cut = self.world.now + self.world.random.random() * LATENCY_S[1]
         for end, node in enumerate(self.ends):
             node.wires.remove(self)
@@ -135,6 +149,7 @@ class World:
         self._events: list[tuple[float, int, Call]] = []
         self._numbers = itertools.count()
         self._partitions: dict[frozenset[str], float] = {}
+        self._isolated: dict[str, float] = {}  # process -> until when
         self._traps: set[str] = set()
 
     def at(self, seconds: float, call: Call) -> None:
@@ -177,11 +192,23 @@ class World:
     def _break(self, a: str, b: str) -> None:
         for wire in [w for node in self.nodes.values() for w in list(node.wires)]:
             if {end.name for end in wire.ends} == {a, b}:
-                wire.cut()
+                wire.cut(End.LOST)
+
+    def isolate(self, name: str, seconds: float) -> None:
+        """Nobody can reach this one for a while."""
+        self._isolated[name] = self.now + seconds
+        if seconds >= DEAD_AFTER_S:
+            self.at(DEAD_AFTER_S, lambda: self._break_all(name))
+
+    def _break_all(self, name: str) -> None:
+        for wire in list(self.nodes[name].wires) if name in self.nodes else ():
+            wire.cut(End.LOST)
 
     def healed_at(self, ends: tuple[Node, Node]) -> float:
         """When these two can reach each other (again)."""
-        return self._partitions.get(frozenset(end.name for end in ends), 0.0)
+        names = [end.name for end in ends]
+        alone = (self._isolated.get(name, 0.0) for name in names)
+        return max(self._partitions.get(frozenset(names), 0.0), *alone)
 
     def connect(
         self, node: Node, address: str, hello: Any, up: Callable[[Wire], None], failed: Callable[[str], None]

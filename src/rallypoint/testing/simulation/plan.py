@@ -11,11 +11,12 @@ import msgspec
 from rallypoint.codec.spec import TopK, has_state
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import Feature
-from rallypoint.core.policy import LocalSteps, Sync
+from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.policies import CodecState, InnerState, Mode, Played
+from rallypoint.testing.simulation.policies import CodecState, InnerState, Mode, Played, Poisoned, Tables
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
+CUT_S = 60.0  # longer than any job takes; but where there is only one worker and one server, only its end helps
 _SYNC = Sync()
 
 
@@ -59,6 +60,10 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
+    if isinstance(played, Poisoned):
+        return _poisoned(_plan_of(seed, played.sync))
+    if isinstance(played, Tables):
+        return _with_tables(_plan_of(seed, played.sync))
     if not isinstance(played, CodecState):
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)
@@ -78,11 +83,40 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     return replace(plan, terms=terms, faults=tuple(faults))
 
 
+# Nobody dies of these, and no replica moves.
+_HARMLESS = ("drop data", "drop data", "pause", "partition")
+
+
 def _with_inner(plan: Plan, sync: LocalSteps) -> Plan:
-    """Where inner states are kept, two of three plans lose some, and one has no faults: its bytes are promised."""
+    """Where inner states are kept, two of three plans lose some, and one has no faults: its bytes are promised.
+
+    With a delay that one has faults that make replicas compute a round once more.
+    """
+    if sync.delay and plan.seed % 3 == 0:
+        rng = random.Random(plan.seed * 7919 + 4)
+        roles = ("worker", "server")
+        faults = tuple(
+            Fault(1.0 + rng.uniform(0.0, 6.0), rng.choice(_HARMLESS), rng.choice(roles), rng.uniform(0.1, 1.0))
+            for _ in range(rng.randint(0, 10))
+        )
+        terms = msgspec.structs.replace(plan.terms, heartbeat=_PATIENT_S)
+        return replace(plan, terms=terms, faults=faults, job=replace(plan.job, inner=True))
     faults = plan.faults if plan.seed % 3 or not sync.keep_inner else ()
     job = replace(plan.job, inner=True, loses_states=sync.keep_inner and faults != ())
     return replace(plan, faults=faults, job=job)
+
+
+def _poisoned(plan: Plan) -> Plan:
+    rng = random.Random(plan.seed * 7919 + 3)
+    poison = (rng.randrange(plan.job.steps), rng.randrange(plan.job.replicas))
+    return replace(plan, job=replace(plan.job, skip=False, poison=poison))
+
+
+def _with_tables(plan: Plan) -> Plan:
+    """One shard or more of the parameters are parts of a table. (In a streaming mode its gradient is not clipped.)"""
+    job, rng = plan.job, random.Random(plan.seed * 7919 + 5)
+    tables = rng.randint(1, job.shards - job.buffers)
+    return replace(plan, job=replace(job, tables=tables, clip=None if job.policy.streaming else job.clip))
 
 
 def _plan_of(seed: int, sync: Mode) -> Plan:
@@ -91,7 +125,7 @@ def _plan_of(seed: int, sync: Mode) -> Plan:
         shards=rng.randint(1, 8), buffers=0, replicas=rng.randint(1, 6), steps=rng.randint(4, 14),
         clip=rng.choice([None, 1.0]),
     )  # fmt: skip
-    buffers = int(job.shards > 2 and rng.random() < 0.5)
+    buffers = int(job.shards > 2 and rng.random() < 0.5 and not (isinstance(sync, LocalSteps) and sync.delay))
     job = SimulatedJob(job.shards, buffers, job.replicas, job.steps, job.clip, skip=rng.random() < 0.25)
     quorum = sync.quorum if isinstance(sync, Sync) and sync.quorum is not None else 1
     job = replace(job, sync=sync, replicas=max(job.replicas, quorum))
@@ -116,6 +150,14 @@ def _plan_of(seed: int, sync: Mode) -> Plan:
     if resizes(seed):
         more = random.Random(seed * 7919 + 3)
         faults += [Fault(more.uniform(0.3, 6.0), "resize", "launcher") for _ in range(2)]
+    if fills_the_journal(seed):
+        faults += _behind_the_journal(random.Random(seed * 7919 + 4))
+    if isolates(seed):
+        more = random.Random(seed * 7919 + 4)
+        faults.append(Fault(more.uniform(0.3, 5.0), "isolation", "coordinator", more.uniform(0.5, 10.0)))
+    if cuts(seed):
+        more = random.Random(seed * 7919 + 5)
+        faults.append(Fault(more.uniform(0.3, 3.0), "cut", more.choice(["worker", "server"]), CUT_S))
     return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S if hesitates(seed) else 0.0)
 
 
@@ -136,6 +178,32 @@ def resizes(seed: int) -> bool:
     return seed % 5 == 1
 
 
+def fills_the_journal(seed: int) -> bool:
+    """Is the journal's disk full for a time in this seed's plan, while members and coordinators die?"""
+    return seed % 11 in (3, 8, 10)
+
+
+def _behind_the_journal(rng: random.Random) -> list[Fault]:
+    begins, lasts = rng.uniform(0.2, 3.0), rng.uniform(1.0, 12.0)
+    role = rng.choice(["worker", "server", "server"])
+    changes = [Fault(begins + rng.random() * 2, rng.choice(["crash", "join", "drop"]), role, 0.5) for _ in range(2)]
+    deaths = [
+        Fault(begins + rng.uniform(0.0, min(4.0, lasts)), "crash", "coordinator", 0.3)
+        for _ in range(rng.randint(1, 3))
+    ]
+    return [Fault(begins, "journal full", "coordinator", lasts), *changes, *deaths]
+
+
+def isolates(seed: int) -> bool:
+    """Is the coordinator cut off from everybody for a while in this seed's plan?"""
+    return seed % 7 == 4
+
+
+def cuts(seed: int) -> bool:
+    """Are a server and another member cut from each other for long in this seed's plan?"""
+    return seed % 9 == 5
+
+
 def hesitates(seed: int) -> bool:
     """Are workers slow to begin with what they were told in this seed's plan?"""
     return seed % 4 == 3
@@ -144,6 +212,11 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job = plan.job
+    if job.tables:
+        assert not isinstance(job.sync, LocalSteps | AllReduce)
+        return Tables(job.sync)
     if job.inner and isinstance(job.sync, LocalSteps):
         return InnerState(job.sync)
+    if job.poison is not None:
+        return Poisoned(job.sync)
     return CodecState(job.sync) if has_state(job.codec) else job.sync

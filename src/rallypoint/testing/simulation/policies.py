@@ -9,7 +9,8 @@ from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalStep
 Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
-    "codec-state:WORD, inner:H, inner-fragments:F or inner-fresh:H"
+    "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
+    "tables:WORD"
 )
 
 
@@ -27,7 +28,21 @@ class InnerState:
     sync: LocalSteps
 
 
-Played = Mode | CodecState | InnerState
+@dataclass(frozen=True)
+class Poisoned:
+    """A job in which one replica's gradient is not finite at one step, with nonfinite="stop"."""
+
+    sync: Mode = field(default_factory=Sync)
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A job in the mode `sync` some of whose shards are parts of tables: workers pull the rows that they need."""
+
+    sync: Mode = field(default_factory=Sync)
+
+
+Played = Mode | CodecState | InnerState | Poisoned | Tables
 
 
 def parse_policy(text: str) -> Played:
@@ -35,8 +50,14 @@ def parse_policy(text: str) -> Played:
     name, colon, number = text.partition(":")
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
-        if not isinstance(sync, CodecState | InnerState | AllReduce):
+        if not isinstance(sync, CodecState | InnerState | Poisoned | Tables | AllReduce):
             return CodecState(sync)
+    if name == "poisoned":
+        return Poisoned(_parse_mode(number) if colon else Sync())
+    if name == "tables":
+        sync = parse_policy(number) if colon else Sync()
+        if isinstance(sync, Sync | BoundedStaleness | Async):
+            return Tables(sync)
     if number.isdecimal() and int(number) > 0:
         match name, int(number):
             case "inner", steps:
@@ -45,6 +66,8 @@ def parse_policy(text: str) -> Played:
                 return InnerState(LocalSteps(steps, keep_inner=False))
             case "inner-fragments", fragments if fragments > 1:
                 return InnerState(LocalSteps(fragments, fragments=fragments))
+            case "delay", fragments:  # rounds of three steps, the first two of which need no version
+                return InnerState(LocalSteps(3 * fragments, fragments=fragments, delay=2))
     return _parse_mode(text)
 
 
@@ -72,6 +95,14 @@ def word_for(policy: Played) -> str | None:
         case CodecState(sync=sync):
             of = word_for(sync)
             return None if of is None else "codec-state" if sync == Sync() else f"codec-state:{of}"
+        case Poisoned(sync=sync):
+            of = word_for(sync)
+            return None if of is None else "poisoned" if sync == Sync() else f"poisoned:{of}"
+        case Tables(sync=sync):
+            of = word_for(sync)
+            return None if of is None else "tables" if sync == Sync() else f"tables:{of}"
+        case InnerState(sync=LocalSteps(fragments=fragments, delay=delay)) if delay:
+            word = f"delay:{fragments}"
         case InnerState(sync=LocalSteps(steps=steps, fragments=fragments, keep_inner=keep)):
             own = f"inner:{steps}" if keep else f"inner-fresh:{steps}"
             word = own if fragments == 1 else f"inner-fragments:{fragments}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
+from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
@@ -42,6 +46,7 @@ class Simulation:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.world, self.store, self.disk = plan, World(plan.seed), SimulatedStore(), Disk()
+        plan.job.lost.clear()
         self.outcome = Outcome()
         self.workers: dict[str, SimulatedWorker] = {}
         self.servers: dict[str, SimulatedServer] = {}
@@ -76,8 +81,9 @@ class Simulation:
     def start_coordinator(self) -> None:
         """A coordinator, with whatever its predecessor wrote down."""
         if self.coordinator is None or not self.coordinator.node.alive:
+            terms = msgspec.structs.replace(self.plan.terms, workers_max=self.computing_at_most)
             self.coordinator = SimulatedCoordinator(
-                self.world, self.plan.job, self.plan.terms, self.store, self.disk, self.outcome
+                self.world, self.plan.job, terms, self.store, self.disk, self.outcome
             )
 
     def start_server(self) -> None:
@@ -108,6 +114,9 @@ class Simulation:
                     self.world.at(fault.seconds, lambda: setattr(self.store, "full", False))
             case "torn write":
                 self.store.tear()
+            case "journal full":
+                self.disk.full = True
+                self.world.at(fault.seconds, lambda: setattr(self.disk, "full", False))
             case "half said" | "drop first":
                 self.world.trap(fault.kind)
                 self._watch_coordinator()
@@ -139,7 +148,12 @@ class Simulation:
                 for wire in list(node.wires):
                     spared = fault.kind == "drop data" and any(end.name == COORDINATOR for end in wire.ends)
                     if self.world.random.random() < 0.5 and not spared:
-                        wire.cut()
+                        wire.cut(End.RESET if wire.number % 2 else End.LOST)
+            case "cut":
+                if others := [server for server in self._alive("server") if server != name]:
+                    self.world.partition(name, self.world.random.choice(others), fault.seconds)
+            case "isolation":
+                self.world.isolate(name, fault.seconds)
             case "partition":
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
@@ -154,6 +168,8 @@ class Simulation:
         self.world.at(0.5, self._watch_coordinator)
 
     def _crash(self, role: str, name: str, back_after: float) -> None:
+        if role == "server":
+            self.servers[name].crashes()
         self.world.nodes[name].kill()
         self.world.at(back_after, lambda: self._again(role))
 
@@ -193,12 +209,16 @@ class Simulation:
     # ---- afterwards ----
 
     def _check(self) -> None:
+        if self.plan.job.poison is not None and self._stopped_for(self.plan.job.poison):
+            return
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
-        assert self.outcome.finished, f"stuck after {self.world.now:.1f} s: {self._where()}"
+        assert self.outcome.finished, self._stuck()
         self._check_size()
         job = self.plan.job
         for shard in range(job.shards):
             contents = self._final_contents(shard)
+            if shard in job.table_shards and not contents and self._primary_gone(shard):
+                continue  # no worker has it
             assert contents, f"nobody holds the last version of shard {shard}"
             for content in contents:
                 job.check_end(shard, content)
@@ -210,8 +230,21 @@ class Simulation:
             self._check_wants()
         for worker in self.workers.values():
             if worker.node.alive and worker.done:
-                for shard, content in enumerate(worker.model):
+                for shard, content in job.dense(worker.model):
                     job.check_end(shard, content)
+
+    def _stopped_for(self, poison: tuple[int, int]) -> bool:
+        """Has the job ended at the step whose gradient is not finite? With a quorum it may do without it."""
+        if not self.outcome.aborted:
+            assert self.outcome.finished, self._stuck()
+            sync = self.plan.job.sync
+            quorum = sync.quorum if isinstance(sync, Sync) else None
+            assert quorum is not None, f"it went on after (step, replica) {poison}"
+            return False
+        assert re.search(f"step {poison[0]}: the gradient.* is not finite, first in shard", self.outcome.aborted), (
+            f"aborted: {self.outcome.aborted}"
+        )
+        return True
 
     def _check_size(self) -> None:
         """No more workers compute than were ordered, whoever is coordinator by now."""
@@ -250,7 +283,7 @@ class Simulation:
         id, version = self.store.newest()
         if version == job.steps:
             contents.append(self.store.read(id, shard)[1][0])
-        if self._primary_gone(shard):  # as soon as the workers had it
+        if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
         return contents
 
@@ -259,8 +292,8 @@ class Simulation:
         primary = self.servers.get(view.primary[shard]) if view is not None else None
         return primary is None or not primary.node.alive or shard not in primary.machine.held
 
-    def _where(self) -> str:
-        lines = []
+    def _stuck(self) -> str:
+        lines = [f"stuck after {self.world.now:.1f} s"]
         for name, worker in self.workers.items():
             if worker.node.alive:
                 m = worker.machine
@@ -271,7 +304,7 @@ class Simulation:
             if server.node.alive:
                 held = {i: server.machine.machine(i) for i in server.machine.held}
                 lines.append(f"{name}: view {server.machine.view and server.machine.view.number} " + "; ".join(
-                    f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} sum {m._sum} held {m._held} "
+                    f"{i}: {'P' if m.primary else 'B'} v{m.version} pub{m.published} sum of {m.added} held {m._held} "
                     f"{m.replication} awaiting {m.awaiting} clocks {m.clocks} wants {m.wants}"
                     for i, m in held.items() if m is not None))  # fmt: skip
         if self.coordinator is not None:

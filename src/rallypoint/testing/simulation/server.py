@@ -4,43 +4,31 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard import server as machine
 from rallypoint.core.shard.clip import Measure, Tell, Verdict
-from rallypoint.core.shard.links import Key, PeerLinks
+from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
-from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.net.messages import Finished
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.net.messages import Applied, Beat, Finished
 from rallypoint.server.plan import plan_of
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
 from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
+from rallypoint.testing.simulation.link import PeerWires
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
+from rallypoint.testing.simulation.tables.pulls import ServerPulls
 from rallypoint.testing.simulation.watch import watch
 
-RETRY_S = 0.1
 Effects = Iterable[machine.Effect | Answer[Wire]]
-
-
-@dataclass
-class Held:
-    """One shard's names."""
-
-    master: Content = 0
-    sum: Content = 0
-    wire: dict[int, Content] = field(default_factory=dict)
-
-    def keep(self, version: int, oldest: int) -> None:
-        self.wire[version] = self.master
-        self.wire = {v: content for v, content in self.wire.items() if v >= oldest}
 
 
 class SimulatedServer:
@@ -57,28 +45,38 @@ class SimulatedServer:
         self.applied: list[tuple[int, int]] = []
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
-        self._links = PeerLinks(name, decides=bool(plan.decides))
-        self._dialed: dict[Key, Wire | None] = {}
+        self._peers = PeerWires(self.node, PeerLinks(name, decides=bool(plan.decides)), self.shell, self._run)
         self._waiting: deque[tuple[ViewNumber, Callable[[], None]]] = deque()
         self._tickets: dict[int, tuple[int, Content]] = {}  # shard and payload
         self._last_ticket = 0
         self._snapshot = ""
         self.leaving = False
+        self._pulls, self._running = ServerPulls(job), 0
         self._codec_states = ServerCodecStates(name, job, self._tell, self._write) if job.codec_state_shards else None
         world.acceptors[name] = self
-        self.membership = Membership(self.node, "server", self._on_message, self._on_admitted, address=name)
+        self.membership = Membership(
+            self.node, "server", self._on_message, self._on_admitted, name,
+            lambda: Beat(self._peers.unreachable()),
+        )  # fmt: skip
 
     # ---- the coordinator's words ----
 
     def _on_admitted(self, new: bool) -> None:
         if shards := self.shell.say_again(new=new):
             self.membership.send(("in step", shards))
+        if not new:
+            self._run(self.machine.report_again())
 
     def leave(self) -> None:
         """SIGTERM: it hands its shards over. It says so again: a coordinator that takes over has not heard it."""
         self.leaving = True
         self.membership.send(("leaving",))
         self.node.later(LEAVING_EVERY_S, self.leave)
+
+    def crashes(self) -> None:
+        """It is about to be killed."""
+        if self._codec_states is not None:
+            self._codec_states.crashed()
 
     def _on_message(self, message: Any) -> None:
         match message:
@@ -97,13 +95,7 @@ class SimulatedServer:
         if self._codec_states is not None:
             self._codec_states.adopt(view, self.machine.view)
         self._run(self.shell.adopt(view))
-        gone, new = self._links.adopt(view)
-        for key in gone:
-            if (wire := self._dialed.pop(key)) is not None:
-                wire.close(0)
-        for member in new:
-            self._dialed[member.id, member.incarnation] = None
-            self._dial(member)
+        self._peers.adopt(view)
         waiting, self._waiting = self._waiting, deque()
         for number, call in waiting:
             self._when_known(number, call)
@@ -120,25 +112,38 @@ class SimulatedServer:
     def accept(self, wire: Wire, hello: Any) -> str:
         role, who, _ = hello
         wire.on_message[1] = lambda message: self._when_known(message[1], lambda: self._take(wire, who, message))
-        wire.on_close[1] = lambda: self._run(self.shell.gone(wire, who))
+
+        def gone() -> None:
+            self._pulls.gone(wire)
+            self._run(self.shell.gone(wire, who))
+
+        wire.on_close[1] = gone
         if role == "worker":
-            self.shell.linked(wire, who)
+            older, effects = self.shell.workers.get(who), self.shell.linked(wire, who)
+            if effects is not None and older is not None:
+                older.close(1)
+            self._run(effects or [])
         return ""
 
     def _take(self, wire: Wire, who: str, message: Any) -> None:
         server_checks.check_current(self, who, message)
         shell = self.shell
         match message:
-            case ("push", number, shard, step, replica, content, base, wants) if shell.takes(shard, number):
+            case ("push", number, shard, step, replica, count, content, base, wants) if shell.takes(shard, number):
                 if self._codec_states is not None and isinstance(content, Coded):
                     self._codec_states.contributed(shard, content, who, self._upcoming(shard, replica))
-                finite = self.job.is_finite(step, replica)
                 ticket = self._ticket(shard, content)
-                self._handle(shard, shard_events.Contribute(step, replica, 1.0, ticket, finite, base))
+                flags = [self.job.flags(shard, step, r) for r in range(replica, replica + count)]
+                finite, whole = all(flag[0] for flag in flags), all(flag[1] for flag in flags)
+                event = shard_events.Contribute(step, replica, float(count), ticket, finite, base, whole, count)
+                self._handle(shard, event)
                 if wants is not None:
                     self._run(shell.want(wire, who, shard, wants))
             case ("want", _, shard, replica):
                 self._run(shell.want(wire, who, shard, replica))
+            case ("pull", *_):
+                self._pulls.add(wire, message)
+                self._run(())
             case ("initial", number, shard, content, version) if shell.takes(shard, number):
                 self._handle(shard, shard_events.Initialise(self._ticket(shard, content), version))
             case ("follow", _, False):
@@ -163,6 +168,8 @@ class SimulatedServer:
                 if shell.takes_from(shard, who, number):
                     update = shard_events.Replicated(step, skip, self._ticket(shard, content), replica, rate)
                     self._run(shell.replicated(wire, shard, update))
+            case ("choice", number, shard, step, replicas) if shell.takes_from(shard, who, number):
+                self._run(shell.replicated(wire, shard, shard_events.Chosen(step, replicas)))
             case ("state", number, shard, version, master, wires, clocks) if shell.takes_from(shard, who, number):
                 self.held[shard].master = master
                 self.held[shard].wire = dict(wires)
@@ -177,36 +184,6 @@ class SimulatedServer:
     def _tell(self, worker: str, message: Any) -> None:
         if (wire := self.shell.workers.get(worker)) is not None:
             wire.send(1, message)
-
-    # ---- other servers ----
-
-    def _dial(self, member: Member) -> None:
-        """As a dialer does it: until the view wants this link no more."""
-        key = (member.id, member.incarnation)
-
-        def up(wire: Wire) -> None:
-            if key not in self._dialed:
-                wire.close(0)
-                return
-            self._dialed[key] = wire
-            wire.on_message[0] = lambda ack: self._run(self.shell.acked(member.id, wire, *ack[1:]))
-            wire.on_close[0] = lambda: down(wire)
-            self._run(self.shell.peer_linked(member, wire))
-
-        def down(wire: Wire) -> None:
-            self._run(self.shell.peer_lost(member.id, wire))
-            again()
-
-        def again() -> None:
-            if key in self._dialed:
-                hello = ("server", self.node.name, self.shell.fence.number)
-                self._dialed[key] = None
-                self.node.world.connect(self.node, member.address, hello, up, failed)
-
-        def failed(_: str) -> None:
-            self.node.later(RETRY_S, again)
-
-        again()
 
     # ---- effects ----
 
@@ -223,10 +200,12 @@ class SimulatedServer:
         return self._tickets.pop(ticket)[1]
 
     def _run(self, effects: Effects) -> None:
+        """Run the effects of an event; then answer the pulls: meanwhile a machine is ahead of what is held."""
+        self._running += 1
         for effect in effects:
             match effect:
-                case Answer(link=wire, shard=shard, version=version):
-                    wire.send(1, ("ack", shard, version, self.shell.fence.number))
+                case Answer(link=wire, shard=shard, version=version, chosen=chosen):
+                    wire.send(1, ("ack", shard, shard_events.Acked(version, chosen), self.shell.fence.number))
                 case machine.Own(shard=shard):
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):
@@ -239,11 +218,19 @@ class SimulatedServer:
                         wire.send(0, ("measures", self.shell.fence.number, step, measures))
                 case Verdict():
                     self._decide_later(effect)
+                case machine.Report(verdict=verdict):
+                    server_checks.report(self, verdict)
                 case machine.On(shard=shard, effect=on):
                     self._run_on(shard, self.held[shard], on)
+        self._running -= 1
+        if not self._running:
+            self._pulls.answer(self.machine.machine, lambda shard: self.held[shard].wire)
 
     def _decide_later(self, verdict: Verdict) -> None:
         """It waits in the inbox behind what came before: a view, perhaps."""
+
+        if verdict.stops:
+            server_checks.report(self, verdict)
 
         def decide() -> None:
             effects, now = self.shell.decided(verdict), self.shell.fence.generation
@@ -272,30 +259,39 @@ class SimulatedServer:
         match effect:
             case shard_effects.Install(ticket=ticket, version=version):
                 content = self._payload(ticket)
+                if index in self.job.table_shards:
+                    content = self.job.first(index)
                 held.master = State(content) if self.job.averages(index) else content
                 held.keep(version, version)
-            case shard_effects.Take(ticket=ticket):
-                held.sum = server_checks.decoded(self, index, self._payload(ticket))
+            case shard_effects.Take(ticket=ticket, at=at):
+                held.parts[at] = server_checks.decoded(self, index, self._payload(ticket))
+            case shard_effects.Merge(left=left, right=right):
+                held.parts[left] = self.job.add(held.parts[left], held.parts.pop(right))
+            case shard_effects.Discard(at=at):
+                del held.parts[at]
             case shard_effects.Add(ticket=ticket):
-                held.sum = self.job.add(held.sum, server_checks.decoded(self, index, self._payload(ticket)))
+                held.parts[0] = self.job.add(held.parts[0], server_checks.decoded(self, index, self._payload(ticket)))
             case shard_effects.Drop(ticket=ticket, fault=fault):
                 self._payload(ticket)
                 assert not fault, f"{self.node.name}: shard {index}: {fault}"
             case shard_effects.Finish(step=step, total_weight=total, measure=measure, not_finite=not_finite):
-                held.sum = self.job.mean(held.sum, total)
-                if measure and index not in self.job.buffer_shards:
-                    fact = Measure(index, self.job.norm(index, held.sum), not_finite)
+                held.parts[0] = self.job.mean(held.parts[0], total)
+                if measure:
+                    norm, at = self.job.look(index, step, held.parts[0])
+                    fact = Measure(index, norm, not_finite, effect.gradients, at)
                     self._run(self.machine.measured(step, fact))
             case shard_effects.Apply():
                 self._apply(index, held, effect)
             case shard_effects.Publish(version=version):
                 server_checks.check_published(self, index, version)
                 for wire in self.shell.followers:
-                    self._send_version(wire, index, version)
+                    self._send_version(wire, index, version, newest=True)
             case shard_effects.Reply():
                 self._reply(index, effect)
             case shard_effects.Wait(follower=follower, replica=replica, clock=clock):
                 self.shell.workers[follower].send(1, ("wait", self.shell.fence.number, replica, clock))
+            case shard_effects.Choose(step=step, replicas=replicas):
+                self.shell.backup_link(index).send(0, ("choice", self.shell.fence.number, index, step, replicas))
             case shard_effects.Fill(version=version):
                 state = (version, held.master, tuple(held.wire.items()), self._clocks(index))
                 self.shell.fill(index).send(0, ("state", self.shell.fence.number, index, *state))
@@ -318,31 +314,36 @@ class SimulatedServer:
 
     def _apply(self, index: int, held: Held, apply: shard_effects.Apply) -> None:
         self.applied.append((index, apply.step))
+        round = self.job.cadence.round_of(index, apply.version - 1)
+        if self.job.cadence.witness(round) == index:
+            self.membership.send(Applied(round, 1, 0.0, generation=self.shell.fence.generation))
         if self._codec_states is not None:
             self._codec_states.complete(index, at_last=True)
         shard = self.machine.machine(index)
-        if shard is not None and shard.primary and shard.decides:
+        if shard is not None and shard.primary and index in self.machine.plan.decides:
             server_checks.check_alike(self, index, apply.step, apply.scale)
         averages = self.job.averages(index)
         if apply.scale is not None:
-            held.sum = self.job.scaled(held.sum, apply.scale)
-            held.master = Mean(held.sum) if averages else self.job.update(held.master, held.sum, apply.step)
+            held.parts[0] = self.job.scaled(held.parts[0], apply.scale)
+            held.master = Mean(held.parts[0]) if averages else self.job.update(held.master, held.parts[0], apply.step)
         elif averages:
             held.master = Mean(None)
         if apply.replicate:
-            update = (apply.version - 1, apply.scale is None, held.sum, apply.replica, apply.rate)
+            update = (apply.version - 1, apply.scale is None, held.parts[0], apply.replica, apply.rate)
             self.shell.backup_link(index).send(0, ("replicate", self.shell.fence.number, index, *update))
         held.keep(apply.version, apply.oldest)
 
-    def _send_version(self, wire: Wire, index: int, version: int) -> None:
-        content = self.held[index].wire[version]
-        wire.send(1, ("version", self.shell.fence.number, index, version, content, 0, 0))
+    def _send_version(self, wire: Wire, index: int, version: int, *, newest: bool = False) -> None:
+        content = self.job.sent(index, self.held[index].wire[version])
+        place = ("version", index) if newest and not self.job.stateful_workers else None
+        wire.send(1, ("version", self.shell.fence.number, index, version, content, 0, 0), place=place)
 
     def _reply(self, index: int, reply: shard_effects.Reply) -> None:
         content = self.held[index].wire[reply.version]
         server_checks.check_published(self, index, reply.version)
         server_checks.check_read(self, index, reply, content)
-        version = ("version", self.shell.fence.number, index, reply.version, content, reply.replica, reply.clock)
+        sent = self.job.sent(index, content)
+        version = ("version", self.shell.fence.number, index, reply.version, sent, reply.replica, reply.clock)
         self.shell.workers[reply.follower].send(1, version)
 
     def _write(self, index: int, record: tuple[str, int, Content, tuple[int, ...]], states: States) -> None:

@@ -1,17 +1,33 @@
-"""What must be true of a simulated server, while it runs and at the end."""
+"""What a simulated server holds and must report, and what must be true of it, while it runs and at the end."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.policy import BoundedStaleness, LocalSteps
+from rallypoint.core.shard.clip import Verdict, phrase
 from rallypoint.core.shard.effects import Reply
+from rallypoint.net.messages import GiveUp
 from rallypoint.testing.simulation.codec_states import Coded
 from rallypoint.testing.simulation.job import GARBAGE, Content, Mean, State
 from rallypoint.testing.simulation.member import COORDINATOR
 
 if TYPE_CHECKING:
     from rallypoint.testing.simulation.server import SimulatedServer
+
+
+@dataclass
+class Held:
+    """One shard's names."""
+
+    master: Content = 0
+    parts: dict[int, Content] = field(default_factory=dict)  # of the sum in progress, by the first replica
+    wire: dict[int, Content] = field(default_factory=dict)
+
+    def keep(self, version: int, oldest: int) -> None:
+        self.wire[version] = self.master
+        self.wire = {v: content for v, content in self.wire.items() if v >= oldest}
 
 
 def check_published(server: SimulatedServer, index: int, version: int) -> None:
@@ -23,6 +39,7 @@ def check_published(server: SimulatedServer, index: int, version: int) -> None:
     if _is_stale(server):
         return
     content = server.held[index].wire[version]
+    server.job.check_whole(index, version, content)
     if not isinstance(content, Mean):
         server.job.check_version(index, version, content.content if isinstance(content, State) else content)
     view = server.machine.view
@@ -45,6 +62,13 @@ def _is_stale(server: SimulatedServer) -> bool:
     return view is not None and current is not None and view.generation < current.generation
 
 
+def report(server: SimulatedServer, verdict: Verdict) -> None:
+    """Tell the coordinator of a step that must stop the job."""
+    if verdict.stops:
+        what = phrase(verdict.not_finite, verdict.gradients, "" if verdict.at is None else f"shard {verdict.at[0]}")
+        server.membership.send(GiveUp(f"step {verdict.step}: {what}"))
+
+
 def check_read(server: SimulatedServer, index: int, reply: Reply, content: Content) -> None:
     """Everybody reads what they have written; and under a bound whatever is older than that (Ho et al., 2013)."""
     machine = server.machine.machine(index)
@@ -56,7 +80,7 @@ def check_read(server: SimulatedServer, index: int, reply: Reply, content: Conte
         sync = server.job.sync
         bound = reply.clock - sync.staleness if isinstance(sync, BoundedStaleness) else 0
         for replica in range(server.job.expected(index)):
-            written = server.job.written(replica, reply.clock if replica == reply.replica else bound)
+            written = server.job.written(index, replica, reply.clock if replica == reply.replica else bound)
             missing = sorted(written - content)
             assert not missing, f"{server.node.name}: shard {index}: {reply} runs ahead of {missing}"
 
@@ -87,19 +111,19 @@ def decoded(server: SimulatedServer, index: int, payload: Content | Coded) -> Co
     assert fits, f"{what} is made from the codec state after step {after}, as was that to step {used}"
     assert generation in (None, now), f"{what} is made from a codec state of generation {generation}; it is {now}"
     assert payload.content != GARBAGE, f"{what} was encoded by a worker whose codec state is ahead of it"
-    assert server.job.loses_states or after == step - 1 or step == 0, f"{what} is made from no codec state"
+    assert server.job.may_differ or after == step - 1 or step == 0, f"{what} is made from no codec state"
     return payload.content
 
 
 def check_alike(server: SimulatedServer, index: int, step: int, scale: float | None) -> None:
     """All servers take the same decision for a step of a generation: one scale for all its shards.
 
-    Under a quorum, or where codec states are lost, only in a generation's first view: a shard that is promoted later
-    may sum other contributions.
+    Where codec states are lost, only in a generation's first view: a shard that is promoted later may sum contributions
+    of other bytes.
     """
     view = server.machine.view
     assert view is not None
-    if (not server.job.same_bytes or server.job.loses_states) and view.number != view.generation:
+    if server.job.may_differ and view.number != view.generation:
         return
     server.decided[view.generation, step] = (index, scale)
     for other in server.node.world.acceptors.values():

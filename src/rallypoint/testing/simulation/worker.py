@@ -8,66 +8,26 @@ from typing import Any
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.core.worker.inner import InnerStates
+from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.exchange import SimulatedExchange
-from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob, combine
+from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
+from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
+from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
 from rallypoint.testing.simulation.store import SimulatedStore
 
 
 @dataclass(slots=True)
-class Inner:
-    """The state of a replica's own optimizer: a name, and the one that the round was begun with. 0: a new one."""
+class MainThread:
+    """When it last got on, and how often it has."""
 
-    round: int
-    whole: bool = False
-    name: int = 0
-    before: int = 0
+    worked_at: float
+    activity: int = 0
 
-    def begin(self, round: int) -> None:
-        """It goes on to the next round."""
-        assert round == self.round + 1, f"round {round} is begun with the inner state of round {self.round}"
-        self.round, self.whole, self.before = round, False, self.name
-
-    def go_back(self) -> None:
-        """The round is begun once more."""
-        self.whole, self.name = False, self.before
-
-
-class InnerOptimizers:
-    """The replicas' own optimizers on one worker, which the real `InnerStates` picks from round to round."""
-
-    def __init__(self, name: str, job: SimulatedJob) -> None:
-        self._name, self._job = name, job
-        self._states = InnerStates(job.keeps_inner, Inner)
-        self._state = Inner(-1)  # of the replica in progress
-        self._generation = ViewNumber()
-        self._begun: dict[tuple[ViewNumber, int, int], int] = {}  # generation, round, replica -> state
-        self._made: dict[tuple[int, int], tuple[int, ViewNumber]] = {}  # replica, state -> round, generation
-
-    @property
-    def began_with(self) -> int:
-        """The state that the replica in progress has begun its round with."""
-        return self._state.before
-
-    def begin(self, round: int, replica: int, generation: ViewNumber) -> None:
-        """Make the first step: until the round is over the state is that of half a round."""
-        self._generation = generation
-        self._state = state = self._states.begin(round, replica, generation)
-        what = f"{self._name}: round {round} of replica {replica}"
-        same = self._begun.setdefault((generation, round, replica), state.name)
-        assert state.name == same, f"{what} is begun with two inner states"
-        made = self._made.get((replica, state.name))
-        fits = state.name == 0 or made == (round - 1, generation)
-        assert fits, f"{what} is begun with the inner state of (round, generation) {made}, in {generation}"
-        state.name = combine(state.name, round, 23)
-
-    def made(self, round: int, replica: int, model: list[Content]) -> None:
-        """The last step of the round is made."""
-        self._state.name = self._job.inner_after(self.began_with, round, replica, model)
-        self._made[replica, self._state.name] = (round, self._generation)
-        self._states.made(replica)
+    def works(self, now: float) -> None:
+        """It gets on."""
+        self.worked_at, self.activity = now, self.activity + 1
 
 
 class SimulatedWorker:
@@ -91,9 +51,12 @@ class SimulatedWorker:
         self._replica = -1
         self._began = 0.0
         self._generation = ViewNumber()  # that the replica in progress belongs to
-        self._inner = InnerOptimizers(name, job)
+        self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
         self._blocked = self._acting = self._busy = False
-        self.membership = Membership(self.node, "worker", self._on_message, self._on_admitted)
+        self._thread = MainThread(self.node.world.now)
+        self.membership = Membership(
+            self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
+        )
 
     @property
     def done(self) -> bool:
@@ -144,10 +107,6 @@ class SimulatedWorker:
             self.membership.send(("snapshot lost", id, "the step was over before the request came", passed))
         self._poke()
 
-    def _go(self) -> None:
-        self.membership.close()
-        self.node.kill()
-
     # ---- the main thread ----
 
     def _poke(self) -> None:
@@ -163,8 +122,11 @@ class SimulatedWorker:
         self._acting = False
         if self._replica >= 0 or self._blocked or self._busy:
             return
+        if self._goes_ahead():
+            return
         if self.shell.gone:
-            self._go()
+            self.membership.close()
+            self.node.kill()
             return
         self._exchange.prepare()
         action = self.shell.choose()
@@ -174,8 +136,30 @@ class SimulatedWorker:
             self._acting = True
             self.node.later(self._hesitate_s * self.node.world.random.random(), lambda: self._begin(action))
 
+    def _goes_ahead(self) -> bool:
+        """With a delay: begin the next round while its version is on its way. That takes as long as its steps."""
+        if (upcoming := self.machine.upcoming) is None or self.machine.next_action() is not None:
+            return False
+        if not self._replicas.goes_ahead(*upcoming, self.shell.view.generation):
+            return False
+
+        def gone() -> None:
+            self._busy = False
+            self._replicas.gone_ahead()
+            self._poke()
+
+        self._busy = True
+        self.node.later(self._seconds(self.job.compute_s * self.job.rounds.ahead / self.job.rounds.steps), gone)
+        return True
+
+    def _seconds(self, work: float) -> float:
+        """How long work takes here that takes so many seconds on a worker of speed 1, more or less."""
+        return work / self.speed * self.node.world.random.uniform(0.5, 1.5)
+
     def _begin(self, action: machine.Action | machine.Store | None) -> None:
         self._acting = False
+        if action is not None:
+            self._thread.works(self.node.world.now)
         if isinstance(action, machine.Store):
             self._store_share(action)
             self._poke()
@@ -200,7 +184,8 @@ class SimulatedWorker:
                 return self.machine.take(action)
 
     def _initialise(self) -> None:
-        version, contents = 0, [self.job.first(shard) for shard in range(self.job.shards)]
+        version, tables = 0, self.job.table_shards  # servers compute the first rows of tables
+        contents = [self.job.nothing if s in tables else self.job.first(s) for s in range(self.job.shards)]
         if self.shell.holds >= 0:
             version, contents = self.shell.holds, self.model
         elif self.job.stateful_workers:
@@ -214,6 +199,7 @@ class SimulatedWorker:
         self._poke()
 
     def _install(self, version: int) -> None:
+        self._replicas.install()
         new = self.machine.changed
         begun = {shard: self.slots[shard] for shard in new[::2]}
         if self.install_s:
@@ -225,6 +211,7 @@ class SimulatedWorker:
 
     def _installed(self, version: int, new: list[int], begun: dict[int, Content]) -> None:
         """Links have gone on meanwhile: half of the slots have been copied at the beginning, half at the end."""
+        self._thread.works(self.node.world.now)
         self._busy = False
         self.model = self.model or [GARBAGE] * self.job.shards
         for shard in new:
@@ -234,9 +221,10 @@ class SimulatedWorker:
             for shard, content in enumerate(self.model):  # also after a roll-back: it may have to upload it
                 self.job.check_version(shard, version, content)
         self._exchange.apply(self.shell.installed())
-        for shard, content in enumerate(self.model) if self.machine.step >= 0 else ():
+        for shard, content in self.job.dense(self.model) if self.machine.step >= 0 else ():
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
+        self._replicas.installed(self.model)
         if self.shell.done_in is not None:
             self._evaluate(self.shell.done_in)
 
@@ -270,13 +258,19 @@ class SimulatedWorker:
 
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
-        self._inner.begin(self.machine.step, replica, self._generation)
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
-        self._fill_next()
+        if looked_up := self.job.looked_up(self.machine.step, replica):
+            self._exchange.rows.begin(replica, looked_up)
+        if part := self._replicas.begin(self.machine.step, replica, self._generation):
+            self.node.later(self._seconds(self.job.compute_s * part), self._fill_next)
+        else:
+            self._fill_next()
 
     def _fill_next(self) -> None:
-        if self.machine.rewound:
+        if self.machine.rewound or self._exchange.rows.outdated:
             self._end_replica(whole=False)
+        elif not self._exchange.rows.ready():
+            self._blocked = True
         elif not self._todo:
             self._end_replica(whole=True)
         elif (may := self.machine.may_fill(self._todo[0])) is False:
@@ -288,24 +282,35 @@ class SimulatedWorker:
         if fills:
             self.machine.fill(shard)
             self.slots[shard] = GARBAGE
-        seconds = self.job.compute_s / self.job.shards / self.speed * self.node.world.random.uniform(0.5, 1.5)
         step, replica = self.machine.step, self._replica
+        seconds = self._seconds(self.job.compute_s / self.job.shards)
         self.node.later(seconds, lambda: self._filled(shard, fills, step, replica))
 
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
+        self._thread.works(self.node.world.now)
         if fills and not self.machine.rewound:
-            model = (*self.model, self._inner.began_with) if self.job.same_bytes else self.model
-            self.slots[shard] = self.job.gradient(shard, step, replica, model)
-            self._exchange.run(self.machine.handle(machine.Filled(shard)))
+            self.slots[shard] = self._replicas.contribution(shard, step, replica, self._exchange.rows.seen(self.model))
+            self._exchange.filled(shard, replica)
         self._fill_next()
 
     def _end_replica(self, *, whole: bool) -> None:
         replica, self._replica = self._replica, -1
         self._todo.clear()
+        self._exchange.rows.end()
         step = self.machine.step
-        if whole and self.job.inner:
-            self._inner.made(step, replica, self.model)
+        if whole:
+            self._replicas.made(step, replica, self.model)
+        else:
+            self._replicas.abandoned()
         self._exchange.run(self.shell.end_replica(whole=whole))
         if whole:
             self.membership.send(("progress", step, replica, self.node.world.now - self._began, self._generation))
         self._poke()
+
+
+def _beat_of(worker: SimulatedWorker) -> Beat:
+    seconds = {server: link.unreachable() for server, link in worker._exchange.links.items()}
+    missed = {server: missed for server, missed in seconds.items() if missed > 0}
+    acts = worker._replica >= 0 or worker._busy or worker._acting or worker.shell.next_action() is not None
+    waited = 0.0 if acts and not worker._blocked else worker.node.world.now - worker._thread.worked_at
+    return Beat(missed, waited, worker._thread.activity)

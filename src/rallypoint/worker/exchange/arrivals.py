@@ -14,6 +14,8 @@ from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replicated import ServerState
 from rallypoint.worker.exchange.row_pulls import RowPulls
 
+_CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard
+
 
 class Arrivals:
     """The `Receiver` of all links of one exchange. It has no mutable field of its own: its parts guard theirs."""
@@ -33,6 +35,8 @@ class Arrivals:
         skips = self._optimizer.skips(header)
         if header.codec == 0 and nbytes != (0 if skips else shard.slot_bytes):
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {shard.slot_bytes}")
+        if nbytes > 2 * shard.slot_bytes + _CODEC_HEAD:
+            raise ProtocolError(f"an encoded version of {nbytes} bytes for shard {shard.index}: no codec needs so many")
         replica = 0 if header.wanted is None else header.wanted
         event = Arriving(
             shard.index, header.step, header.view, replica, header.base, whole=self._optimizer.starts(shard)
@@ -89,6 +93,9 @@ class Arrivals:
         if isinstance(error, ProtocolError):
             self._locked.fail(JobAborted(f"the link to server {server.id} is gone: {error}"))
         self._locked.apply(lambda: self._locked.shell.link_lost(server.id))
+
+    def link_failed(self, server: Member, fault: Exception) -> None:
+        self._locked.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
 
     def _shard(self, header: Header) -> Shard:
         if not 0 <= header.shard < len(self._layout.shards):

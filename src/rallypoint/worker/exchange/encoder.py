@@ -15,6 +15,7 @@ from rallypoint.codec.state import CodecState, dump, load
 from rallypoint.config import JobConfig, codec_of
 from rallypoint.core.layout import Layout
 from rallypoint.core.order import derive_seed
+from rallypoint.core.worker.encoding import Encoding, encoding_of
 from rallypoint.errors import ProtocolError
 from rallypoint.net.pool import Buffer, BufferPool
 
@@ -125,13 +126,19 @@ class Encoder:
         return CodecState(step, codec.code, memoryview(data))
 
     def _encode(self, key: tuple[int, int], step: int, values: torch.Tensor, pool: BufferPool) -> Payload | None:
-        last, kept = self._kept.get(key, (-1, None))
-        # (last > step: the replica came from another worker, and no server needs this step of the shard any more)
-        if last >= step:
-            if kept is None or last > step:
+        last, kept = self._kept.get(key, (None, None))
+        match encoding_of(last, step, drops=self._config.quorum is not None):
+            case Encoding.AGAIN:
+                if kept is not None:
+                    kept.buffer.retain()
+                return kept
+            case Encoding.OVER:
                 return None
-            kept.buffer.retain()
-            return kept
+            case Encoding.ANEW:
+                self._codecs.pop(key, None)
+                self._let_go(key)
+            case Encoding.NEXT:
+                pass
         codec = self._codec(key)
         buffer = pool.take()
         seed = derive_seed(self._config.seed, "codec", step, key[1], key[0])

@@ -12,6 +12,9 @@ Files: the shell under its lock, and the order of all locks (`locked.py`); links
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -21,6 +24,7 @@ from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.factory import shell_for
+from rallypoint.net.messages import Beat
 from rallypoint.observe.observed import observed
 from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.codec_states import CodecStates
@@ -58,11 +62,12 @@ class Exchange:
             observed(shell.states, f"{context.me}-codec-states")
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
+        self._evaluating = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
         self._pushes = Pushes(
             layout, self.buffer, self._encoder, self._links, sent=locked.sent, queued=shell.machine.slots.is_queued,
-            lock=locked.changed,
+            lock=locked.changed, examines=config.nonfinite != "continue",
         )  # fmt: skip
         codec_states = CodecStates(shell, self._encoder, formats, self._links) if shell.states.kept else None
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
@@ -90,11 +95,13 @@ class Exchange:
                     self._optimizer.rolled_back()
                 new = self._shell.links.to_open(view)
                 self._locked.changed.notify_all()
+            self._links.overdraw(before is not None)  # who computes what may have changed in mid-step
             self._locked.effects.run(effects)
             self._links.open(new, self.arrivals, of=len(view.servers))
 
     def assist(self, step: int, replica: int) -> None:
         """Add one more replica for this worker, as the coordinator asks (a backup task)."""
+        self._links.overdraw(True)
         self._locked.handle(machine.Assisted(step, replica))
 
     def capture(self, snapshot: machine.Store) -> int:
@@ -162,7 +169,23 @@ class Exchange:
         """True when this worker was told to leave and no replica is assigned to it any more."""
         return self._shell.gone
 
+    def beat(self) -> Beat:
+        """What the next heartbeat says of this worker. Any thread may call it."""
+        began = self._locked.waits_from
+        self._locked.activity += self._evaluating
+        waited = 0.0 if began is None else time.monotonic() - began
+        return Beat(self._links.unreachable(), waited, self._locked.activity)
+
     # ---- the main thread ----
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """In the body the script evaluates: that may take as long as it likes, and the main thread counts as active."""
+        self._evaluating = True
+        try:
+            yield
+        finally:
+            self._evaluating = False
 
     def next_action(self) -> machine.Action | machine.Store | None:
         """Wait until there is something to do and return it.
@@ -234,6 +257,7 @@ class Exchange:
             generation = self._shell.view.generation if self._shell.machine.step == version else None
             self._locked.changed.notify_all()
         self._locked.effects.run(others)
+        self._links.overdraw(False)
         return generation
 
     def _where_missing(self) -> str:

@@ -62,6 +62,9 @@ class Receiver(Protocol):
     def link_lost(self, server: Member, error: RallypointError) -> None:
         """The link has ended and touches no slot any more. It will reconnect."""
 
+    def link_failed(self, server: Member, fault: Exception) -> None:
+        """A fault of our own has ended the link for good."""
+
 
 class ServerLink:
     """Keeps a connection to one server, from threads of its own, from `start` until `close`.
@@ -79,12 +82,13 @@ class ServerLink:
         self._receiver, self._tracer = receiver, tracer
         self._channel: Channel | None = None
         self._credits, self._in_flight = 0, 0
+        self._overdraws = False
         self._waiting: deque[tuple[Header, memoryview, Callable[[], None]]] = deque()
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
         self._dialer = Dialer(
             transport=transport, peer=server, me=Identity("worker", me, token), tracer=tracer,
-            calls=Calls(view, self._up, self._receive_all, self._down),
+            calls=Calls(view, self._up, self._receive_all, self._down, self._failed),
         )  # fmt: skip
 
     def start(self) -> None:
@@ -96,17 +100,35 @@ class ServerLink:
         """Why there is no connection now; "" while there is one."""
         return self._dialer.trouble
 
+    def unreachable(self) -> float:
+        """Seconds for which the server could not be reached; 0.0 while it can."""
+        return self._dialer.unreachable()
+
     def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None:
         """Queue a contribution. `sent` is called when its bytes may be reused, also when the link is lost."""
         with self._lock:
             channel = self._channel
-            if channel is not None and self._credits == 0:
+            if channel is not None and self._credits <= 0 and not self._overdraws:
                 self._waiting.append((header, payload, sent))
                 return
             self._credits -= 1
         if channel is None:
             sent()  # the link is lost; `link_lost` makes the machine send it again
         else:
+            channel.send(header, payload, sent)
+
+    def overdraw(self, on: bool) -> None:
+        """Send without credits (`on`), also what waits for some; or keep to the window again.
+
+        A server keeps the credit of an early block back while lower replicas are missing. When this worker is to
+        compute them, mid-step, it must not wait for that credit.
+        """
+        with self._lock:
+            self._overdraws = on
+            channel = self._channel
+            ready = self._ready_to_leave() if channel is not None else []
+        for header, payload, sent in ready:
+            assert channel is not None
             channel.send(header, payload, sent)
 
     def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
@@ -170,6 +192,9 @@ class ServerLink:
     def _down(self, error: RallypointError) -> None:
         self._let_go()
         self._receiver.link_lost(self.server, error)
+
+    def _failed(self, fault: Exception) -> None:
+        self._receiver.link_failed(self.server, fault)
 
     def _let_go(self) -> None:
         """Drop everything that waits for credit: there is no connection."""
@@ -236,7 +261,7 @@ class ServerLink:
         Requests need no credit, but keep their place among the contributions.
         """
         ready = []
-        while self._waiting and (self._credits > 0 or self._waiting[0][0].kind is Kind.WANT):
+        while self._waiting and (self._overdraws or self._credits > 0 or self._waiting[0][0].kind is Kind.WANT):
             self._credits -= self._waiting[0][0].kind is not Kind.WANT
             ready.append(self._waiting.popleft())
         return ready

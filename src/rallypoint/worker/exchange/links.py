@@ -32,6 +32,7 @@ class Links:
     def __init__(self, context: Context, config: JobConfig, view: Callable[[], ViewNumber]) -> None:
         self._context, self._config, self._view = context, config, view
         self._links: dict[str, ServerLink] = {}
+        self._overdraws = False
 
     def get(self, server: str) -> ServerLink | None:
         """Return the link to that server; None if no view here has named it."""
@@ -48,7 +49,15 @@ class Links:
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
             )  # fmt: skip
             link.limit_in_flight(share)
+            link.overdraw(self._overdraws)
             link.start()  # last: what arrives at once looks up its link here
+
+    def overdraw(self, on: bool) -> None:
+        """Send without credits on every link, present or to come, until this is called with False."""
+        if on != self._overdraws:
+            self._overdraws = on
+            for link in list(self._links.values()):
+                link.overdraw(on)
 
     def end(self, servers: Iterable[str]) -> None:
         """End these links and their threads. After that they touch no slot."""
@@ -59,6 +68,11 @@ class Links:
         """End every link."""
         for link in self._links.values():
             link.close()
+
+    def unreachable(self) -> dict[str, float]:
+        """The servers that cannot be reached -> seconds."""
+        missed = {link.server.id: link.unreachable() for link in list(self._links.values())}
+        return {server: seconds for server, seconds in missed.items() if seconds > 0}
 
     def describe(self, shards: Iterable[int], homes: Mapping[int, str]) -> str:
         """Name the servers that these shards come from, as a phrase."""

@@ -18,6 +18,7 @@ Tensors have no lock. The bytes of a slot belong to one thread at a time, by the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -55,6 +56,8 @@ class LockedShell:
         self.failure: BaseException | None = None
         self._say = say
         self._claiming = False  # True while the main thread waits for room in a slot
+        self.waits_from: float | None = None  # when the main thread began to wait for others; None while it does not
+        self.activity = 0  # rises whenever the main thread gets on
 
     @property
     def number(self) -> ViewNumber:
@@ -104,12 +107,18 @@ class LockedShell:
 
         Raises the error of whatever has failed. Needs the lock.
         """
-        wait_until(self.changed, lambda: self.failure is not None or ready(), describe, self._say)
+        self.activity += 1
+        self.waits_from = time.monotonic()
+        try:
+            wait_until(self.changed, lambda: self.failure is not None or ready(), describe, self._say)
+        finally:
+            self.waits_from = None
         if self.failure is not None:
             raise self.failure
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
+        self.activity += 1
         if self.machine.rewound:
             raise Rewound
         if self.failure is not None:
@@ -133,9 +142,10 @@ class LockedShell:
     def sent(self, shard: int, serial: int) -> None:
         """A slot's gradient has been sent."""
         with self.changed:
-            self.machine.handle(Sent(shard, serial))
+            effects = self.machine.handle(Sent(shard, serial))
             if self._claiming:  # otherwise the main thread waits for a version, and would wake for every shard in vain
                 self.changed.notify_all()
+        self.effects.run(effects)
 
     def arriving(self, event: Arriving, lands: Callable[[], None]) -> bool:
         """A version begins to arrive. If it may land, call `lands` under the lock and return True."""

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker.machine import SlotMachine
+from rallypoint.net.frames import LATEST
 
 Asked = tuple[ViewNumber, str, int]  # the view, the primary asked, and the number of our connection to it
 
@@ -25,6 +27,15 @@ class Pull:
     got: dict[int, bytearray] = field(default_factory=dict)
     outdated: bool = False
     _asked: dict[int, Asked] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, number: int, machine: SlotMachine, wanted: Mapping[int, tuple[memoryview, int]]) -> Pull:
+        """A pull of rows as they are at the step in progress.
+
+        During an evaluation a newer version is accepted; a streaming job gets the newest.
+        """
+        version = machine.row_version
+        return cls(number, LATEST if version is None else version, version is None or not machine.computing, wanted)
 
     @property
     def missing(self) -> list[int]:

@@ -7,12 +7,16 @@ from collections.abc import Callable
 
 import torch
 
+from rallypoint.codec.base.payload import all_finite
+from rallypoint.codec.base.rows import decode_gradient
 from rallypoint.core.layout import Layout
+from rallypoint.core.sums.presum import Part
 from rallypoint.core.worker import slots as machine
-from rallypoint.net.frames import NOT_FINITE, Header, Kind, wants
+from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.pool import bytes_of
 from rallypoint.worker.exchange.encoder import Encoder
 from rallypoint.worker.exchange.links import Links
+from rallypoint.worker.exchange.partials import Partials, Sum
 
 Sent = Callable[[int, int], None]
 Queued = Callable[[int, int], bool]
@@ -21,22 +25,32 @@ Queued = Callable[[int, int], bool]
 class Pushes:
     """Sends what the machine names out of the `buffer`, and calls `sent(shard, serial)` when a slot is free again.
 
-    `queued(shard, serial)` says whether the slot still holds that gradient. It is called under `lock`.
+    `queued(shard, serial)` says whether the slot still holds that gradient. It is called under `lock`. With `examines`
+    a contribution that is not finite is marked, so that the servers, which look at sums, can name its replica.
     """
 
     def __init__(
         self, layout: Layout, buffer: torch.Tensor, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
-        lock: threading.Condition,
+        lock: threading.Condition, examines: bool = False,
     ) -> None:  # fmt: skip
         self._layout, self._buffer, self._bytes = layout, buffer, bytes_of(buffer)
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
         self._rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
         self._weight, self._finite = 1.0, True
+        self.partials = Partials()
+        self._examines = examines
 
     def begin(self, weight: float, finite: bool) -> None:
         """Set the weight of the following contributions, and whether their loss was finite."""
         self._weight, self._finite = weight, finite
+
+    def add_up(self, shard: int, replica: int, part: Part) -> None:
+        """Add up the slot, which is full with `replica`'s contribution, with other replicas of this worker."""
+        values, this = self.words(shard), frozenset({replica})
+        bad = self._finite and not self._whole(values)
+        leaf = Sum(self._weight, frozenset() if self._finite else this, this if bad else frozenset())
+        self.partials.add_up(shard, part, values, leaf)
 
     def set_rows(self, shard: int, gradient: memoryview) -> None:
         """Set what the next `push` of this part of a table sends."""
@@ -58,17 +72,30 @@ class Pushes:
         if place.part is not None:
             self._push_rows(send, self._rows.pop(send.shard))
             return
+        if send.count > 1:
+            self._push_block(send, place.nbytes)
+            return
         payload = self._encoder.encode(send.shard, send.step, send.replica, self.words(send.shard))
-        weight = 1.0 if place.role == "buffers" else self._weight
+        parameters = place.role == "parameters"  # buffers hold numbers of any type
+        whole = self._whole(self.words(send.shard)) if parameters else True
+        weight = self._weight if parameters else 1.0
         if payload is None:
-            self._push_slot(send, self._header(send, place.nbytes, weight))
+            self._push_slot(send, self._header(send, place.nbytes, weight, whole=whole))
             return
         if (link := self._links.get(send.server)) is not None:
-            header = self._header(send, len(payload.data), weight)._replace(codec=payload.code)
+            header = self._header(send, len(payload.data), weight, whole=whole)._replace(codec=payload.code)
             link.push(header, payload.data, sent=payload.buffer.release)
         else:
             payload.buffer.release()
         self._sent(send.shard, send.serial)  # the gradient was encoded into a buffer of its own: the slot is free
+
+    def _push_block(self, send: machine.Send, nbytes: int) -> None:
+        block = self.partials.sum(send.shard)
+        flags = (NOT_FINITE if block.losses else 0) | (BAD_GRADIENT if block.gradients else 0)
+        bad = block.losses or block.gradients
+        named = [replica - send.replica for replica in bad if replica - send.replica < 32]
+        header = self._header(send, nbytes, block.weight, whole=True)
+        self._push_slot(send, header._replace(flags=flags, wants=sum(1 << bit for bit in named)))
 
     def _push_slot(self, send: machine.Send, header: Header) -> None:
         """Queue the slot's own bytes, unless the slot has been reused.
@@ -84,13 +111,19 @@ class Pushes:
 
     def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:
-            link.push(self._header(send, len(gradient), self._weight), gradient, sent=_nothing)
+            columns = self._layout.shards[send.shard].columns
+            whole = self._whole(decode_gradient(gradient, columns)[1].view(-1))
+            link.push(self._header(send, len(gradient), self._weight, whole=whole), gradient, sent=_nothing)
         self._sent(send.shard, send.serial)  # the slot is not used: it is free at once
 
-    def _header(self, send: machine.Send, nbytes: int, weight: float) -> Header:
+    def _whole(self, values: torch.Tensor) -> bool:
+        return not self._examines or all_finite(values)
+
+    def _header(self, send: machine.Send, nbytes: int, weight: float, *, whole: bool) -> Header:
         return Header(
             Kind.PUSH, send.view, shard=send.shard, replica=send.replica, step=send.step, length=nbytes, weight=weight,
-            flags=0 if self._finite else NOT_FINITE, base=send.base, wants=wants(send.wants),
+            flags=(0 if self._finite else NOT_FINITE) | (0 if whole else BAD_GRADIENT), base=send.base + send.count - 1,
+            wants=wants(send.wants),
         )  # fmt: skip
 
 

@@ -19,11 +19,18 @@ class ReplicaPushes:
 
     def __init__(self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links) -> None:
         self._layout, self._locked, self._pushes, self._links = layout, locked, pushes, links
+        self._presum, self._replica = locked.machine.presum, -1
+        self._began: tuple[int, ViewNumber] | None = None
 
     def begin(self, step: int, replica: int) -> ViewNumber | None:
         """Begin to compute this replica and return its generation. None if it is not to be computed (now)."""
         with self._locked.changed:
-            return self._locked.shell.begin_replica(step, replica)
+            generation = self._locked.shell.begin_replica(step, replica)
+        self._replica = replica
+        if generation is not None and (step, generation) != self._began:
+            self._began = step, generation
+            self._pushes.partials.clear()
+        return generation
 
     def contributes_buffers(self, replica: int) -> bool:
         """True if this replica contributes to the buffers' shards."""
@@ -44,8 +51,12 @@ class ReplicaPushes:
         return f"room for {len(unsent)} gradients: {self._links.describe(unsent, self._locked.shell.view.primary)}"
 
     def filled(self, shard: int) -> None:
-        """The slot holds the replica's whole gradient: push it."""
-        self._locked.handle(Filled(shard))
+        """The slot holds the replica's whole gradient: push it, or add it up with others of this worker (I3)."""
+        with self._locked.changed:
+            part = self._presum.part(shard, self._replica)
+        if part is not None:
+            self._pushes.add_up(shard, self._replica, part)
+        self._locked.handle(Filled(shard, part))
 
     def filled_rows(self, shard: int, gradient: memoryview) -> None:
         """Like `filled` for a part of a table. Its gradient (see `codec/base/rows.py`) needs no slot."""

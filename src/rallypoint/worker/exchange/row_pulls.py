@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
+from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
 from rallypoint.worker.exchange.pull import Pull
@@ -27,8 +27,7 @@ class RowPulls:
         """
         locked, machine = self._locked, self._locked.machine
         self._pulls += 1
-        version, newest = machine.row_version, machine.row_version is None or not machine.computing
-        pull = Pull(self._pulls, LATEST if version is None else version, newest, wanted)
+        pull = Pull.of(self._pulls, machine, wanted)
         with locked.changed:
             self._pull = pull
             try:

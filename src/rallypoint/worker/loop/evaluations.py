@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 
 from rallypoint.core.order import derive_seed
+from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
 from rallypoint.data.randomness import seeded
 from rallypoint.errors import UsageError
 
@@ -83,6 +84,11 @@ def checked_result(values: object, step: int) -> dict[str, float]:
         raise UsageError(
             f"the evaluation at step {step} returned a {type(values).__qualname__}: return a dict of numbers, such as "
             '{"val_loss": 0.5}, or None'
+        )
+    if len(values) > MOST_METRICS or any(isinstance(name, str) and not can_name(name) for name in values):
+        raise UsageError(
+            f"the evaluation at step {step} returned {len(values)} figures: return at most {MOST_METRICS}, with names "
+            f"of at most {LONGEST_NAME} printable characters"
         )
     for name, value in values.items():
         several = isinstance(value, torch.Tensor) and value.numel() != 1

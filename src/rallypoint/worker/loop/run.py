@@ -14,6 +14,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.order import derive_seed
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.ahead import GoneAhead
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
@@ -50,7 +51,7 @@ class Run:
         self._losses: list[float] = []
         self._weights: list[float] = []
         self._started = False
-        self._ahead: Ahead | None = None
+        self._ahead: GoneAhead[Ahead] = GoneAhead()
 
     # ---- what the user sees ----
 
@@ -142,7 +143,7 @@ class Run:
         if (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
             return
         round, replica = upcoming
-        gone = self._ahead is not None and (self._ahead.round, self._ahead.replica) == upcoming
+        gone = self._ahead.has(round, replica)
         first = self._config.steps_at(round) + (self._config.steps_ahead(round) if gone else 0)
         self._prefetched.load((first, replica, 0))
 
@@ -153,11 +154,12 @@ class Run:
         if (generation := self._exchange.replica.begin(round, replica)) is None:
             return
         self._versions.restore_buffers()
-        done = self._resume(round, replica)
+        done = self._ahead.resume(round, replica, generation)
         if done is None:
             self._losses, self._weights = [], []
-            self._source.begin_replica(round, replica)
+            self._source.begin_replica(round, replica, generation)
         else:
+            self._source.resume_replica(round, replica)
             self._losses, self._weights, began = done.losses, done.weights, began - done.seconds
         steps = self._config.steps_of(round)
         try:
@@ -178,30 +180,18 @@ class Run:
         """With a delay: compute the first steps of the next replica while the version is on its way."""
         if (upcoming := self._exchange.upcoming) is None or not self._exchange.idle:
             return
-        generation = self._exchange.view.generation
-        (round, replica), ahead = upcoming, self._ahead
-        if ahead is not None and (ahead.round, ahead.replica, ahead.generation) == (round, replica, generation):
+        (round, replica), generation = upcoming, self._exchange.view.generation
+        if self._ahead.is_over(round, replica, generation):
             return
-        if not self._source.may_go_ahead(round, replica):
+        if not self._source.may_go_ahead(round, replica, generation):
             return
         self._losses, self._weights = [], []
         began, count = time.monotonic(), self._config.steps_ahead(round)
-        self._source.begin_replica(round, replica)
+        self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
             yield from self._step(step, replica)
-        seconds = time.monotonic() - began
-        self._ahead = Ahead(round, replica, generation, count, seconds, self._losses, self._weights)
-
-    def _resume(self, round: int, replica: int) -> Ahead | None:
-        """The steps of this round that the replica computed ahead; None when there are none, or they are stale."""
-        ahead = self._ahead
-        if ahead is None or ahead.replica != replica:
-            return None
-        self._ahead = None
-        if ahead.round != round or ahead.generation != self._exchange.view.generation:
-            return None
-        self._source.resume_replica(round, replica)
-        return ahead
+        results = Ahead(count, time.monotonic() - began, self._losses, self._weights)
+        self._ahead.made(round, replica, generation, results)
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
         self._source.begin_step(step)
@@ -280,7 +270,7 @@ class Run:
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
-        with self._tracer.span("evaluate", step=step):
+        with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
             report = self._parts.coordinator.send
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()

@@ -25,6 +25,7 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
     Assist,
+    Beat,
     Capture,
     Done,
     Finished,
@@ -82,7 +83,7 @@ class Job:
         self._run: Run | None = None
         self._link = CoordinatorLink(
             transport=self._transport, address=coordinator, me=Identity("worker", id, token),
-            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted),
+            handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
         )  # fmt: skip
         self._link.start()
 
@@ -228,6 +229,9 @@ class Job:
 
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
+
+    def _beat(self) -> Beat:
+        return Beat() if self._exchange is None else self._exchange.beat()
 
     # ---- messages from the coordinator, on the link's thread ----
 

@@ -18,16 +18,12 @@ import torch
 from rallypoint.core.layout import Shard
 from rallypoint.core.view import ViewNumber
 from rallypoint.worker.sources.fragments import FragmentsSource
-from rallypoint.worker.sources.local import Drift, _Inner
 
 
 @dataclass(slots=True)
 class Ahead:
-    """The first steps of a replica's round, computed before the round's version arrived, and their results."""
+    """What the first steps of a replica's round came to, computed before the round's version arrived."""
 
-    round: int
-    replica: int
-    generation: ViewNumber
     steps: int
     seconds: float
     losses: list[float]
@@ -39,30 +35,23 @@ class DelayedSource(FragmentsSource):
 
     _round = -1
 
-    def begin_replica(self, round: int, replica: int) -> None:
+    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
         """Begin like FragmentsSource: the replica continues from its own parameters, without the new version."""
-        super().begin_replica(round, replica)
+        super().begin_replica(round, replica, generation)
         self._round = round
 
     def install(self) -> None:
         """Save what the replica in the model has changed since its round began."""
         self.show_version()
 
-    def may_go_ahead(self, round: int, replica: int) -> bool:
+    def may_go_ahead(self, round: int, replica: int, generation: ViewNumber) -> bool:
         """True if the round's first steps need no version: this worker has the replica's round before."""
-        inner = self._inner.kept.get(replica)
-        here = inner is not None and inner.whole and inner.round == round - 1
-        return here and self._inner.generation == self._exchange.view.generation
+        return self._own.may_go_ahead(round, replica, generation)
 
     def resume_replica(self, round: int, replica: int) -> None:
         """The version is here: continue the round of a replica that has gone ahead."""
-        if self._in_model != replica:
-            self._put_away()
-        inner = self._inner.kept[replica]
-        self._replica, self._round, self._optimizer, self._in_model = replica, round, inner.optimizer, replica
-        if (drift := inner.drift) is not None and drift.away and drift.left is not None:
-            drift.away = False
-            self._load(drift.left)
+        self._replica, self._round = replica, round
+        self._optimizer = self._own.resume(replica).optimizer
 
     def begin_step(self, step: int) -> None:
         """Begin a step. After `steps_ahead` steps of the round, mix the version in."""
@@ -73,10 +62,10 @@ class DelayedSource(FragmentsSource):
     @torch.no_grad()
     def _mix(self) -> None:
         """Set the shards of the round before to mix * version + (1 - mix) * own."""
-        drift, local = self._inner.kept[self._replica].drift, self._config.local
+        local = self._config.local
         assert local is not None
-        if drift is None or self._round == drift.fresh:
-            return  # the replica has started this round from the version
+        if not self._own.mixes(self._round, self._replica):
+            return
         for shard, parts in self._parts:
             if not self._cadence.due(shard.index, self._round - 1):
                 continue
@@ -89,32 +78,3 @@ class DelayedSource(FragmentsSource):
 
     def _replace(self, new: Sequence[Shard]) -> None:
         """Does nothing: `_mix` installs the new values later."""
-
-    def _go_on(self, drift: Drift) -> None:
-        spare = torch.empty_like(drift.began) if drift.earlier is None else drift.earlier
-        drift.earlier = drift.began
-        if drift.away and drift.left is not None:
-            drift.began, drift.left, drift.away = drift.left, spare, False
-            self._load(drift.began)
-        else:
-            drift.began = spare
-            self._save(drift.began)
-
-    def _inner_of(self, round: int, replica: int) -> _Inner:
-        inner = self._inner.kept.get(replica)
-        if inner is not None and inner.round == round + 1:
-            _step_back(inner)  # it has computed steps of the next round too early
-        goes_on, before = inner is not None and inner.round == round - 1, {} if inner is None else inner.before
-        found = super()._inner_of(round, replica)
-        if found is inner and goes_on:
-            found.earlier = before
-        return found
-
-
-def _step_back(inner: _Inner) -> None:
-    """Go back to the start of the round before, to compute it again."""
-    drift = inner.drift
-    if drift is None or drift.earlier is None:
-        return
-    inner.round, inner.before = inner.round - 1, inner.earlier
-    drift.round, drift.began, drift.earlier, drift.away = inner.round, drift.earlier, drift.began, False

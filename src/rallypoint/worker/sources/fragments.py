@@ -9,12 +9,18 @@ holds another's); with one replica, only if this worker evaluates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
+from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
-from rallypoint.worker.sources.local import Drift, LocalStepsSource
+from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker.drift import OwnParameters
+from rallypoint.worker.exchange.exchange import Exchange
+from rallypoint.worker.sources.local import LocalStepsSource, _Inner
+from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.tensors import ModelTensors
 
 
 class FragmentsSource(LocalStepsSource):
@@ -24,8 +30,16 @@ class FragmentsSource(LocalStepsSource):
     parameters, except for the shards installed since. Any other replica starts from the version.
     """
 
-    # The replica whose parameters the model holds; None: it holds the version or nothing usable
-    _in_model: int | None = None
+    def __init__(
+        self, model: torch.nn.Module, tensors: ModelTensors, config: JobConfig, exchange: Exchange, staging: Staging,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        super().__init__(model, tensors, config, exchange, staging, say)
+        assert config.local is not None
+        self._flat = _FlatModel(tensors, self._start)
+        self._own: OwnParameters[_Inner, torch.Tensor] = OwnParameters(
+            self._inner, self._flat, delayed=config.local.delay > 0
+        )
 
     @torch.no_grad()
     def installed(self, shards: Sequence[Shard] | None) -> None:
@@ -45,54 +59,35 @@ class FragmentsSource(LocalStepsSource):
 
     def show_version(self) -> None:
         """Save the parameters of the replica in the model, then load the version."""
-        self._put_away()
-        self._load(self._start)
+        self._own.put_away()
+        self._flat.load(self._start)
 
-    def begin_replica(self, round: int, replica: int) -> None:
+    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
         """Load the replica's own parameters and its own optimizer's state."""
-        if self._in_model != replica:
-            self._put_away()
         self._replica = replica
-        inner = self._inner_of(round, replica)
-        self._optimizer = inner.optimizer
-        if (drift := inner.drift) is None:
-            inner.drift = Drift(round, self._start.clone(), fresh=round)
-            self._load(self._start)
-        elif drift.round == round:
-            drift.away = False
-            self._load(drift.began)
-        else:
-            drift.round = round
-            self._go_on(drift)
-        self._in_model = replica
-
-    def _go_on(self, drift: Drift) -> None:
-        if drift.away and drift.left is not None:
-            drift.began, drift.left, drift.away = drift.left, drift.began, False
-            self._load(drift.began)
-        else:
-            self._save(drift.began)
+        self._optimizer = self._own.begin(round, replica, generation).optimizer
 
     def _go_back(self) -> None:
-        self._in_model = None  # no replica continues from these values
+        self._own.drop()
 
-    def _put_away(self) -> None:
-        """Save the parameters of the replica in the model, because the model will hold something else."""
-        inner = None if self._in_model is None else self._inner.kept.get(self._in_model)
-        self._in_model = None
-        if inner is None or inner.drift is None:
-            return
-        if inner.drift.left is None:
-            inner.drift.left = torch.empty_like(inner.drift.began)
-        self._save(inner.drift.left)
-        inner.drift.away = True
 
-    @torch.no_grad()
-    def _load(self, vector: torch.Tensor) -> None:
-        for placed in self._tensors.parameters:
-            placed.tensor.copy_(placed.of(vector))
+class _FlatModel:
+    """The model's parameters as one flat vector on the host; `start` is the version."""
+
+    def __init__(self, tensors: ModelTensors, start: torch.Tensor) -> None:
+        self._tensors, self._start = tensors, start
+
+    def version(self) -> torch.Tensor:
+        return self._start.clone()
 
     @torch.no_grad()
-    def _save(self, vector: torch.Tensor) -> None:
+    def load(self, values: torch.Tensor) -> None:
         for placed in self._tensors.parameters:
-            placed.of(vector).copy_(placed.tensor)
+            placed.tensor.copy_(placed.of(values))
+
+    @torch.no_grad()
+    def save(self, spare: torch.Tensor | None) -> torch.Tensor:
+        into = torch.empty_like(self._start) if spare is None else spare
+        for placed in self._tensors.parameters:
+            placed.of(into).copy_(placed.tensor)
+        return into

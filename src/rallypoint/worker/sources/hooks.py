@@ -8,6 +8,7 @@ import torch
 
 from rallypoint.core.layout import Shard
 from rallypoint.core.shard.clip import clip_scale, total_norm
+from rallypoint.core.view import ViewNumber
 from rallypoint.errors import ModelError
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.sources.source import WaitsForVersions, send_buffers
@@ -59,7 +60,7 @@ class GradientHooks(WaitsForVersions):
     def show_version(self) -> None:
         """Does nothing: the model always holds the version."""
 
-    def begin_replica(self, round: int, replica: int) -> None:
+    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
         """Does nothing: the model holds the version that every replica starts from."""
 
     def begin_step(self, step: int) -> None:

@@ -20,6 +20,8 @@ import torch
 from rallypoint.config import JobConfig, cadence_of, settings_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
+from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker.drift import Drift
 from rallypoint.core.worker.inner import InnerStates
 from rallypoint.optim.flat import build_optimizer
 from rallypoint.worker.exchange.exchange import Exchange
@@ -49,7 +51,10 @@ class LocalStepsSource(WaitsForVersions):
         self._start = torch.zeros(exchange.layout.words)
         self._moved = False  # True if the model holds something else than `_start`
         assert config.local is not None
-        self._inner = InnerStates(config.local.keep_inner, lambda round: _Inner(self._new_optimizer(), round))
+        delayed = config.local.delay > 0
+        self._inner = InnerStates(
+            config.local.keep_inner, lambda round: _Inner(self._new_optimizer(), round, delayed=delayed), ahead=delayed
+        )
         self._step = self._replica = -1
         self._buffers_before: list[torch.Tensor] = []
 
@@ -66,11 +71,11 @@ class LocalStepsSource(WaitsForVersions):
     def show_version(self) -> None:
         """Does nothing: between rounds the model holds the version."""
 
-    def begin_replica(self, round: int, replica: int) -> None:
+    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
         """Load the version, and the optimizer's state that the replica kept from the round before, if any."""
         self._go_back()
         self._replica = replica
-        self._optimizer = self._inner_of(round, replica).optimizer
+        self._optimizer = self._inner.begin(round, replica, generation).optimizer
 
     def begin_step(self, step: int) -> None:
         """Begin one of the replica's own steps."""
@@ -153,10 +158,6 @@ class LocalStepsSource(WaitsForVersions):
 
     # ---- the inner optimizers ----
 
-    def _inner_of(self, round: int, replica: int) -> _Inner:
-        """The replica's optimizer for this round: new, unless the replica made the round before (or this one) here."""
-        return self._inner.begin(round, replica, self._exchange.view.generation)
-
     def _new_optimizer(self) -> torch.optim.Optimizer:
         of_group: dict[int, list[torch.nn.Parameter]] = {}
         for placed in self._tensors.parameters:
@@ -170,22 +171,6 @@ class LocalStepsSource(WaitsForVersions):
 
 
 @dataclass(slots=True)
-class Drift:
-    """A replica's own parameters (flat vectors on the host), where it does not start each round from the version.
-
-    `began` is its parameters at the start of `round`, which may have to be computed again. `left` is its latest
-    parameters, valid while `away` is true: while the model holds something else.
-    """
-
-    round: int
-    began: torch.Tensor
-    left: torch.Tensor | None = None
-    away: bool = False
-    fresh: int = 0  # the round that the replica started from the version
-    earlier: torch.Tensor | None = None  # with a delay: its parameters at the start of the round before
-
-
-@dataclass(slots=True)
 class _Inner:
     """A replica's own optimizer in `round`, and the optimizer's state when that round began.
 
@@ -195,14 +180,16 @@ class _Inner:
     optimizer: torch.optim.Optimizer
     round: int
     whole: bool = False  # True after all steps of the round
-    drift: Drift | None = None  # in staggered rounds: where its parameters are
+    drift: Drift[torch.Tensor] | None = None  # in staggered rounds: where its parameters are
     before: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
-    # With a delay: `before` of the previous round
+    delayed: bool = False  # it keeps `before` of the previous round as `earlier`
     earlier: dict[int, dict[str, torch.Tensor | None]] = field(default_factory=dict)
 
     def begin(self, round: int) -> None:
         """Begin the next round: save the optimizer's state."""
         self.round, self.whole = round, False
+        if self.delayed:
+            self.earlier = self.before
         state = self.optimizer.state_dict()["state"]
         self.before = {index: {name: _on_host(t) for name, t in kept.items()} for index, kept in state.items()}
 
@@ -211,6 +198,12 @@ class _Inner:
         self.whole = False
         state = {index: {name: _copy(t) for name, t in kept.items()} for index, kept in self.before.items()}
         self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": state})
+
+    def step_back(self) -> None:
+        """Go back to the start of the round before, to compute it again."""
+        if self.drift is not None and self.drift.earlier is not None:
+            self.round, self.before = self.round - 1, self.earlier
+            self.drift.step_back()
 
 
 def _on_host(value: torch.Tensor | None) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from rallypoint.core.layout import Shard
+from rallypoint.core.view import ViewNumber
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.tensors import ModelTensors
 
@@ -29,14 +30,17 @@ class DeltaSource(Protocol):
     def show_version(self) -> None:
         """Load the version into the model for an evaluation."""
 
-    def may_go_ahead(self, round: int, replica: int) -> bool:
+    def may_go_ahead(self, round: int, replica: int, generation: ViewNumber) -> bool:
         """True if the replica can compute this round's first `steps_ahead` steps before its version is here."""
 
     def resume_replica(self, round: int, replica: int) -> None:
         """The version is here: continue the round of a replica that has gone ahead."""
 
-    def begin_replica(self, round: int, replica: int) -> None:
-        """Begin a replica's round: load what that replica starts from into the model."""
+    def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
+        """Begin a replica's round: load what that replica starts from into the model.
+
+        `generation` is the one that was in force when the main thread decided on it: the next may come at any time.
+        """
 
     def begin_step(self, step: int) -> None:
         """A step begins."""
@@ -75,7 +79,7 @@ class WaitsForVersions:
     def install(self) -> None:
         """Does nothing: the model holds no values that must be saved."""
 
-    def may_go_ahead(self, round: int, replica: int) -> bool:
+    def may_go_ahead(self, round: int, replica: int, generation: ViewNumber) -> bool:
         return False
 
     def resume_replica(self, round: int, replica: int) -> None:

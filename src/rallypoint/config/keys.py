@@ -1,0 +1,48 @@
+"""Checks the names of settings before anything starts: a misspelt one would only be noticed by the workers."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Any
+
+import msgspec
+
+from rallypoint.config.tree import JobConfig
+from rallypoint.errors import ConfigError, meant
+
+
+def check_keys(overrides: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name that no setting has, at any depth: ``stpes``, ``optimizer.learning_rate``.
+
+    A part with a `type` (``optimizer.type=sgd``) has the settings of that type; without one, those of any type that the
+    script may have chosen.
+    """
+    _check(overrides, [JobConfig], "")
+
+
+def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: str) -> None:
+    chosen = [kind for kind in kinds if kind.__struct_config__.tag == given.get("type")] or kinds
+    fields: dict[str, list[type[msgspec.Struct]]] = {}
+    for kind in chosen:
+        for name, hint in typing.get_type_hints(kind).items():
+            if name in kind.__struct_fields__:
+                fields.setdefault(name, []).extend(_structs(hint))
+    known = {*fields, "type"} if path else set(fields)
+    for name, value in given.items():
+        if name not in known:
+            where = f" of {path.rstrip('.')}" if path else ""
+            hint = meant(name, sorted(known)) or f": there are {', '.join(sorted(known))}"
+            raise ConfigError(f"{path}{name} is no setting{where}{hint}")
+        if isinstance(value, Mapping) and fields.get(name):
+            _check(value, fields[name], f"{path}{name}.")
+
+
+def _structs(hint: Any) -> Iterator[type[msgspec.Struct]]:
+    """Yield the struct types in a type hint, such as those of a union."""
+    if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
+        for part in typing.get_args(hint):
+            yield from _structs(part)
+    elif isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint

@@ -1,0 +1,1 @@
+"""What the coordinator makes of silence, of broken connections and of members that cannot go on."""

@@ -1,0 +1,33 @@
+"""Sets members apart that hold the job up (`reach.py` finds them), and lets them take part again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.effects import Effect, Refuse, Say
+from rallypoint.core.cluster.health.reach import Reach
+from rallypoint.core.cluster.state import Phase
+
+
+def set_apart(reach: Reach, course: Course, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
+    """Set members apart that hold the job up; let those take part again that nobody has missed for long.
+
+    A worker is given up and stands by when it comes back. A server keeps what it holds, and is to hold no shards.
+    `left(member, why)` is what happens when a member is gone. The caller publishes the view that follows, if anything
+    is returned.
+    """
+    effects: list[Effect] = []
+    for case in reach.look():
+        if course.phase is not Phase.RUNNING:
+            break  # the loss of the member before has ended the job, or lost its state
+        again = case.member in course.members.apart
+        course.members.apart.add(case.member)
+        if again or case.member in course.members.workers or course.recovery.workers_store:
+            effects.append(Refuse(case.member, f"given up: {case.why}"))
+            effects += left(case.member, case.why)
+        else:
+            effects.append(Say(f"{case.member} is to hold no shards for now: {case.why}"))
+    returned = reach.sound()
+    course.members.apart.difference_update(returned)
+    return effects + [Say(f"{id} takes part again") for id in returned if id in course.members]

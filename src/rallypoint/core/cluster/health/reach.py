@@ -1,0 +1,222 @@
+"""Finds the members that hold the job up although they beat: pairs that cannot reach each other, threads that hang.
+
+Each beat says whom its sender cannot reach, and for how long its main thread has waited for others. A worker that waits
+for three heartbeats and cannot reach a server, or a server that cannot reach another one while every worker waits, is a
+pair that stalls the job. The smallest set of members that ends all such pairs is set apart: the member in most pairs
+first, a worker before a server.
+
+    w0 cannot reach s1                  w0 is set apart (s1, if nobody could compute in w0's place)
+    w0 and w1 cannot reach s1           s1
+    w0 cannot reach s0 and s1           w0
+    s0 cannot reach s1                  the one that the job can do without
+
+A worker set apart is given up; it comes back at once and stands by. A server set apart keeps what it holds until its
+shards are elsewhere; if the stall lasts and the job can go on without it (from a snapshot, if need be), it is given up
+too. Both take part again when nobody has missed them for ten heartbeats.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.events import Beat
+from rallypoint.core.cluster.view_change import surviving_primaries
+
+STALLED = 3.0  # heartbeats without progress
+MISSED = 1.5  # heartbeats for which a peer could not be reached: a link that comes back sooner is no reason
+SOUND = 10.0  # heartbeats without trouble, after which a member takes part again
+SLOW = 10.0  # a step may take so many times the median before its thread counts as hanging
+FIRST = 10.0  # a worker's first step may take so many times longer: it may compile its model
+_STEPS = 32
+
+Pairs = dict[tuple[str, str], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A member to set apart, and the sentence that says why."""
+
+    member: str
+    why: str
+
+
+@dataclass(slots=True)
+class Reach:
+    """What the last beats said. Every `now` is in seconds."""
+
+    course: Course
+    _beats: dict[str, Beat] = field(default_factory=dict)
+    _moved: dict[str, float] = field(default_factory=dict)  # worker -> when its main thread last got on
+    _reported: set[str] = field(default_factory=set)  # workers that have computed a replica
+    _trouble: dict[str, float] = field(default_factory=dict)  # member set apart -> when it was last missed
+    _hung: dict[str, int] = field(default_factory=dict)  # worker set apart for hanging -> its activity by then
+    _rises: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
+    _risen: tuple[int, float] = (-1, 0.0)  # the furthest step, and when it was first reported
+    _calm: float = 0.0  # do not look before this time: the last remedy has to work first
+
+    # ---- what is heard ----
+
+    def beat(self, beat: Beat) -> None:
+        """Take a member's beat."""
+        before, now = self._beats.get(beat.member), self.course.now
+        if before is None or before.activity != beat.activity or beat.waited > 0:
+            self._moved[beat.member] = now
+        self._beats[beat.member] = beat
+
+    def computed(self, worker: str, step: int) -> None:
+        """Note that a worker has computed a replica of `step`."""
+        self._reported.add(worker)
+        if step > self._risen[0]:
+            if self._risen[0] >= 0:
+                self._rises.append((self.course.now - self._risen[1]) / (step - self._risen[0]))
+            self._risen = step, self.course.now
+
+    def forget(self, member: str) -> None:
+        """Drop what is known of a process that is gone."""
+        for known in (self._beats, self._moved):
+            known.pop(member, None)
+        self._reported.discard(member)
+
+    # ---- what follows from it ----
+
+    def look(self) -> list[Case]:
+        """Find the members to set apart now."""
+        course = self.course
+        view, now = course.view, course.now
+        if view is None or now < self._calm:
+            return []
+        patience = STALLED * course.terms.heartbeat
+        waited = {worker: self._beats[worker].waited for worker in self._assigned() if self._fresh(worker)}
+        if any(0 < seconds < patience for seconds in waited.values()):
+            return []  # it will have waited as long in a moment, and may miss the same peer
+        waiting = {worker for worker, seconds in waited.items() if seconds >= patience}
+        pairs = self._pairs(waiting)
+        cases = self._cover(pairs) if pairs else self._hanging(waiting)
+        if cases:
+            self._calm = now + STALLED * course.terms.heartbeat
+            self._trouble |= {case.member: now for case in cases}
+        return cases
+
+    def sound(self) -> list[str]:
+        """The members that were set apart, and that nobody has missed for long enough. They take part again."""
+        members, now, heartbeat = self.course.members, self.course.now, self.course.terms.heartbeat
+        for name, beat in self._beats.items():
+            missed = [peer for peer in beat.unreachable if peer in members] if self._fresh(name) else []
+            for member in {*missed, name} & self._trouble.keys() if missed else ():
+                self._trouble[member] = now
+        for worker, activity in self._hung.items():
+            if worker not in self._beats or self._beats[worker].activity == activity:
+                self._trouble[worker] = now
+        sound = [id for id, when in self._trouble.items() if now - when > SOUND * heartbeat]
+        for member in sound:
+            del self._trouble[member]
+            self._hung.pop(member, None)
+        return sound
+
+    # ---- pairs ----
+
+    def _assigned(self) -> set[str]:
+        """The workers that the job waits for."""
+        course, view = self.course, self.course.view
+        assert view is not None
+        if view.ending:  # all who have not got the last version
+            return course.members.present - course.members.done - course.members.apart
+        if not view.assignments:
+            return {view.uploader} & course.members.workers.keys()
+        return {worker for worker, own in view.assigned(course.furthest + 1).items() if own}
+
+    def _fresh(self, member: str) -> bool:
+        """True if the member is heard: silence is looked for elsewhere."""
+        heartbeat = self.course.terms.heartbeat
+        return member in self._beats and self.course.members.heard_within(member, self.course.now, heartbeat / 2)
+
+    def _pairs(self, waiting: set[str]) -> Pairs:
+        view = self.course.view
+        assert view is not None
+        needed = {*view.primary.values(), *view.backup.values()} & self.course.members.servers.keys()
+        whole = waiting == self._assigned() and bool(waiting)
+        found: Pairs = {}
+        for member in (*waiting, *(needed if whole else ())):
+            for peer, seconds in self._beats[member].unreachable.items() if self._fresh(member) else ():
+                late = seconds >= MISSED * self.course.terms.heartbeat
+                if late and peer in needed and self._fresh(peer) and (peer, member) not in found:
+                    found[member, peer] = seconds
+        return found
+
+    def _cover(self, pairs: Pairs) -> list[Case]:
+        cases: list[Case] = []
+        apart: set[str] = set()
+        left = dict(pairs)
+        while left:
+            able = [member for member in sorted({m for pair in left for m in pair}) if self._can_spare(member, apart)]
+            if not able:
+                break  # the job cannot go on without any of them: wait
+            chosen = max(able, key=lambda member: self._rank(member, left))
+            mine = {pair: seconds for pair, seconds in left.items() if chosen in pair}
+            apart.add(chosen)
+            cases.append(Case(chosen, self._sentence(chosen, mine)))
+            left = {pair: seconds for pair, seconds in left.items() if chosen not in pair}
+        return cases
+
+    def _rank(self, member: str, pairs: Pairs) -> tuple[int, bool, bool, int, str]:
+        """The higher, the rather it is set apart."""
+        course = self.course
+        assert course.view is not None
+        is_worker = member in course.members.workers
+        held = 0 if is_worker else len(course.view.shards_of(member))
+        return sum(member in pair for pair in pairs), is_worker, is_worker or self._is_safe(member), -held, member
+
+    def _is_safe(self, server: str) -> bool:
+        """True if nothing would be lost with this server."""
+        course = self.course
+        if course.recovery.workers_store:
+            return True
+        assert course.view is not None
+        others = {id: member for id, member in course.members.servers.items() if id != server}
+        return surviving_primaries(course.view, others, course.views.caught_up) is not None
+
+    def _can_spare(self, member: str, apart: set[str]) -> bool:
+        course, members = self.course, self.course.members
+        if member in members.apart:  # its shards have not moved in time: go on without it, if the job can
+            return member in members.servers and (self._is_safe(member) or course.terms.snapshots)
+        if member in members.servers:
+            return bool(members.servers.keys() - members.leaving - members.apart - apart - {member})
+        able = members.present - members.leaving - members.apart - apart - {member}
+        return len(able) >= max(1, course.terms.workers_min)
+
+    def _sentence(self, chosen: str, pairs: Mapping[tuple[str, str], float]) -> str:
+        words = " and ".join(
+            f"{one} has not reached {other} for {seconds:.1f} s" for (one, other), seconds in sorted(pairs.items())
+        )
+        return f"{words}, and the job has made no progress for {STALLED:.0f} heartbeats"
+
+    # ---- threads that hang ----
+
+    def _hanging(self, waiting: set[str]) -> list[Case]:
+        """Workers whose main threads do nothing, if all others wait for them."""
+        course = self.course
+        busy = self._assigned() - waiting
+        if not course.terms.hang_after or not course.begun or course.view is None or course.view.ending:
+            return []
+        # That two hang and nobody waits is less likely than that they do something long at the same time.
+        if not busy or (len(busy) > 1 and not waiting) or not all(map(self._hangs, busy)):
+            return []
+        able = course.members.present - course.members.leaving - course.members.apart - busy
+        if len(able) < max(1, course.terms.workers_min):
+            return []
+        self._hung |= {worker: self._beats[worker].activity for worker in busy}
+        return [
+            Case(worker, f"its main thread hangs: nothing for {course.now - self._moved[worker]:.0f} s while all wait")
+            for worker in sorted(busy)
+        ]
+
+    def _hangs(self, worker: str) -> bool:
+        if not self._fresh(worker) or self._beats[worker].waited > 0:
+            return False
+        usual = SLOW * median(self._rises) if self._rises else 0.0
+        patience = max(self.course.terms.hang_after, usual) * (1 if worker in self._reported else FIRST)
+        return self.course.now - self._moved[worker] > patience

@@ -1,0 +1,233 @@
+"""The sum in progress of a shard: which contributions are in it, and which effects add one more.
+
+Where each round has all R contributions, the sum is a tree over replica numbers (I3, `core/sums/tree.py`). Otherwise
+(under a quorum, and under streaming policies) contributions are added in the order in which they arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+from rallypoint.core.shard.effects import Add, Discard, Effect, Merge, OnTime, Take
+from rallypoint.core.shard.events import Contribute
+from rallypoint.core.sums.tree import Block, Forest, is_block
+
+
+class SumInProgress(Protocol):
+    """What the shard's machine needs of its sum."""
+
+    @property
+    def contributions(self) -> Sequence[Contribute]:
+        """The contributions in the sum, in order of arrival; none of a tree."""
+
+    @property
+    def first(self) -> int:
+        """The replica of the first contribution; 0 for a tree."""
+
+    @property
+    def added(self) -> int:
+        """The number of replicas whose contribution is in the sum."""
+
+    @property
+    def weight(self) -> float:
+        """The total weight of the sum."""
+
+    @property
+    def losses(self) -> tuple[int, ...]:
+        """The replicas whose loss is not finite, ascending. A block may name all of its replicas."""
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        """The replicas whose contribution is not finite though the loss is, ascending. A block may name all of them."""
+
+    def named(self, version: int) -> list[tuple[int, int]]:
+        """The contributions in the sum, as (step, replica). Where all compute the same step, it is `version`."""
+
+    def knows(self, replica: int) -> bool:
+        """True if this replica's contribution is in the sum."""
+
+    def fault(self, contribution: Contribute) -> str:
+        """Why no honest worker sends this contribution, as a sentence; "" if it may be sent."""
+
+    def covers(self, contribution: Contribute) -> bool:
+        """True if the sum has every replica of this contribution: it is a repeat."""
+
+    def add(self, contribution: Contribute, base: int | None) -> list[Effect]:
+        """Add a contribution that is not covered. Returns what to do with the tensors. `base`: see `effects.Take`."""
+
+    def clear(self) -> None:
+        """Begin the next sum."""
+
+    def validate(self) -> None:
+        """Raise AssertionError if the sum has impossible contributions."""
+
+
+@dataclass(slots=True)
+class Chain:
+    """Contributions of one of `replicas` replicas each, in the order in which they were added."""
+
+    replicas: int
+    contributions: list[Contribute] = field(default_factory=list)
+
+    @property
+    def first(self) -> int:
+        return self.contributions[0].replica
+
+    @property
+    def added(self) -> int:
+        return len(self.contributions)
+
+    @property
+    def weight(self) -> float:
+        return sum(contribution.weight for contribution in self.contributions)
+
+    @property
+    def losses(self) -> tuple[int, ...]:
+        return tuple(sorted(c.replica for c in self.contributions if not c.finite and c.whole))
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        return tuple(sorted(c.replica for c in self.contributions if not c.whole))
+
+    def named(self, version: int) -> list[tuple[int, int]]:
+        return [(contribution.step, contribution.replica) for contribution in self.contributions]
+
+    def knows(self, replica: int) -> bool:
+        return any(contribution.replica == replica for contribution in self.contributions)
+
+    def fault(self, contribution: Contribute) -> str:
+        if contribution.count != 1:
+            return f"{_named(contribution)}: in this mode, one replica contributes at a time"
+        return _stranger(contribution, self.replicas)
+
+    def covers(self, contribution: Contribute) -> bool:
+        return self.knows(contribution.replica)
+
+    def add(self, contribution: Contribute, base: int | None) -> list[Effect]:
+        self.contributions.append(contribution)
+        return [(Take if self.added == 1 else Add)(contribution.ticket, contribution.weight, base)]
+
+    def clear(self) -> None:
+        self.contributions = []
+
+    def validate(self) -> None:
+        named = [contribution.replica for contribution in self.contributions]
+        assert len(set(named)) == len(named), f"replicas {sorted(named)} in one sum"
+        assert not any(map(self.fault, self.contributions)), f"{named} of {self.replicas}"
+
+
+@dataclass(slots=True)
+class _Node:
+    weight: float  # float64, added by the same tree
+    losses: tuple[int, ...]
+    gradients: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TreeSum:
+    """Blocks of the tree over `replicas` replicas. Siblings merge as soon as both are there.
+
+    A block is *early* while a lower replica is missing. The server counts early blocks, and slows their senders down
+    when there are too many bytes of them. Whoever computes in replica order is never slowed down for good; who gets
+    lower replicas in mid-step sends without credits (`worker/exchange/link.py`, `overdraw`). So the sum always goes on.
+    """
+
+    contributions: ClassVar[tuple[Contribute, ...]] = ()
+    first: ClassVar[int] = 0
+
+    replicas: int
+    _forest: Forest = field(init=False)
+    _nodes: dict[int, _Node] = field(default_factory=dict)  # by the block's start
+    _early: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._forest = Forest(self.replicas)
+
+    @property
+    def added(self) -> int:
+        return sum(block.size for block in self._forest)
+
+    @property
+    def weight(self) -> float:
+        assert self._forest.whole, f"only {list(self._forest)} of {self.replicas} replicas are here"
+        return self._nodes[0].weight
+
+    @property
+    def losses(self) -> tuple[int, ...]:
+        return tuple(sorted(replica for node in self._nodes.values() for replica in node.losses))
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        return tuple(sorted(replica for node in self._nodes.values() for replica in node.gradients))
+
+    def named(self, version: int) -> list[tuple[int, int]]:
+        return [(version, replica) for block in self._forest for replica in range(*block)]
+
+    def knows(self, replica: int) -> bool:
+        return self._forest.has(replica)
+
+    def fault(self, contribution: Contribute) -> str:
+        if contribution.count != 1 and not is_block(contribution.block, self.replicas):
+            return f"{_named(contribution)} are no block of this shard's sum (it has {self.replicas})"
+        return _stranger(contribution, self.replicas)
+
+    def covers(self, contribution: Contribute) -> bool:
+        return self._forest.covers(contribution.block)
+
+    def add(self, contribution: Contribute, base: int | None) -> list[Effect]:
+        block = contribution.block
+        effects: list[Effect] = []
+        for old in self._forest.add(block):
+            effects += [Discard(old.start), *self._on_time(old.start)]
+            del self._nodes[old.start]
+        if early := self._forest.prefix < block.start:
+            self._early.add(block.start)
+        self._nodes[block.start] = _node(contribution)
+        effects.append(Take(contribution.ticket, contribution.weight, base, block.start, block.size, early))
+        while (halves := self._forest.merge(block)) is not None:
+            block = Block(halves[0].start, halves[1].stop)
+            effects += self._merge(*halves)
+        prefix = self._forest.prefix
+        return effects + [effect for start in sorted(self._early) if start < prefix for effect in self._on_time(start)]
+
+    def _merge(self, left: Block, right: Block) -> list[Effect]:
+        one, other = self._nodes[left.start], self._nodes.pop(right.start)
+        self._nodes[left.start] = _Node(
+            one.weight + other.weight, one.losses + other.losses, one.gradients + other.gradients
+        )  # fmt: skip
+        return [Merge(left.start, right.start), *self._on_time(right.start)]
+
+    def _on_time(self, start: int) -> list[Effect]:
+        if start not in self._early:
+            return []
+        self._early.remove(start)
+        return [OnTime(start)]
+
+    def clear(self) -> None:
+        self._forest.clear()
+        self._nodes.clear()
+        self._early.clear()
+
+    def validate(self) -> None:
+        self._forest.validate()
+        starts = {block.start for block in self._forest}
+        assert starts == set(self._nodes), f"blocks at {starts}, nodes at {set(self._nodes)}"
+        assert self._early <= starts, f"early blocks at {self._early}, blocks at {starts}"
+
+
+def _node(contribution: Contribute) -> _Node:
+    replicas = contribution.bad or tuple(range(*contribution.block))
+    bad_loss = not contribution.finite and contribution.whole
+    return _Node(contribution.weight, replicas if bad_loss else (), () if contribution.whole else replicas)
+
+
+def _named(contribution: Contribute) -> str:
+    return f"replicas {contribution.replica} to {contribution.block.stop - 1}"
+
+
+def _stranger(contribution: Contribute, replicas: int) -> str:
+    if contribution.block.stop <= replicas:
+        return ""
+    return f"replica {contribution.replica} does not contribute to this shard (it has {replicas})"

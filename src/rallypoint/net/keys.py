@@ -1,0 +1,81 @@
+"""Keys from the job's token: HKDF-SHA256 (RFC 5869), one key for each purpose and direction.
+
+No key is used for two purposes, so nothing that one side has proved can be sent back to it as a proof of the other.
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+from functools import cache
+
+from rallypoint.net.frames import PROTOCOL
+
+KEY_BYTES = 32
+_NAME = f"rallypoint/{PROTOCOL}".encode()
+
+
+def extract(salt: bytes, secret: bytes) -> bytes:
+    """HKDF-Extract (RFC 5869, section 2.2): a key of 32 bytes from a secret of any length."""
+    return hmac.digest(salt or bytes(KEY_BYTES), secret, "sha256")
+
+
+def expand(key: bytes, info: bytes, length: int = KEY_BYTES) -> bytes:
+    """HKDF-Expand (RFC 5869, section 2.3): `length` bytes for the purpose `info`. At most 255 * 32 bytes."""
+    done, block = b"", b""
+    for number in range(1, -(-length // KEY_BYTES) + 1):
+        block = hmac.digest(key, block + info + bytes([number]), "sha256")
+        done += block
+    return done[:length]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class TokenKeys:
+    """The keys of all who know one token.
+
+    Attributes:
+        dialer: for the proof of the side that connects.
+        listener: for the proof of the side that listens.
+        session: the secret part of every connection's own keys.
+        payload: for the MAC of payloads. It is the same on every connection, so that a payload that goes to many
+            peers needs only one. The header's tag binds the MAC to one frame of one connection.
+    """
+
+    dialer: bytes
+    listener: bytes
+    session: bytes
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LinkKeys:
+    """One side's keys of one connection.
+
+    Attributes:
+        sending: for the tags of the frames that this side sends.
+        receiving: for the tags of the frames that the other side sends.
+        payload: see `TokenKeys`.
+        checksums: both sides trust the network: tensors carry a checksum instead of a MAC.
+    """
+
+    sending: bytes
+    receiving: bytes
+    payload: bytes
+    checksums: bool
+
+    def other_side(self) -> LinkKeys:
+        """The keys of the other side of the same connection."""
+        return LinkKeys(self.receiving, self.sending, self.payload, self.checksums)
+
+
+@cache
+def token_keys(token: str) -> TokenKeys:
+    """The keys that belong to a token."""
+    root = extract(_NAME, token.encode())
+    return TokenKeys(*(expand(root, label) for label in (b"dialer", b"listener", b"session", b"payload")))
+
+
+def dialers_keys(keys: TokenKeys, transcript: bytes, *, checksums: bool) -> LinkKeys:
+    """The dialer's keys of the connection whose greeting has this digest."""
+    root = extract(transcript, keys.session)
+    return LinkKeys(expand(root, b"from the dialer"), expand(root, b"from the listener"), keys.payload, checksums)

@@ -1,0 +1,60 @@
+"""Lines that others cause: without control characters, and not more of them than a person reads."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("rallypoint")
+
+LONGEST = 500  # characters of a text of somebody else in a log line
+
+
+def printable(text: str, longest: int = LONGEST) -> str:
+    """The text as one line for a console: what is not printable is escaped, what is too long is cut.
+
+    Example: ``printable("\\x1b[2J")`` is ``\\\\x1b[2J``. Text that changes its direction (U+202E) is escaped too.
+    """
+    cut = text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+class Sparingly:
+    """Warnings that somebody else can cause as often as he likes: `burst` at once, then one each `every_s` seconds.
+
+    The next line that is written says how many were left out. Each line is `printable`. Thread-safe.
+    """
+
+    def __init__(
+        self, burst: int = 10, every_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._burst, self._every_s, self._clock = burst, every_s, clock
+        self._left, self._when = float(burst), clock()
+        self._omitted = 0
+        self._lock = threading.Lock()
+
+    def warn(self, text: str) -> None:
+        """Log this line, or only count it."""
+        with self._lock:
+            now = self._clock()
+            self._left = min(self._burst, self._left + (now - self._when) / self._every_s)
+            self._when = now
+            if self._left < 1.0:
+                self._omitted += 1
+                return
+            self._left -= 1.0
+            omitted, self._omitted = self._omitted, 0
+        log.warning("%s%s", printable(text), f" ({_more(omitted)} before)" if omitted else "")
+
+    def close(self) -> None:
+        """Say how many lines were left out at last."""
+        with self._lock:
+            omitted, self._omitted = self._omitted, 0
+        if omitted:
+            log.warning("%s", _more(omitted))
+
+
+def _more(count: int) -> str:
+    return f"{count} more such line{'s' * (count != 1)}"

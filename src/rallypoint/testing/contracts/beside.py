@@ -1,0 +1,48 @@
+"""A call on a second thread, for tests of what blocks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+
+PATIENCE_S = 20.0  # a test fails after so long; no test should come near it
+
+
+class Beside:
+    """A call on a second thread. Leaving the ``with`` joins it; `outcome` waits for its result."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="beside the test")
+
+    def __enter__(self) -> Beside:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._thread.join(PATIENCE_S)
+        if kind is None:
+            assert not self._thread.is_alive(), "the thread beside the test is still blocked"
+
+    def is_running(self) -> bool:
+        """Has the call neither returned nor raised yet?"""
+        return self._thread.is_alive()
+
+    def outcome(self) -> BaseException | None:
+        """Wait for the call. Returns what it raised, None when it returned."""
+        self._thread.join(PATIENCE_S)
+        assert not self._thread.is_alive(), "the thread beside the test is still blocked"
+        return self._error
+
+    def raise_if_failed(self) -> None:
+        """Raise here what the call raised on its thread."""
+        if (error := self.outcome()) is not None:
+            raise error
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error

@@ -1,0 +1,1 @@
+"""Tables in the simulation: embeddings whose rows are on the servers only, and pulls of rows."""

@@ -1,0 +1,164 @@
+"""A member that has the token can say only what it can know: else it is refused, or ignored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from test_shell import STEPS, Play
+
+from rallypoint.coordinator import acts
+from rallypoint.coordinator.claims import Claims
+from rallypoint.core.shard.clip import Measure
+from rallypoint.core.view import Assignment, View, ViewNumber
+from rallypoint.errors import ProtocolError
+from rallypoint.net.messages import (
+    Accounted,
+    Applied,
+    Capture,
+    CaughtUp,
+    Done,
+    Message,
+    Metrics,
+    NotStored,
+    Report,
+    Resize,
+    Skipped,
+    Stored,
+    decode,
+    encode,
+)
+
+BIG, NOW = 1 << 63, ViewNumber(1, 4)
+
+
+@pytest.mark.parametrize("message", [
+    Report(0, 0, 0.0, 1.0, BIG), Report(0, 0, 0.0, 1.0, -1), Report(1 << 32, 0, 0.0, 1.0, 1),
+    Report(-1, 0, 0.0, 1.0, 1), Report(0, -1, 0.0, 1.0, 1), Report(0, 1 << 32, 0.0, 1.0, 1),
+    Report(0, 0, 0.0, 0.0, 1), Report(0, 0, 0.0, float("inf"), 1), Report(0, 0, 0.0, float("nan"), 1),
+    Report(0, 0, 0.0, 1.0, 1, -1.0), Report(0, 0, 0.0, 1.0, 1, float("nan")),
+    Report(0, 0, 0.0, 1.0, 1, 0.0, ViewNumber(1, 1 << 32)), Done(ViewNumber(1 << 32, 0)), Done(ViewNumber(-1, 0)),
+    Applied(BIG, 1, 0.0), Applied(0, BIG, 0.0), Applied(0, 1, float("inf")), Applied(0, 1, 0.0, {"w": float("nan")}),
+    Applied(0, 1, 0.0, {f"w{n}": 0.0 for n in range(10_001)}), Applied(0, 1, 0.0, {"w" * 201: 0.0}),
+    Accounted(BIG, 0, 0, 0), Accounted(0, 0, 0, -1), Accounted(0, 0, 0, 0, {-1: 1}), Accounted(0, 0, 0, 0, {1: BIG}),
+    CaughtUp({-1: NOW}), CaughtUp({0: ViewNumber(-1, 0)}), Stored("s", {"f": -1}, {}), Stored("s", {"f": BIG}, {}),
+    Stored("s", {}, {-1: ("f", 0, 0, "")}), Stored("s", {}, {0: ("f", -1, 0, "")}), NotStored("s", "why", BIG),
+    NotStored("s", "why", -2), Metrics(BIG, {}), Metrics(-1, {}), Metrics(0, {"v" * 201: 1.0}),
+    Metrics(0, {f"v{n}": 0.0 for n in range(1001)}), Skipped(BIG, ()), Skipped(0, (-1,)), Skipped(0, (0,) * 65_537),
+    Resize(BIG), Resize(-1), Resize(1, BIG),
+], ids=lambda message: str(message)[:60])  # fmt: skip
+def test_a_value_that_no_honest_member_sends_is_refused(message: Message) -> None:
+    with pytest.raises(ProtocolError, match="a control message that cannot be read"):
+        decode(msgspec.msgpack.encode(message))
+
+
+@pytest.mark.parametrize("fields", [
+    (-1, 1.0), (0, 1.0, (-1,)), (0, 1.0, (), (1 << 32,)), (0, 1.0, (), (), -2), (1 << 32, 1.0)
+])  # fmt: skip
+def test_a_measure_that_no_server_takes_is_refused(fields: Any) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=Measure)
+
+
+@pytest.mark.parametrize("message", [
+    Report(7, 1, float("nan"), 2.5, 1 << 40, 3.0, NOW), Applied(0, 0, 1.8e9, {"w0": 0.5}), NotStored("s", "why"),
+    Accounted(1, 2, 3, 4, {0: 5}), Metrics(0, {"loss": float("inf")}), Skipped(3, (), NOW, (2,), "head.weight"),
+])  # fmt: skip
+def test_what_honest_members_send_is_read(message: Message) -> None:
+    assert str(decode(encode(message))) == str(message)
+
+
+def view(assigned: dict[str, tuple[int, ...]], number: int = 4, generation: ViewNumber = NOW) -> View:
+    return View(ViewNumber(1, number), generation, (), (), (Assignment(0, assigned),), {0: "s0"})
+
+
+def report(replica: int, generation: ViewNumber = NOW) -> Report:
+    return Report(5, replica, 1.0, 1.0, 1, 0.1, generation)
+
+
+def test_only_replicas_that_a_worker_was_assigned_may_be_reported_by_it() -> None:
+    claims = Claims()
+    claims.published(view({"w0": (0, 1), "standby": ()}))
+    assert claims.may_report("w0", report(1), None)
+    assert not claims.may_report("standby", report(0), None)
+    assert not claims.may_report("w0", report(2), None)
+    claims.published(view({"w1": (0, 1)}, 5))
+    assert claims.may_report("w0", report(1), None), "it may have been on its way"
+    claims.assisted("standby", 1)
+    assert claims.may_report("standby", report(1), None)
+    assert not claims.may_report("w1", report(1, ViewNumber(1 << 31, 0)), None), "a generation that does not exist"
+    claims.published(view({"w1": (0,)}, 6, ViewNumber(1, 6)))
+    assert not claims.may_report("w0", report(1, ViewNumber(1, 6)), None)
+    assert claims.may_report("w0", report(1), None), "stale: who counts it decides"
+
+
+def test_only_who_was_asked_may_answer_about_a_snapshot() -> None:
+    claims, part = Claims(), Stored("step-3-1", {}, {})
+    assert not claims.may_answer("s0", part)
+    claims.asked(Capture("step-3-1", 3, ("s0",)))
+    assert claims.may_answer("s0", part)
+    assert not claims.may_answer("w0", part)
+    assert not claims.may_answer("s0", NotStored("step-9-1", "why"))
+
+
+# ---- what a member of a running job may make the coordinator believe ----
+
+
+def test_a_standby_s_report_of_a_step_far_ahead_changes_nothing() -> None:
+    play = Play(workers_max=1)
+    play.begin("w0", "w1")
+    play.steps(0, 3)
+    play.report(STEPS - 1, 0, "w1")
+    assert play.shell.machine.course.furthest == 2
+    assert play.shell.announcer.tally is not None
+    assert play.shell.announcer.tally.missing() == (3, [0, 1])
+
+
+def test_a_report_proves_at_most_one_step_after_what_servers_have_applied() -> None:
+    play = Play()
+    play.begin()
+    play.steps(0, 3)
+    course = play.shell.machine.course
+    play.report(STEPS - 1, 0)
+    assert course.furthest == 3, "one more than was known"
+    play.say("s0", Applied(9, 2, 0.0, generation=play.view.generation))
+    play.report(STEPS - 1, 0)
+    assert course.furthest == 10
+    play.say("s0", Applied(1 << 30, 2, 0.0, generation=ViewNumber(0, 1)))
+    play.report(STEPS - 1, 0)
+    assert course.furthest == 10, "what was applied in another generation proves nothing"
+
+
+def test_reports_that_overtake_the_servers_words_count_when_those_are_here() -> None:
+    play = Play()
+    play.begin()
+    play.say("s0", Applied(0, 2, 0.0, generation=play.view.generation))
+    play.steps(0, 5)
+    assert play.shell.machine.course.furthest == 1
+    play.say("s0", Applied(4, 2, 0.0, generation=play.view.generation))
+    play.steps(5, 6)
+    assert play.shell.machine.course.furthest == 5
+
+
+def test_a_snapshot_s_parts_and_failures_count_only_from_who_was_asked() -> None:
+    play = Play(snapshots=True, snapshot_steps=0, snapshot_seconds=0.0)
+    play.begin("w0", "w1")
+    (asked,) = {a.message.snapshot for a in play.done if isinstance(a, acts.Send) and isinstance(a.message, Capture)}
+    before = play.shell.machine.course.furthest
+    assert play.say("w1", Stored(asked, {}, {0: ("", 0, 0, ""), 1: ("", 0, 0, "")})) == []
+    assert play.say("w1", NotStored(asked, "a lie", STEPS)) == []
+    assert play.shell.machine.course.furthest == before
+    assert play.store()
+
+
+def test_a_huge_generation_does_not_switch_the_comparison_of_settings_off() -> None:
+    play = Play(workers_start=2)
+    play.begin("w0", "w1")
+    now = play.view.generation
+    own = {worker: replicas[0] for worker, replicas in play.view.assigned(0).items()}
+    play.say("w1", Report(0, own["w1"], 1.0, 1.0, 4, 0.1, ViewNumber((1 << 32) - 1, 0), "liar"))
+    play.say("w0", Report(0, own["w0"], 1.0, 1.0, 4, 0.1, now, "one"))
+    play.say("w1", Report(0, own["w1"], 1.0, 1.0, 4, 0.1, now, "other"))
+    assert play.shell.last_word is not None
+    assert "do not have the same settings" in str(play.shell.last_word)

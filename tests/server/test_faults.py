@@ -1,0 +1,69 @@
+"""A fault of a server's own threads ends the job with a sentence: nobody else would know why frames do not come."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from one_server import FIRST, OneServer
+
+from rallypoint.core.shard.links import PeerLinks
+from rallypoint.core.view import Member
+from rallypoint.errors import LinkError, ProtocolError
+from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.messages import GiveUp, Hello, Message
+from rallypoint.observe.trace import Tracer
+from rallypoint.server.intake.views import Views
+from rallypoint.server.peers import Peers
+from rallypoint.server.reducer import inbox
+from rallypoint.server.service import ServerService
+
+FAULT = KeyError("a bug")
+BROKEN: Any = SimpleNamespace(fault=FAULT, name="w")
+
+
+def test_what_could_not_be_sent_to_a_worker_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def receive(channel: Any, worker: str) -> None:
+        raise ProtocolError("what was queued for w could not be sent")
+
+    said: list[Message] = []
+    server: Any = ServerService(id="s", coordinator="nobody:1", transport=InprocTransport())
+    monkeypatch.setattr(server, "_intake", SimpleNamespace(receive_from_worker=receive))
+    monkeypatch.setattr(server._views, "wait_for", lambda number: None)
+    server._link = SimpleNamespace(send=said.append)
+    with pytest.raises(ProtocolError):
+        server._serve(BROKEN, Hello("worker", "w", "here", b""))
+    server._owner.stop()
+    assert said == [GiveUp("server s failed: KeyError: 'a bug'")]
+    assert server.wait() == "server s failed: KeyError: 'a bug'"
+
+
+def test_what_could_not_be_sent_to_another_server_ends_the_job() -> None:
+    put: list[inbox.Event | None] = []
+    failed: list[Exception] = []
+    peers = Peers(
+        PeerLinks("s", decides=False), Views(), put.append, transport=InprocTransport(), token="", tracer=Tracer("s"),
+        failed=failed.append,
+    )  # fmt: skip
+    other = Member("s1", "there", "s1:1", 2)
+    calls = peers._dial(other)._calls
+    calls.up(BROKEN)
+    calls.down(LinkError("cut"))
+    assert put == [inbox.PeerLinked(other, BROKEN), inbox.PeerLost("s1", BROKEN)]
+    assert failed == [FAULT]
+
+
+def test_a_connection_that_another_one_of_its_worker_replaces_is_closed() -> None:
+    """It may be the real worker's: closed, it comes again, follows again and asks again. Left open, it would wait."""
+    closed: list[int] = []
+
+    def channel(number: int) -> Any:
+        close = lambda: closed.append(number)  # noqa: E731
+        return SimpleNamespace(number=number, name="w", connection=SimpleNamespace(close=close))
+
+    server = OneServer()
+    server.adopt(FIRST)
+    for number in (1, 3, 2):  # 2 is late: what waited for the view is told in either order
+        server.reducer.handle(inbox.Linked(channel(number), "w"))
+    assert closed == [1]
