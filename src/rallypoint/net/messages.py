@@ -382,7 +382,7 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     try:
         message: Message = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"a control message that cannot be read: {error}") from None
+        raise ProtocolError(f"a control message that cannot be read: {printable(str(error))}") from None
     return message
 
 
