@@ -294,6 +294,34 @@ def test_a_nan_stops_the_job_and_names_the_replica_and_the_step(run: Callable[..
     assert outcome.tracebacks == 0
 
 
+@pytest.mark.parametrize(("how", "step"), [("nan", 2), ("bug", 1)])
+def test_a_run_that_fails_stores_its_newest_version_and_goes_on_from_it_with_other_settings(
+    run: Callable[..., Outcome], tmp_path: Path, how: str, step: int
+) -> None:
+    failed = run(how, workers=2)
+    assert failed.status == 1
+    assert f"snapshot of step {step}: " in failed.text
+    assert f"to go on from step {step}, the last snapshot: rallypoint resume {tmp_path / 'run'}" in failed.text
+
+    refused = rallypoint("resume", "run", "--set", "replicas=4", cwd=tmp_path)
+    assert refused.text == (
+        "error: replicas is 2 and cannot become 4: it decides which samples every step takes, and the steps before the "
+        "snapshot have taken theirs\n"
+    )
+    (tmp_path / "script.py").write_text(SCRIPT.replace('what == "bug"', "False"))
+    resumed = rallypoint("resume", "run", "--set", "nonfinite=skip", "--set", "optimizer.lr=1e-4", cwd=tmp_path)
+    assert resumed.status == 0, resumed.text
+    assert f"going on from step {step}: snapshot step-0000000{step}-" in resumed.text
+    changes = ["nonfinite is skip (it was stop)", "optimizer.lr is 0.0001 (it was 0.001)"]
+    assert all(f"from step {step} on, {change}" in resumed.text for change in changes)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["changes"] == [
+        f"from step {step} on, {change}" for change in changes
+    ]
+    said = [str(event["text"]) for event in events(tmp_path) if event["type"] == "Say"]
+    assert sum("with another setting: " in text for text in said) == 2
+    assert events(tmp_path)[-1]["type"] == "Finished"
+
+
 def test_a_nan_skips_its_step_and_the_job_goes_on(run: Callable[..., Outcome], tmp_path: Path) -> None:
     outcome = run("nan", "--set", "nonfinite=skip")
     assert outcome.status == 0, outcome.text
