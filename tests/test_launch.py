@@ -522,7 +522,7 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
 ) -> None:
     monkeypatch.setattr(cluster_run, "_LAST_SNAPSHOT_S", 60.0)
     loss = "            micro.backward("
-    quits = "            if micro.step == 20 and os.environ['RALLYPOINT_ID'] == 'worker1':\n                os._exit(3)\n"
+    quits = "            if micro.step == 20 and job.id == 'worker1':\n                os._exit(3)\n"
     played = Played(tmp_path, "import os" + LONG_RUN.replace(loss, quits + loss), workers=2)
     assert played.run() == 1
     assert "failed: worker1 ended with status 3" in played.said

@@ -1,4 +1,4 @@
-"""A job that fails stores the newest version that its servers hold, in a bounded time, and then ends with its reason."""
+"""A job that fails stores the newest version that its servers hold, in a bounded time, and then ends."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rallypoint.core.cluster.events import (
     SnapshotLost,
     Unlinked,
 )
-from rallypoint.core.cluster.last_snapshot import PATIENCE_S
 from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
 from rallypoint.core.policy import AllReduce
 
 WHY = "the loss of replica 0 at step 5 is nan"
@@ -129,6 +129,15 @@ def test_where_there_is_nothing_to_store_the_job_ends_at_once(job: Any, member: 
 
 def test_a_server_that_clips_with_the_others_fails_with_nothing_applied_anywhere() -> None:
     assert asked(at_step_5(clip=1.0).play(Failed("s0", WHY))).version == 5
+
+
+def test_the_next_coordinator_knows_nothing_of_the_failure_and_goes_on_without_the_worker_that_has_ended() -> None:
+    job = at_step_5()
+    job.play(Failed("w0", WHY))
+    follower = _Job(_terms(snapshots=True), job.machine.state())
+    follower.play(Left("w0", "it has ended"))
+    assert follower.machine.phase is Phase.RUNNING
+    assert set(follower.view.assigned(6)) == {"w1"}
 
 
 def test_workers_that_hold_the_state_store_it_without_the_one_that_failed() -> None:

@@ -26,10 +26,10 @@ from rallypoint.core.cluster.health.apart import set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.last_snapshot import LastSnapshot
-from rallypoint.core.cluster.snapshot_duty import SnapshotDuty
-from rallypoint.core.cluster.snapshots import Snapshots
 from rallypoint.core.cluster.state import ClusterState, Phase, awaited
+from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
+from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
+from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence

@@ -300,7 +300,7 @@ class SimulatedServer:
             case shard_effects.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shard_effects.Capture(version=version):
-                kept = held.wire[version] if version < self.machine.machine(index).version else held.master
+                kept = held.wire[version] if index in self.job.buffer_shards else held.master
                 record = (self._snapshot, version, kept, self._clocks(index))
                 if self._codec_states is None or not self._codec_states.awaited(index, version, record):
                     self._write(index, record, {})

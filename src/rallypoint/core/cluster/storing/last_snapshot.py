@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Commit, Effect, Hold, Say
-from rallypoint.core.cluster.snapshots import Snapshots
 from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.modes import Feature
 
 PATIENCE_S = 10.0  # for the last contributions to be applied, and
