@@ -1,4 +1,11 @@
-"""Keys from the job's token: HKDF-SHA256 (RFC 5869), one key for each purpose and direction.
+"""Keys from the job's token and from tickets: HKDF-SHA256 (RFC 5869), one key for each purpose and direction.
+
+A *ticket* is what a member proves itself with to one listener. The listener computes it from its own secret and from
+who the member says it is, so it keeps no list:
+
+    the coordinator's secret   random, one for each job; in its journal
+    a member's secret          its ticket for the coordinator
+    a ticket for a server      from that server's secret and the dialer's role, id and incarnation
 
 No key is used for two purposes, so nothing that one side has proved can be sent back to it as a proof of the other.
 """
@@ -7,7 +14,9 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+
+import msgspec
 
 from rallypoint.net.frames import PROTOCOL
 
@@ -31,14 +40,15 @@ def expand(key: bytes, info: bytes, length: int = KEY_BYTES) -> bytes:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TokenKeys:
-    """The keys of all who know one token.
+    """The keys of all who know one token, or of the two who also know one ticket.
 
     Attributes:
         dialer: for the proof of the side that connects.
         listener: for the proof of the side that listens.
         session: the secret part of every connection's own keys.
-        payload: for the MAC of payloads. It is the same on every connection, so that a payload that goes to many
-            peers needs only one. The header's tag binds the MAC to one frame of one connection.
+        payload: for the MAC of payloads. It depends on the token alone and is the same on every connection, so that a
+            payload that goes to many peers needs only one. The header's tag binds the MAC to one frame of one
+            connection.
     """
 
     dialer: bytes
@@ -68,11 +78,18 @@ class LinkKeys:
         return LinkKeys(self.receiving, self.sending, self.payload, self.checksums)
 
 
-@cache
-def token_keys(token: str) -> TokenKeys:
-    """The keys that belong to a token."""
-    root = extract(_NAME, token.encode())
-    return TokenKeys(*(expand(root, label) for label in (b"dialer", b"listener", b"session", b"payload")))
+@lru_cache(maxsize=1024)
+def token_keys(token: str, ticket: bytes = b"") -> TokenKeys:
+    """The keys that belong to a token; with a ticket, to both."""
+    shared = extract(_NAME, token.encode())
+    root = extract(shared, ticket) if ticket else shared
+    dialer, listener, session = (expand(root, label) for label in (b"dialer", b"listener", b"session"))
+    return TokenKeys(dialer, listener, session, payload=expand(shared, b"payload"))
+
+
+def ticket(secret: bytes, role: str, id: str, incarnation: int) -> bytes:
+    """The ticket of this member for the listener that has this secret."""
+    return expand(secret, b"ticket" + msgspec.msgpack.encode((role, id, incarnation)))
 
 
 def dialers_keys(keys: TokenKeys, transcript: bytes, *, checksums: bool) -> LinkKeys:
