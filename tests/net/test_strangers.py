@@ -115,7 +115,9 @@ class Job:
     def _proof(self, address: str, role: str, id: str) -> tuple[Hello, str, bytes]:
         """What this member says and has for whoever listens there. A stranger has stolen a server's secret."""
         for server in self.servers:
-            if (me := server._gate.me).secret and server._gate.address == address:
+            if server._gate.address == address:
+                until(lambda server=server: bool(server._gate.me.secret))  # type: ignore[misc]
+                me = server._gate.me
                 members = self.view.servers if role == "server" else self.view.workers
                 incarnation = next((member.incarnation for member in members if member.id == id), 7)
                 hello = Hello(role, id, "here", incarnation=incarnation, to=("server", me.id, me.incarnation))
