@@ -403,6 +403,31 @@ def test_a_view_that_only_a_newcomer_was_sent_had_no_effect_and_costs_nothing() 
     assert [member.id for member in after.view.workers] == ["w0", "w1"]
 
 
+def test_an_incarnation_that_only_its_member_knows_is_not_given_again() -> None:
+    """The journal had no room for w1's joining; it had not proposed yet, so it is in no view."""
+    play = Play(servers=2, replication=2)
+    play.begin("w0")
+    play.join("s1")
+    play.steps(0, 3)
+    journaled = play.shell.machine.state()
+    play.join("w1")
+    after = Play(journaled, servers=2, replication=2)
+    after.incarnations, after.known = dict(play.incarnations), dict(play.known)
+    after.join("w1", "s0", "s1", "w0")
+    after.join("w2")
+    given = list(after.incarnations.values())
+    assert len(set(given)) == len(given), given
+    assert min(after.incarnations["w1"], after.incarnations["w2"]) > play.incarnations["w1"]
+
+
+def test_nobody_is_believed_an_incarnation_that_cannot_have_been_given() -> None:
+    _, after, newest = after_a_full_disk()
+    after.known |= dict.fromkeys(("s0", "s1", "w0", "w1"), newest)
+    after.take(inbox.Opened("w9", Hello("worker", "w9", "here", "", 2**63)))
+    after.join("s0", "s1", "w0", "w1")
+    assert after.shell.machine.state().incarnations < 100
+
+
 def test_who_does_not_come_back_is_not_waited_for_longer_than_three_seconds() -> None:
     _, after, newest = after_a_full_disk(heartbeat=6.0)
     after.known["w0"] = newest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -15,8 +14,8 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
 from rallypoint.net.messages import Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
+from rallypoint.observe.lines import Once
 
-_REMEMBERED = 64  # skipped steps
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
 
@@ -38,7 +37,7 @@ class Announcer:
         self.planned: Planned | None = None
         self.config = JobConfig()
         self._late = Lateness()
-        self._skipped: deque[tuple[object, ...]] = deque(maxlen=_REMEMBERED)
+        self._skipped = Once()
         self._announced: Members | None = None
         self.last_news = self._last_said = now
 
@@ -46,11 +45,10 @@ class Announcer:
 
     def announce(self, message: Message, now: float) -> list[Act]:
         """Send `message` to all observers and append it to the event log; a skipped step once, who says it first."""
-        if isinstance(message, Skipped):  # each server says which contributions it has dropped
+        if isinstance(message, Skipped):  # each server says it: any of them may die before it has
             name = (message.generation, message.step, message.replicas, message.gradients)
-            if name in self._skipped:
+            if not self._skipped.is_new(name):
                 return []
-            self._skipped.append(name)
         self._last_said = now
         if not isinstance(message, Say):  # a member that says what it waits for is still waiting
             self.last_news = now

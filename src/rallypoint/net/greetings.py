@@ -42,7 +42,6 @@ class Hello(AnyMessage, frozen=True):
     `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
     coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id,
     incarnation) of the listener that it means. `nonce` makes the listener's proof good for this connection only.
-    `trusts`: it trusts the network between the two.
     """
 
     role: str
@@ -53,7 +52,6 @@ class Hello(AnyMessage, frozen=True):
     view: ViewNumber = ViewNumber()
     to: tuple[str, str, int] = ("", "", 0)
     nonce: bytes = b""
-    trusts: bool = False
 
 
 class Welcome(AnyMessage, frozen=True):
@@ -61,7 +59,7 @@ class Welcome(AnyMessage, frozen=True):
 
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent. `checksums`: both sides trust the network, so tensors carry checksums instead of MACs.
+    may be silent.
     """
 
     overrides: dict[str, Any] = {}
@@ -70,7 +68,6 @@ class Welcome(AnyMessage, frozen=True):
     snapshots: str = ""
     compression: str = "none"
     heartbeat: float = 3.0
-    checksums: bool = False
 
 
 class Refused(Shown, frozen=True):

@@ -121,10 +121,9 @@ class Greeting:
     def welcome(self, message: Welcome) -> LinkKeys:
         """Accept the dialer. Returns the keys for the frames that follow."""
         connection, keys = self._transcript.connection, self._transcript.keys
-        checksums = self.hello.trusts and connection.trusted
-        self._transcript.send(Kind.WELCOME, msgspec.structs.replace(message, checksums=checksums), keys.listener)
+        self._transcript.send(Kind.WELCOME, message, keys.listener)
         connection.set_deadline(None)
-        return dialers_keys(keys, self._transcript.digest, checksums=checksums).other_side()
+        return dialers_keys(keys, self._transcript.digest).other_side()
 
     def refuse(self, reason: str) -> None:
         """Refuse the dialer."""
@@ -168,7 +167,7 @@ def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = 
     """The connecting side of the handshake. Returns the listener's Welcome, and the keys for the frames that follow.
 
     `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. This function fills in
-    the Hello's `nonce` and `trusts`. Raises UnprovenPeer if whoever listens there has not proved that it knows the
+    the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved that it knows the
     token, and the ticket, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
     connection breaks.
     """
@@ -176,8 +175,7 @@ def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = 
     transcript, me = _Transcript(connection, token_keys(token, ticket)), _named(hello.role, hello.id)
     try:
         _find(transcript, hello)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        hello = msgspec.structs.replace(hello, nonce=nonce, trusts=connection.trusted)
+        hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
         header = transcript.receive_header()
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
@@ -196,8 +194,7 @@ def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = 
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
     welcome = expect(data, Welcome)
     connection.set_deadline(None)
-    checksums = welcome.checksums and connection.trusted
-    return welcome, dialers_keys(transcript.keys, transcript.digest, checksums=checksums)
+    return welcome, dialers_keys(transcript.keys, transcript.digest)
 
 
 def _find(transcript: _Transcript, hello: Hello) -> None:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import math
 import os
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterable
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.observe.lines import Sparingly
@@ -25,6 +26,10 @@ _BACKLOG = 256
 _FULL = {errno.EMFILE, errno.ENFILE}
 _PAUSE_S = 0.05
 _TCP_CLOSE = 7  # the state of a connection that has ended by an error (include/net/tcp_states.h)
+# A reset by a machine that has answered within so many seconds (keepalives are a second apart) comes from a dead
+# process. One whose TCP had given the connection up has not answered for `DEAD_AFTER_S`.
+_ANSWERED_S = 2.0
+_TCP_INFO = struct.Struct("=B51xII")  # linux/tcp.h: the state, and tcpi_last_data_recv and tcpi_last_ack_recv in ms
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -38,19 +43,15 @@ def split_address(address: str) -> tuple[str, int]:
 class TcpConnection:
     """A Connection over a connected socket."""
 
-    def __init__(self, sock: socket.socket, peer: str, *, trusted: bool = False) -> None:
+    def __init__(self, sock: socket.socket, peer: str) -> None:
         self._socket = sock
-        self._peer, self._trusted = peer, trusted
+        self._peer = peer
         self._deadline: float | None = None
         _tune(sock)
 
     @property
     def peer(self) -> str:
         return self._peer
-
-    @property
-    def trusted(self) -> bool:
-        return self._trusted
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         try:
@@ -73,15 +74,17 @@ class TcpConnection:
                     raise self._ended()
                 filled += got
         except (OSError, ValueError) as error:
-            kind = LinkReset if isinstance(error, ConnectionResetError) else LinkError
+            kind = self._kind_of_reset() if isinstance(error, ConnectionResetError) else LinkError
             raise kind(f"the link to {self._peer} broke while receiving: {error}") from None
 
     def _ended(self) -> LinkError:
         """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1) if hasattr(socket, "TCP_INFO") else b""
-        if info[:1] == bytes([_TCP_CLOSE]):
-            return LinkReset(f"the link to {self._peer} broke")
+        if _state_of(self._socket)[0] == _TCP_CLOSE:
+            return self._kind_of_reset()(f"the link to {self._peer} broke")
         return LinkClosed(f"{self._peer} closed the link")
+
+    def _kind_of_reset(self) -> type[LinkError]:
+        return LinkReset if _state_of(self._socket)[1] <= _ANSWERED_S else LinkError
 
     def set_timeout(self, seconds: float | None) -> None:
         with contextlib.suppress(OSError):
@@ -115,8 +118,8 @@ class TcpListener:
     peer would wait in vain: so the listener accepts it with the spare one, closes it, and says so.
     """
 
-    def __init__(self, sock: socket.socket, trusted: TrustedNetworks) -> None:
-        self._socket, self._trusted = sock, trusted
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
         self._closed = False
         self._spare: int | None = _descriptor()
         self._lock = threading.Lock()  # of the spare one
@@ -135,7 +138,7 @@ class TcpListener:
             except OSError as error:
                 raise LinkError(f"no longer listening at {self._address}: {error}") from None
             try:
-                return TcpConnection(sock, f"{peer[0]}:{peer[1]}", trusted=peer[0] in self._trusted)
+                return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
             except OSError:
                 sock.close()  # the peer disconnected at once: go on listening
 
@@ -177,32 +180,8 @@ class TcpListener:
             self._spare = None
 
 
-class TrustedNetworks:
-    """The networks on which nobody changes bytes: this machine's loopback, and those that the user names.
-
-    UsageError if one of `networks` is none: it must look like 10.0.0.0/8 or fd00::/8.
-    """
-
-    def __init__(self, networks: Iterable[str] = ()) -> None:
-        try:
-            self._networks = [ipaddress.ip_network(network.strip()) for network in networks]
-        except ValueError as error:
-            raise UsageError(f"a trusted network is written like 10.0.0.0/8: {error}") from None
-
-    def __contains__(self, host: str) -> bool:
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        address = getattr(address, "ipv4_mapped", None) or address
-        return address.is_loopback or any(address in network for network in self._networks)
-
-
 class TcpTransport:
-    """TCP between ``host:port`` addresses. `trusted` lists the networks that the user trusts, as 10.0.0.0/8."""
-
-    def __init__(self, trusted: Iterable[str] = ()) -> None:
-        self._trusted = TrustedNetworks(trusted)
+    """TCP between ``host:port`` addresses."""
 
     def listen(self, address: str) -> TcpListener:
         host, port = split_address(address)
@@ -220,7 +199,7 @@ class TcpTransport:
                     f"port {port} on {host} is in use by another process: choose another, or 0 for any free one"
                 ) from None
             raise LinkError(f"cannot listen at {address}: {error}") from None
-        return TcpListener(sock, self._trusted)
+        return TcpListener(sock)
 
     def connect(self, address: str, timeout: float) -> TcpConnection:
         host, port = split_address(address)
@@ -230,7 +209,7 @@ class TcpTransport:
             raise LinkError(f"nobody answers at {address}: {error}") from None
         try:
             sock.settimeout(None)
-            return TcpConnection(sock, address, trusted=sock.getpeername()[0] in self._trusted)
+            return TcpConnection(sock, address)
         except OSError as error:
             sock.close()
             raise LinkError(f"{address} was gone as soon as it had answered: {error}") from None
@@ -250,6 +229,15 @@ def _descriptor() -> int | None:
     with contextlib.suppress(OSError):
         return os.open(os.devnull, os.O_RDONLY)
     return None
+
+
+def _state_of(sock: socket.socket) -> tuple[int, float]:
+    """The state of a connection, and the seconds since the other machine has sent anything, if only an answer to a
+    keepalive. (0, infinity) where the system does not tell."""
+    with contextlib.suppress(OSError, struct.error, AttributeError):  # closed meanwhile; an older or another system
+        state, *milliseconds = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+        return state, min(milliseconds) / 1000
+    return 0, math.inf
 
 
 def _after(buffers: list[memoryview], sent: int) -> list[memoryview]:

@@ -145,8 +145,8 @@ class ClusterMachine:
     def waiting_for(self) -> str | None:
         """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
         course = self.course
-        if self._snapshots.duty.held and course.members.all_done and not self._snapshots.final:
-            return f"room for the last version, which {self._snapshots.holders} hold (Ctrl-C ends the job without it)"
+        if course.members.all_done and not self._snapshots.final:
+            return self._snapshots.awaited_at_the_end
         if self._silence.cut_off:
             return "members to be heard again (the coordinator presumes that it is cut off itself)"
         if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, self.terms)):

@@ -125,6 +125,13 @@ class Snapshots:
         )]  # fmt: skip
 
     @property
+    def awaited_at_the_end(self) -> str:
+        """A phrase for what the job's end waits for, when all workers have the last version and it is not stored."""
+        if self.duty.held:
+            return f"room for the last version, which {self.holders} hold (Ctrl-C ends the job without it)"
+        return f"a snapshot of the last version, which {self.holders} hold"
+
+    @property
     def holders(self) -> str:
         """The members that hold the last version, as ``server0, server1``."""
         assert self.course.view is not None
