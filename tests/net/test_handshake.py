@@ -190,7 +190,7 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
 # ---- the wrong token -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", ["", "correct horse battery stapl", TOKEN + " ", "x" * 1000])
+@pytest.mark.parametrize("wrong", ["correct horse battery stapl", TOKEN + " ", "x" * 1000])
 def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Tapped, Tapped], wrong: str) -> None:
     near, far = ends
     with Beside(Listener(far)) as listening:
@@ -200,7 +200,17 @@ def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Tapped, Tapped], wron
     assert isinstance(denied, AccessDenied)
     assert str(denied) == "a thread, for gate came with a wrong token"
     assert TOKEN.encode() not in near.sent + near.received
-    assert not wrong or wrong.encode() not in near.sent + near.received
+    assert wrong.encode() not in near.sent + near.received
+
+
+def test_a_missing_token_is_told_from_a_wrong_one_on_both_sides(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far)) as listening:
+        with pytest.raises(UnprovenPeer, match=r"either there is none here \(RALLYPOINT_TOKEN is empty\), or somebody"):
+            join(near, "")
+        denied = listening.outcome()
+    assert isinstance(denied, AccessDenied)
+    assert str(denied) == "a thread, for gate came without a token"
 
 
 def test_a_refusal_that_is_proved_is_believed(ends: tuple[Tapped, Tapped]) -> None:

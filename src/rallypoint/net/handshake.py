@@ -148,7 +148,9 @@ def greet(connection: Connection, me: Identity) -> Greeting:
     if not transcript.proved(transcript.keys.dialer):
         # No proof goes with this refusal: nobody gets a proof for a greeting that is not his.
         transcript.send(Kind.REFUSE, Refused("the job token is wrong" + (", or the ticket" if ticket else "")))
-        raise AccessDenied(f"{connection.peer} came with a wrong token" + (" or ticket" if ticket else ""))
+        none = transcript.proved(token_keys("", ticket).dialer)
+        wrong = "with a wrong token or ticket" if ticket else "with a wrong token"
+        raise AccessDenied(f"{connection.peer} came {'without a token' if none else wrong}")
     if hello.to != (me.role, me.id, me.incarnation) or len(hello.nonce) != NONCE_BYTES:
         raise ProtocolError(f"{_named(hello.role, hello.id)} means {_named(*hello.to[:2])}, and this is {me}")
     return Greeting(transcript, hello)
@@ -185,10 +187,11 @@ def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = 
         raise UnprovenPeer(str(error)) from None
     if not transcript.proved(transcript.keys.listener):
         admitted = f", and what it is to know of {me}" if ticket else ""
+        empty = "there is none here (RALLYPOINT_TOKEN is empty)"
+        why = "the token here is wrong (RALLYPOINT_TOKEN)" if token else empty
         raise UnprovenPeer(
             f"{connection.peer} {'refuses' if header.kind is Kind.REFUSE else 'welcomes'} {me} without proving that it "
-            f"knows the job token{admitted}: either the token here is wrong (RALLYPOINT_TOKEN), or somebody else "
-            "listens there"
+            f"knows the job token{admitted}: either {why}, or somebody else listens there"
         )
     if header.kind is Kind.REFUSE:
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")

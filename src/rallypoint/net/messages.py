@@ -133,13 +133,13 @@ class Resize(AnyMessage, frozen=True):
 
 
 class Held(AnyMessage, frozen=True):
-    """For observers: the last version cannot be stored, and members hold it in memory. `text` says so in a sentence."""
+    """For observers: the newest version is not stored yet, and members hold it in memory. `text` says why."""
 
     text: str
 
 
 class Release(AnyMessage, frozen=True):
-    """From an observer: end the job although its last version is in no snapshot."""
+    """From an observer: end the job although its newest version is in no snapshot."""
 
 
 class Metrics(AnyMessage, frozen=True):
