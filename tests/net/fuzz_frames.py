@@ -187,7 +187,7 @@ class Mutator:
                 case 0:
                     return {k: v for k, v in content.items() if k != key}
                 case 1:
-                    return {**content, self._leaf(key): content[key]}
+                    return {**content, rng.choice([*_TEXTS, 0, -1, 1 << 40]): content[key]}
                 case _:
                     return {**content, key: self._changed(content[key])}
         if isinstance(content, list) and content and rng.random() < 0.9:

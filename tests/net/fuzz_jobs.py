@@ -50,6 +50,9 @@ POLICIES = {
 }
 
 
+_building = threading.Lock()  # torch's random numbers are the process's
+
+
 class Net(torch.nn.Module):
     """Two layers with a buffer between them; perhaps with a table."""
 
@@ -72,15 +75,16 @@ class Cluster:
 
     policy: Policy
     before_step: Callable[[str, int], None] = lambda worker, step: None
-    most_workers: int = len(WORKERS)
+    replication: int | None = None  # None: the policy's own
     hashes: dict[str, str] = field(default_factory=dict)
     errors: dict[str, BaseException] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.transport = TcpTransport()
         terms = Terms(
-            servers=len(SERVERS), replication=self.policy.replication, heartbeat=HEARTBEAT_S,
-            workers_start=len(WORKERS), workers_max=self.most_workers,
+            servers=len(SERVERS), heartbeat=HEARTBEAT_S, workers_start=len(WORKERS),
+            replication=self.policy.replication if self.replication is None else self.replication,
+            workers_max=len(WORKERS),
         )  # fmt: skip
         self.coordinator = CoordinatorService(terms=terms, token=TOKEN, transport=self.transport)
         self.coordinator.start()
@@ -123,7 +127,8 @@ class Cluster:
     def _work(self, id: str) -> None:
         try:
             with Job(id=id, coordinator=self.coordinator.address, token=TOKEN) as job:
-                model = Net(table=self.policy.table)
+                with _building:
+                    model = Net(table=self.policy.table)
                 for micro in job.train(model, dataset(), **self.settings):
                     self.before_step(id, micro.step)
                     with micro:

@@ -52,34 +52,24 @@ def receiver_of(channel: Channel) -> str:
     return "server" if channel.name in SERVERS else "worker"
 
 
-class Possession:
-    """While active, whoever sends a frame to a member of `role` sends mutated ones after it, about `rate` each.
+class Tap:
+    """While active, sees each frame that a member of this process sends, and may add others behind it."""
 
-    `gentle` is the share of those that could be real, so that the connection goes on. `through`: only over connections to the coordinator ("coordinator"), or only over all others ("servers").
-    It learns real frames as they are sent, to all roles.
-    """
-
-    def __init__(self, role: str, seed: int, *, rate: float = 2.0, gentle: float = 0.5, through: str = "") -> None:
-        self.role, self.rate, self.gentle, self.through = role, rate, gentle, through
-        self.rng = random.Random(seed)
-        self.corpus = Corpus()
-        self.mutator = Mutator(self.rng, self.corpus)
-        self.thrown = 0
-        self.spared = self.rng.choice([0, 0, self.rng.randrange(400)])  # true frames before the first mutated one
-        self.most = self.rng.choice([30, 300, 3000])  # mutated frames; then the members go on alone
-        self.last: list[str] = []
+    def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Possess every channel of this process during the body."""
+        """Tap every channel of this process during the body."""
         honest = Channel.send
 
         def send(channel: Channel, header: Header, payload: memoryview | None = None, *rest: Any, **more: Any) -> None:
             frame = Frame(header, b"" if payload is None else bytes(payload))
             honest(channel, header, payload, *rest, **more)
-            for mutant in self._mutants(channel, frame):
-                honest(channel, mutant.header, memoryview(mutant.payload), urgent=more.get("urgent", False))
+            with self._lock:
+                added = self.sent(channel, frame)
+            for other in added:
+                honest(channel, other.header, memoryview(other.payload), urgent=more.get("urgent", False))
 
         Channel.send = send  # type: ignore[method-assign]
         try:
@@ -87,19 +77,59 @@ class Possession:
         finally:
             Channel.send = honest  # type: ignore[method-assign]
 
-    def _mutants(self, channel: Channel, frame: Frame) -> list[Frame]:
-        with self._lock:
-            self.corpus.add(frame)
-            through = "coordinator" if frame.header.kind is Kind.CONTROL else "servers"
-            attacked = receiver_of(channel) == self.role and self.through in ("", through)
-            self.spared -= attacked
-            if not attacked or self.spared >= 0 or channel._closing or self.thrown >= self.most:
-                return []
-            count = int(self.rng.expovariate(1 / self.rate))
-            mutants = [self._mutant(frame) for _ in range(count)]
-            self.thrown += len(mutants)
-            self.last = (self.last + [repr((channel.name, m.header, m.payload[:80])) for m in mutants])[-20:]
-            return mutants
+    def sent(self, channel: Channel, frame: Frame) -> list[Frame]:
+        """A frame has been sent: the frames to send after it."""
+        raise NotImplementedError
+
+
+class Recorder(Tap):
+    """Keeps real frames of each kind, and everything that servers send to one worker, in order."""
+
+    def __init__(self, worker: str = "") -> None:
+        super().__init__()
+        self.worker = worker
+        self.corpus = Corpus()
+        self.to_worker: list[Frame] = []
+
+    def sent(self, channel: Channel, frame: Frame) -> list[Frame]:
+        self.corpus.add(frame)
+        if channel.name == self.worker and frame.header.kind is not Kind.CONTROL:
+            self.to_worker.append(frame)
+        return []
+
+
+class Possession(Tap):
+    """While active, whoever sends a frame to a member of `role` sends mutated ones after it, about `rate` each.
+
+    `gentle` is the share of those that could be real, so that the connection goes on. `through`: only over connections
+    to the coordinator ("coordinator"), or only over all others ("servers"). It begins at once or later, and stops after
+    a while: then the members go on alone.
+    """
+
+    def __init__(self, role: str, seed: int, *, rate: float = 2.0, gentle: float = 0.5, through: str = "") -> None:
+        super().__init__()
+        self.role, self.rate, self.gentle, self.through = role, rate, gentle, through
+        self.rng = random.Random(seed)
+        self.corpus = Corpus()
+        self.mutator = Mutator(self.rng, self.corpus)
+        self.thrown = 0
+        self.spared = self.rng.choice([0, 0, self.rng.randrange(400)])  # true frames before the first mutated one
+        if through == "coordinator":
+            self.spared += 20  # the job has begun: else it would wait for who has been told nonsense, and is gone
+        self.most = self.rng.choice([30, 300, 3000])  # mutated frames
+        self.last: list[str] = []
+
+    def sent(self, channel: Channel, frame: Frame) -> list[Frame]:
+        self.corpus.add(frame)
+        through = "coordinator" if frame.header.kind is Kind.CONTROL else "servers"
+        attacked = receiver_of(channel) == self.role and self.through in ("", through)
+        self.spared -= attacked
+        if not attacked or self.spared >= 0 or channel._closing or self.thrown >= self.most:
+            return []
+        mutants = [self._mutant(frame) for _ in range(int(self.rng.expovariate(1 / self.rate)))]
+        self.thrown += len(mutants)
+        self.last = (self.last + [f"{channel.name} {m.header} {m.payload[:80]!r}" for m in mutants])[-20:]
+        return mutants
 
     def _mutant(self, frame: Frame) -> Frame:
         """Mostly this very frame is mutated, else another one."""

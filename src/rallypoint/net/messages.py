@@ -15,6 +15,7 @@ from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
+from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
