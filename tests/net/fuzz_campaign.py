@@ -11,7 +11,7 @@ import msgspec
 from fuzz_frames import Corpus, Frame
 from fuzz_jobs import PATIENCE_S, POLICIES, WORKERS, Cluster, running
 from fuzz_links import FakeServers
-from fuzz_members import Faults, Possession, Recorder
+from fuzz_members import ROLES, Faults, Possession, Recorder
 from fuzz_strangers import Liar, Stranger
 
 from rallypoint.core.job import JobRecord
@@ -19,12 +19,14 @@ from rallypoint.core.view import View
 from rallypoint.errors import RallypointError
 from rallypoint.net.messages import NewView, Propose, decode
 
-ATTACKS = (
-    "coordinator before", "server before", "dialer before",
-    "coordinator after", "server after, from a worker", "server after, from a server",
-    "worker after, its links", "coordinator after, its members", "server after, its members",
-    "worker after, its servers", "worker after, its coordinator", "server after, its coordinator",
+FROM_A_SERVER = "server after, from a server"
+OUTSIDE = ("coordinator before", "server before", "coordinator after", "server after, from a worker", FROM_A_SERVER)
+WHOLE_JOBS = tuple(
+    f"{role} after, its {through}" for role in ROLES for through in ("members", "servers", "coordinator")
+    if (through == "members") == (role == "coordinator")
 )  # fmt: skip
+ATTACKS = (*OUTSIDE, "dialer before", "worker after, its links", *WHOLE_JOBS)
+_SHORT_S = 6.0
 HELD_AT = 3  # the step before which workers wait while strangers attack
 
 
@@ -47,18 +49,27 @@ class Campaign:
         assert not cluster.errors, cluster.errors
         self.corpus, self.script, self.undisturbed = recorder.corpus, recorder.to_worker, cluster.hashes
 
-    def attack(self, which: str, frames: int) -> None:
-        """Throw about so many frames in this way, and note what is wrong after it."""
+    def attack(self, frames: dict[str, int]) -> None:
+        """Throw about so many frames in each of these ways, and note what is wrong after them."""
+        outside = {which: count for which, count in frames.items() if which in OUTSIDE}
+        # A server may change the shards of which it is the backup: so the one that lies is the backup of none.
+        for some, replication in (([w for w in outside if w != FROM_A_SERVER], None), ([FROM_A_SERVER], 1)):
+            if ways := {which: outside[which] for which in some if which in outside}:
+                self._watched(", ".join(ways), lambda: self._attack_from_outside(ways, replication))  # noqa: B023
+        for which, count in frames.items():
+            if which not in OUTSIDE:
+                self._watched(which, lambda: self._attack(which, count))  # noqa: B023
+
+    def _watched(self, what: str, attack: Callable[[], None]) -> None:
         faults = Faults()
         try:
             with faults.watching():
-                self._attack(which, frames)
+                attack()
         except AssertionError as error:
-            self.faults.append(f"{self.name}, {which}: {error}")
-        self.faults += [f"{self.name}, {which}: {fault}" for fault in faults.found]
+            self.faults.append(f"{self.name}, {what}: {error}")
+        self.faults += [f"{self.name}, {what}: {fault}" for fault in faults.found]
 
     def _attack(self, which: str, frames: int) -> None:
-        role, _, how = which.partition(" ")
         if which == "dialer before":
             liar = Liar(self.corpus, self._seed())
             while liar.thrown < frames:
@@ -66,50 +77,48 @@ class Campaign:
             self.thrown[which] += liar.thrown
         elif which == "worker after, its links":
             self._attack_links(which, frames)
-        elif how.startswith("after, its"):
-            through = {"its coordinator": "coordinator", "its servers": "servers"}.get(how.removeprefix("after, "), "")
+        else:
+            role, _, through = which.partition(" after, its ")
             most = self.thrown[which] + frames
             while self.thrown[which] < most:
-                self._possess(which, role, through or ("servers" if role == "server" else ""))
-        else:
-            self._attack_from_outside(which, frames)
+                self._possess(which, role, through)
 
     def _seed(self) -> int:
         return self.numbers.randrange(1 << 40)
 
     # ---- strangers, while the job is held and then goes on ----
 
-    def _attack_from_outside(self, which: str, frames: int) -> None:
-        gate = threading.Semaphore(0)
+    def _attack_from_outside(self, frames: dict[str, int], replication: int | None) -> None:
+        gate, here = threading.Semaphore(0), threading.Semaphore(0)
 
         def held(worker: str, step: int) -> None:
             if step >= HELD_AT:
+                here.release()
                 assert gate.acquire(timeout=10 * PATIENCE_S)
 
-        replication = 1 if which.endswith("from a server") else None  # a server may change the shards it is backup of
         with running(self.policy, before_step=held, replication=replication) as cluster:
+            stranger = Stranger(cluster, self.corpus, self._seed())
             try:
-                self._until_held(cluster)
-                stranger = Stranger(cluster, self.corpus, self._seed())
-                ways = self._ways(which, cluster, stranger)
-                while stranger.thrown < frames:
-                    next(ways)()
-                    if self.numbers.random() < 0.02:
-                        gate.release()  # the job goes on in the midst of it
-                self.thrown[which] += stranger.thrown
+                assert all(here.acquire(timeout=PATIENCE_S) for _ in WORKERS), "the job does not begin"
+                if any("worker" in which for which in frames):
+                    stranger.join()
+                for which, count in frames.items():
+                    self._throw(which, count, cluster, stranger, gate)
             finally:
                 gate.release(1 << 20)
-            self._must_be_undisturbed(cluster, which)
+                stranger.close()
+            assert cluster.finish(), "the job hangs"
+        assert not cluster.errors, f"the job has failed: {cluster.errors}"
+        assert not self.policy.same or cluster.hashes == self.undisturbed, "the job has other bytes"
 
-    def _until_held(self, cluster: Cluster) -> None:
-        """Until servers have the view and both workers have come to where they wait."""
-        reached = threading.Event()
-        for _ in range(int(PATIENCE_S / 0.01)):
-            progress = [server._views.view is not None for server in cluster.servers]
-            if all(progress) and all(server._intake is not None for server in cluster.servers):
-                return
-            reached.wait(0.01)
-        raise AssertionError("the job does not begin")
+    def _throw(self, which: str, frames: int, cluster: Cluster, stranger: Stranger, gate: threading.Semaphore) -> None:
+        ways, before, left = self._ways(which, cluster, stranger), stranger.thrown, 6
+        while (thrown := stranger.thrown - before) < frames:
+            next(ways)()
+            if left > 6 * (frames - thrown) // frames:
+                left -= 1
+                gate.release()  # the job goes on in the midst of it
+        self.thrown[which] += thrown
 
     def _ways(self, which: str, cluster: Cluster, stranger: Stranger) -> Iterator[Callable[[], None]]:
         while True:
@@ -124,16 +133,11 @@ class Campaign:
                 case "coordinator after":
                     yield stranger.at_the_coordinator
                 case "server after, from a worker":
-                    member = self.numbers.choice(view.workers)
-                    yield lambda s=server, m=member: stranger.at_a_server(s, m, "worker")  # type: ignore[misc]
-                case _:
+                    assert stranger.standby is not None
+                    yield lambda s=server: stranger.at_a_server(s, stranger.standby, "worker")  # type: ignore[misc]
+                case _:  # FROM_A_SERVER
                     member = next(m for m in view.servers if m.id != cluster.servers[server].id)
                     yield lambda s=server, m=member: stranger.at_a_server(s, m, "server")  # type: ignore[misc]
-
-    def _must_be_undisturbed(self, cluster: Cluster, which: str) -> None:
-        assert cluster.finish(), "the job hangs"
-        assert not cluster.errors, f"the job has failed: {cluster.errors}"
-        assert not self.policy.same or cluster.hashes == self.undisturbed, "the job has other bytes"
 
     # ---- a worker's links ----
 
@@ -157,22 +161,27 @@ class Campaign:
     # ---- possessed members ----
 
     def _possess(self, which: str, role: str, through: str) -> None:
+        # What coordinator and members tell each other is believed, such as that a server has left: a job may wait then.
+        lies = "coordinator" in which
         gentle = self.numbers.choice([0.1, 0.9, 0.98])
-        possession = Possession(role, self._seed(), rate=4, gentle=gentle, through=through)
+        possession = Possession(role, self._seed(), rate=4, gentle=gentle, through="" if through == "members" else through)
         with possession.active(), running(self.policy) as cluster:
-            ended = cluster.finish(2 * PATIENCE_S)
+            ended = cluster.finish(_SHORT_S if lies else 2 * PATIENCE_S)
         self.thrown[which] += possession.thrown
-        self.ends[f"{which}: {_end(cluster)}"] += 1
+        end = "stopped" if not ended else "an error" if cluster.errors else "done"
+        self.ends[f"{which}: {end}"] += 1
         odd = {id: error for id, error in cluster.errors.items() if not _is_a_sentence(error)}
         assert not odd, f"a worker has failed: {odd!r}; {possession.last}"
         failures = [str(server._views.failure) for server in cluster.servers] + [str(cluster.coordinator._failure)]
         failed = [failure for failure in failures if " failed: " in failure]
         assert not failed, f"{failed}; {possession.last}"
-        assert ended, f"the job hangs; {possession.last}"
+        assert ended or lies, f"the job hangs: {_waits(possession.corpus)}; {possession.last}"
 
 
-def _end(cluster: Cluster) -> str:
-    return "an error" if cluster.errors else "done"
+def _waits(corpus: Corpus) -> list[object]:
+    """What members said that they wait for."""
+    said = [frame for name in corpus.kinds if name in ("Say", "Waiting") for frame in corpus.frames(name)]
+    return sorted({str(msgspec.msgpack.decode(frame.payload).get("text")) for frame in said})
 
 
 def _is_a_sentence(error: BaseException) -> bool:

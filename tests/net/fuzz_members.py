@@ -115,7 +115,7 @@ class Possession(Tap):
         self.thrown = 0
         self.spared = self.rng.choice([0, 0, self.rng.randrange(400)])  # true frames before the first mutated one
         if through == "coordinator":
-            self.spared += 20  # the job has begun: else it would wait for who has been told nonsense, and is gone
+            self.spared = self.rng.randrange(2, 8)  # a job has few of them
         self.most = self.rng.choice([30, 300, 3000])  # mutated frames
         self.last: list[str] = []
 

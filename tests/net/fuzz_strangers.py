@@ -9,11 +9,12 @@ from collections.abc import Callable
 
 import msgspec
 from fuzz_frames import Corpus, Frame, Mutator
-from fuzz_jobs import TOKEN, Cluster
+from fuzz_jobs import STEPS, TOKEN, Cluster
 
 from rallypoint.core.view import Member
 from rallypoint.errors import AccessDenied, LinkError, RallypointError
 from rallypoint.net import messages
+from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, _Transcript, introduce
 from rallypoint.net.inproc import InprocConnection, _Pipe
@@ -42,6 +43,27 @@ class Stranger:
         self.transport = TcpTransport()
         self.thrown = 0
         self.connections = 0
+        self.standby: Member | None = None  # this attacker as a member that stands by
+        self._membership: Channel | None = None
+
+    def join(self) -> None:
+        """Become a member of the job, honestly: it has no use for one more worker, so this one stands by."""
+        connection = self._connect(None)
+        _, keys = introduce(connection, messages.Hello("worker", "standby", "here", to=COORDINATOR), TOKEN)
+        channel = self._membership = Channel(connection, "the coordinator", keys)
+        proposal = messages.decode(self.corpus.frames("Propose")[0].payload)
+        channel.send_message(proposal)
+        while self.standby is None:
+            message = messages.decode(channel.receive_bytes(channel.receive_header()))
+            if isinstance(message, messages.NewView):
+                self.standby = next((one for one in message.view.workers if one.id == "standby"), None)
+        for server in self.cluster.servers:
+            server._views.wait_for(message.view.number)
+
+    def close(self) -> None:
+        """End the membership, if there is one."""
+        if self._membership is not None:
+            self._membership.close()
 
     # ---- before the proof ----
 
@@ -112,10 +134,11 @@ class Stranger:
         connection = self._connect(server)
         try:
             sealer = Sealer(self._enter(connection, server, member, role))
-            kinds = set(FROM_WORKERS if role == "worker" else FROM_SERVERS) & set(self.corpus.kinds)
+            kinds = [kind for kind in self.corpus.kinds if kind in (FROM_WORKERS if role == "worker" else FROM_SERVERS)]
+            kinds = kinds or self.corpus.kinds  # servers of this job have nothing to say to each other
             gently = self.rng.random() < 0.8
             for _ in range(self.rng.randrange(1, _BURST)):
-                model = self.corpus.choose(self.rng, sorted(kinds, key=str))
+                model = self.corpus.choose(self.rng, kinds)
                 self._throw(connection, sealer, self.mutator.mutate(model, gently=gently and self.rng.random() < 0.97))
         except (AccessDenied, LinkError):
             pass
@@ -138,7 +161,9 @@ class Stranger:
         connection.send(sealer.seal(frame.header, payload), payload)
 
     def _is_harmless(self, header: Header) -> bool:
-        """False for what a real member of this name could say to change the job."""
+        """False for what a real member of this name may say to change the job."""
+        if header.kind is Kind.PUSH:  # TODO
+            return header.step < 1 or header.step >= STEPS
         return header.kind is not Kind.MEASURES or header.step < 2
 
     # ---- connections ----
