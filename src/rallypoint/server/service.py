@@ -103,6 +103,11 @@ class ServerService:
         self._link.start()
         self._joined.set()
 
+    @property
+    def address(self) -> str:
+        """The address where workers and other servers connect, "host:port"."""
+        return self._gate.address
+
     def wait(self) -> str | None:
         """Block until the job is over. Returns None, or the sentence with which it failed."""
         wait_heeding_signals(self._views.over)
