@@ -121,7 +121,8 @@ class Job:
                 me = server._gate.me
                 members = self.view.servers if role == "server" else self.view.workers
                 incarnation = next((member.incarnation for member in members if member.id == id), 7)
-                hello = Hello(role, id, "here", incarnation=incarnation, to=("server", me.id, me.incarnation))
+                to = ("server", me.id, me.incarnation)
+                hello = Hello(role, id, "here", incarnation=incarnation, view=self.view.number, to=to)
                 return hello, "", ticket(me.secret, role, id, incarnation)
         return Hello(role, id, "here", to=COORDINATOR), "", b""
 
@@ -326,6 +327,7 @@ def test_a_standby_contributes_nothing_and_begins_nothing(job: Job) -> None:
     worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
     worker.send(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload)), payload)
     until(lambda: job.version(0, shard) == 0)
+    assert worker.receive_header().kind is Kind.CREDIT
     for sender, added in ((peer, 0), (worker, 1)):
         sender.send(Header(Kind.PUSH, job.view.number, shard=shard, weight=1.0, length=len(payload)), payload)
         assert sender.receive_header().kind is Kind.CREDIT
