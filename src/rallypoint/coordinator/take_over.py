@@ -14,7 +14,7 @@ import msgspec
 from rallypoint.coordinator import inbox
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.view_change import still_caught_up
-from rallypoint.core.view import Member, View
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.messages import Hello, Knows, Release, Resize, SnapshotWanted
 
 _MOST_UNWRITTEN = 10_000  # incarnations given while the journal could not be written; nobody is believed more
@@ -110,6 +110,15 @@ class TakeOver:
 def knows_truly(hello: Hello, view: View) -> bool:
     """True if the member has a place in the view that it says it knows: a view is sent to its members only."""
     return (hello.id, hello.incarnation) in {_key(member) for member in _members(view)}
+
+
+def another_coordinator(member: str, number: ViewNumber, epoch: int) -> str:
+    """The sentence about a member that knows a view of another coordinator, whose epoch is not below ours."""
+    return (
+        f"{member} comes back with view {number}, which another coordinator has published, and takes no view of this "
+        f"one (epoch {epoch}). If both run, end this one. If the other is gone, this one's journal is an old copy or "
+        "missing: end the job, and go on from its last snapshot with `rallypoint resume`"
+    )
 
 
 def _members(view: View) -> tuple[Member, ...]:

@@ -42,7 +42,8 @@ class Hello(_Message, frozen=True):
 
     `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
     coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id) of
-    the listener that it means. `nonce` makes the listener's proof good for this connection only.
+    the listener that it means. `nonce` makes the listener's proof good for this connection only. `process` is a random
+    name of the process that joins, the same on each of its connections to the coordinator.
     """
 
     role: str
@@ -53,6 +54,7 @@ class Hello(_Message, frozen=True):
     view: ViewNumber = ViewNumber()
     to: tuple[str, str] = ("", "")
     nonce: bytes = b""
+    process: Annotated[bytes, msgspec.Meta(max_length=64)] = b""
 
 
 class Welcome(_Message, frozen=True):

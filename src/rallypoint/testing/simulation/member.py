@@ -69,7 +69,8 @@ class Membership:
         self.node.later(BEAT_S, self._beat)
 
     def _connect(self) -> None:
-        hello = Hello(self.role, self.node.name, "host", self.address, self.incarnation)
+        name = self.node.name  # no other process has it
+        hello = Hello(self.role, name, "host", self.address, self.incarnation, process=name.encode())
         self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
 
     def _failed(self, reason: str) -> None:
