@@ -49,8 +49,8 @@ from rallypoint.core.cluster.events import (
     Tick,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_change import AHEAD
 from rallypoint.core.job import JobRecord, disagreement

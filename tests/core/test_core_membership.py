@@ -37,6 +37,8 @@ def test_who_has_not_heard_of_its_admission_is_known_by_the_name_of_its_process(
     assert members.same("w0", "server", 0, b"one") is None
     members.join(Member("w0", "here"), "worker", b"two")
     assert members.same("w0", "worker", 0, b"one") is None
+    members.spoke("w0", 1.0)
+    assert members.same("w0", "worker", 0, b"two") is None, "it has heard of its admission"
 
 
 def test_nothing_is_known_any_more_of_a_member_that_is_gone() -> None:

@@ -39,6 +39,7 @@ class Announcer:
         self._late = Lateness()
         self._skipped = Once()
         self._announced: Members | None = None
+        self._said_idle = False
         self.last_news = self._last_said = now
 
     # ---- announcements ----
@@ -94,7 +95,20 @@ class Announcer:
         if told == self._announced:
             return []
         self._announced = told
-        return self.announce(told, now)
+        return [*self.announce(told, now), *self._idle_workers(told, now)]
+
+    def _idle_workers(self, members: Members, now: float) -> list[Act]:
+        """Say once that there are more workers than replicas, beside those that were to stand by."""
+        replicas, wanted = self.config.replicas, self._machine.course.workers_max
+        if self._said_idle or len(members.workers) < replicas or len(members.standby) == 0 or wanted <= replicas:
+            return []
+        self._said_idle = True
+        idle = ", ".join(members.standby[: wanted - replicas])
+        compute, has = "computes" if wanted - replicas == 1 else "compute", f"replica{'s' * (replicas != 1)}"
+        return self.announce(Say(
+            f"{idle} {compute} nothing: the job has {replicas} {has}, and each is computed by one worker. Use "
+            f"--workers {replicas}, or a new run with more replicas (their number is fixed for a run)"
+        ), now)  # fmt: skip
 
     def report(self, report: Report, now: float) -> list[Act]:
         """Count a replica's report; announce the step if the report completes it."""

@@ -85,7 +85,7 @@ class RunConsole:
         self.snapshots = 0
         self.version = -1  # of the last snapshot; -1: none so far
         self._said_done = False
-        self.holding = False  # the last version cannot be stored, and members hold it
+        self.holding = False  # members hold the newest version, which is not stored yet
         self.heard = time.monotonic()  # when the coordinator last sent something, or we last reported its silence
 
     def relay(self, process: str, line: str) -> None:
@@ -133,7 +133,7 @@ class RunConsole:
                 if message.version > 0:
                     size = message.nbytes / 1e6
                     self.console.print(
-                        f"[dim]snapshot of version {message.version}: {size:.1f} MB in {message.seconds:.1f} s[/dim]"
+                        f"[dim]snapshot of step {self.steps_stored}: {size:.1f} MB in {message.seconds:.1f} s[/dim]"
                     )
             case Accounted():
                 self._accounted = message
@@ -154,13 +154,23 @@ class RunConsole:
                 "overloaded? Steps go on without it, but nobody can join or be replaced", soft_wrap=True,
             )  # fmt: skip
 
-    def say_how_to_go_on(self, plan: Launch) -> None:
-        """Name the command that continues this run, if the run has a snapshot."""
+    @property
+    def steps_stored(self) -> int:
+        """The steps of training in the last snapshot; -1 if there is none so far."""
+        every, steps = (1, self.version) if self._plan is None else (self._plan.steps_per_round, self._plan.steps)
+        return min(self.version * every, steps) if self.version >= 0 else -1
+
+    def say_how_to_go_on(self, plan: Launch, *, failed: bool) -> None:
+        """Name the command that continues this run and the step it begins with, or say that there is no snapshot."""
         began = age(plan.resume)
-        version = self.version if self.version >= 0 or began is None else began[0]
-        if plan.snapshots and version >= 0:
-            way = f"rallypoint resume {escape(plan.folder)}"
-            self.console.print(f"to go on from version {version}, the last snapshot: {way}", soft_wrap=True)
+        if self.version < 0 and began is not None:
+            self.version = began[0]
+        if not plan.snapshots or self.steps_stored < 0:
+            if self.steps_done > 0:
+                self._say("there is no snapshot of this run to go on from")
+            return
+        way = f"to go on from step {self.steps_stored}, the last snapshot: rallypoint resume {escape(plan.folder)}"
+        self._say(f"{way} (--set KEY=VALUE changes settings)" if failed else way)
 
     def close(self) -> None:
         """Remove the live line, and print what the run did."""

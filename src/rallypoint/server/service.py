@@ -92,7 +92,7 @@ class ServerService:
                 transport=self._transport, address=self._coordinator, me=me,
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
                 handlers=Handlers(
-                    self._on_message, self._on_coordinator_lost, lambda new: self._owner.put(inbox.Admitted(new)),
+                    self._on_message, self._on_coordinator_lost, self._on_admitted,
                     lambda: Beat() if self._peers is None else Beat(self._peers.unreachable()),
                 ),
             )  # fmt: skip
@@ -102,6 +102,11 @@ class ServerService:
             raise
         self._link.start()
         self._joined.set()
+
+    @property
+    def address(self) -> str:
+        """The address where workers and other servers connect, "host:port"."""
+        return self._gate.address
 
     def wait(self) -> str | None:
         """Block until the job is over. Returns None, or the sentence with which it failed."""
@@ -134,6 +139,10 @@ class ServerService:
 
     # ---- messages of the coordinator ----
 
+    def _on_admitted(self, new: bool) -> None:
+        self._gate.me = self._link.credentials.me
+        self._owner.put(inbox.Admitted(new))
+
     def _on_message(self, message: Message) -> None:
         match message:
             case Prepare(record=record):
@@ -163,7 +172,7 @@ class ServerService:
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, about.trace)
         self._peers = Peers(
             PeerLinks(self.id, decides=job.config.decides), self._views, self._owner.put,
-            transport=self._transport, token=self._token, tracer=self._tracer, failed=self.failed,
+            transport=self._transport, credentials=self._link.credentials, tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
         self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots)
         self._owner.reducer = self._reducer
@@ -237,7 +246,7 @@ class ServerService:
         if view is None:
             return
         members = view.servers if hello.role == "server" else view.workers
-        if hello.id not in {member.id for member in members}:
+        if (hello.id, hello.incarnation) not in {(member.id, member.incarnation) for member in members}:
             raise ProtocolError(f"{hello.role} {hello.id} is not in view {view.number}")
 
 

@@ -81,7 +81,8 @@ class Membership:
     def same(self, id: str, role: str, incarnation: int, process: bytes = b"") -> Member | None:
         """The member of that id and role if it has this incarnation, else None.
 
-        With 0 a process says that it has not heard of its admission. It is the same if the member has that `process`.
+        With 0 a process says that it has not heard of its admission. It is the same if the member has that `process`,
+        and has not spoken yet.
         """
         known = self._of(role).get(id)
         if known is None or (incarnation and incarnation != known.incarnation):
@@ -113,6 +114,11 @@ class Membership:
     def heard(self, id: str, now: float) -> None:
         """Note a sign of life of the member at time `now` (s)."""
         self._heard[id] = now
+
+    def spoke(self, id: str, now: float) -> None:
+        """Note a message of the member: it has heard that it is admitted, so its process's name says no more."""
+        self.heard(id, now)
+        self._processes.pop(id, None)
 
     def all_heard(self, now: float) -> None:
         """Count all members as heard at time `now` (s): a new coordinator does not know of earlier silence."""

@@ -64,7 +64,7 @@ class Membership:
             self._wire.close(0)
 
     def _beat(self) -> None:
-        if self._wire is not None:
+        if self._wire is not None and self._admitted:
             self._wire.send(0, self._say_beat())
         self.node.later(BEAT_S, self._beat)
 

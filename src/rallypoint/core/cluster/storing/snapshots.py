@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Capture, Commit, Effect, Hold, Say
-from rallypoint.core.cluster.snapshot_duty import SnapshotDuty, SnapshotInProgress
 from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
 
 _NO_FIRST = (
     "version 0 is not stored, so the job computes without a snapshot to go back to: until one is stored, a loss of "
