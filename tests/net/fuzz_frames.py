@@ -211,7 +211,7 @@ class Mutator:
         if isinstance(content, bool):
             return not content
         if isinstance(content, int) and rng.random() < 0.5:
-            return content + rng.choice([-1, 1, 2])
+            return max(-(1 << 63), min(content + rng.choice([-1, 1, 2]), (1 << 64) - 1))
         if isinstance(content, int | float):
             return rng.choice(_NUMBERS)
         if isinstance(content, bytes):

@@ -22,14 +22,15 @@ from fuzz_jobs import POLICIES
 from rallypoint.server.intake import views
 
 ROUNDS = 10
-_OF_A_JOB = 0.01  # the share of each attack that needs a whole job for a few dozen frames
+_OF_A_JOB = 0.003  # the share of each attack that needs a whole job for a few dozen frames
+_BEFORE = 0.08  # the share of each attack in which every frame needs a connection of its own
 
 
 def frames_of(attack: str, frames: int) -> int:
     """How many of a policy's `frames` are thrown in this way."""
-    if attack in WHOLE_JOBS:
-        return max(1, int(frames * _OF_A_JOB))
-    return int(frames * (1 - _OF_A_JOB * len(WHOLE_JOBS)) / (len(ATTACKS) - len(WHOLE_JOBS))) + 1
+    fixed = dict.fromkeys(WHOLE_JOBS, _OF_A_JOB) | dict.fromkeys(("coordinator before", "server before"), _BEFORE)
+    share = fixed.get(attack, (1 - sum(fixed.values())) / (len(ATTACKS) - len(fixed)))
+    return max(1, int(frames * share))
 
 
 def main() -> int:
