@@ -164,7 +164,8 @@ class Campaign:
         # What coordinator and members tell each other is believed, such as that a server has left: a job may wait then.
         lies = "coordinator" in which
         gentle = self.numbers.choice([0.1, 0.9, 0.98])
-        possession = Possession(role, self._seed(), rate=4, gentle=gentle, through="" if through == "members" else through)
+        through = "" if through == "members" else through
+        possession = Possession(role, self._seed(), rate=4, gentle=gentle, through=through)
         with possession.active(), running(self.policy) as cluster:
             ended = cluster.finish(_SHORT_S if lies else 2 * PATIENCE_S)
         self.thrown[which] += possession.thrown

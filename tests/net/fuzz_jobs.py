@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-import rallypoint as rp
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.net.tcp import TcpTransport

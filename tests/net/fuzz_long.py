@@ -64,8 +64,8 @@ def main() -> int:
             _print_faults(campaign)
     thrown = _table(campaigns)
     print(
-        f"{thrown} frames in {time.monotonic() - began:.0f} s ({time.process_time() - cpu:.0f} s of one core); resident "
-        f"{first / 1e6:.0f} MB before, {resident / 1e6:.0f} MB after"
+        f"{thrown} frames in {time.monotonic() - began:.0f} s ({time.process_time() - cpu:.0f} s of one core); "
+        f"resident {first / 1e6:.0f} MB before, {resident / 1e6:.0f} MB after"
     )
     faults = [fault for campaign in campaigns for fault in campaign.faults]
     print(f"{len(faults)} faults")

@@ -139,6 +139,30 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
         exchange.arrivals.arriving(header)
 
 
+@pytest.mark.parametrize(
+    ("sync", "wrong"),
+    [
+        ({"type": "sync"}, {"step": 10}),  # the job has 9 steps: the worker would push nothing more to this shard
+        ({"type": "sync"}, {"step": (1 << 32) - 1}),
+        ({"type": "async"}, {"step": 19, "wants": 2}),  # two replicas, 9 updates each
+        ({"type": "async"}, {"base": 10, "wants": 2}),
+        ({"type": "async"}, {"wants": 4}),
+    ],
+)
+def test_a_version_that_the_job_cannot_have_is_refused(sync: dict[str, str], wrong: dict[str, int]) -> None:
+    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64, "sync": sync}), context)
+    _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
+    last = Header(Kind.VERSION, exchange.view.number, shard=0, length=64, step=9 if sync["type"] == "sync" else 18)
+    try:
+        exchange.arrivals.arriving(last)
+        with pytest.raises(ProtocolError, match="this job has"):
+            exchange.arrivals.arriving(last._replace(**wrong))
+    finally:
+        exchange.finish()
+        exchange.close()
+
+
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.arrivals.link_up(SERVER)

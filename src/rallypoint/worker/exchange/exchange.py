@@ -75,7 +75,7 @@ class Exchange:
         self.replica = ReplicaPushes(layout, locked, self._pushes, self._links)
         self.rows = RowPulls(locked, self._links)
         self.arrivals = Arrivals(
-            layout, config.replicas, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
+            layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
         )
 
     # ---- messages of the coordinator, on its link's thread ----
