@@ -142,14 +142,14 @@ class Campaign:
     # ---- a worker's links ----
 
     def _attack_links(self, which: str, frames: int) -> None:
-        record, view = self._agreed()
+        record, view = self.agreed()
         servers = FakeServers(record, view, WORKERS[1], self.script, self.corpus, self._seed())
         while servers.thrown < frames:
             servers.attack()
         self.thrown[which] += servers.thrown
         assert not servers.faults, servers.faults[:3]
 
-    def _agreed(self) -> tuple[JobRecord, View]:
+    def agreed(self) -> tuple[JobRecord, View]:
         """The job's record and its last view with both workers."""
         proposal = decode(self.corpus.frames("Propose")[0].payload)
         views = [decode(frame.payload) for frame in self.corpus.frames("NewView")]

@@ -17,6 +17,7 @@ from collections import Counter
 import psutil
 import torch
 from fuzz_campaign import ATTACKS, WHOLE_JOBS, Campaign
+from fuzz_decoders import Decoders
 from fuzz_jobs import POLICIES
 
 from rallypoint.server.intake import views
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no further policy's attacks after so long")
+    parser.add_argument("--decoders", type=int, default=1_000_000, help="frames for the decoders alone, without sockets")
     options = parser.parse_args()
     torch.set_num_threads(1)
     views.VIEW_TIMEOUT_S = 0.5  # a frame of a view that never comes would hold its connection for a minute
@@ -68,7 +70,12 @@ def main() -> int:
         f"resident {first / 1e6:.0f} MB before, {resident / 1e6:.0f} MB after"
     )
     faults = [fault for campaign in campaigns for fault in campaign.faults]
-    print(f"{len(faults)} faults")
+    decoders = [Decoders(campaign, options.seed) for campaign in campaigns]
+    for one in decoders:
+        one.attack(options.decoders // len(decoders))
+        faults += one.faults
+    print(f"beside these, {sum(one.thrown.total() for one in decoders)} frames for the decoders alone")
+    print("\n".join([f"{len(faults)} faults", *faults]))
     return 1 if faults else 0
 
 

@@ -8,7 +8,7 @@ from fuzz_jobs import POLICIES, running
 from rallypoint.errors import ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.messages import decode
+from rallypoint.net.messages import Welcome, decode, encode
 from rallypoint.net.pool import Buffer
 from rallypoint.server.intake.intake import Intake
 
@@ -31,6 +31,14 @@ def test_a_first_state_that_is_lost_on_its_way_is_uploaded_again(monkeypatch: py
     assert lost
     assert not cluster.errors
     assert cluster.hashes == undisturbed
+
+
+@pytest.mark.parametrize("heartbeat", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_welcome_with_a_heartbeat_that_cannot_be_is_refused(heartbeat: float) -> None:
+    """A member would send heartbeats without a pause, or its thread would fail."""
+    with pytest.raises(ProtocolError):
+        decode(encode(Welcome(heartbeat=heartbeat)))
+    assert decode(encode(Welcome(heartbeat=300.0)))
 
 
 def test_what_is_wrong_with_a_message_is_said_in_one_line_without_control_characters() -> None:

@@ -7,14 +7,16 @@ from functools import cache
 
 import pytest
 from fuzz_campaign import ATTACKS, WHOLE_JOBS, Campaign
+from fuzz_decoders import Decoders
 from fuzz_jobs import POLICIES
 
+from rallypoint.net.frames import Kind
 from rallypoint.server.intake import views
 
 SEED = 20261122
-FRAMES = 300  # of each attack on each policy; strangers' connections cost the most
+FRAMES = 150  # of each attack on each policy; strangers' connections cost the most
 QUICK = [which for which in ATTACKS if which not in WHOLE_JOBS]
-IN_CI = {"sync": [*WHOLE_JOBS], "all-reduce": ["worker after, its servers"], "async": ["server after, its members"]}
+IN_CI = {"sync": WHOLE_JOBS, "all-reduce": ["worker after, its servers"], "async": ["server after, its servers"]}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,14 @@ def test_strangers_and_servers_that_lie_change_nothing(policy: str, campaign_of:
     campaign.attack(dict.fromkeys(QUICK, FRAMES))
     assert not campaign.faults
     assert all(campaign.thrown[which] >= FRAMES for which in QUICK)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decoders_decode_or_refuse(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
+    decoders = Decoders(campaign_of(policy), SEED)
+    decoders.attack(4000)
+    assert not decoders.faults
+    assert len(decoders.thrown) == len(Kind)
 
 
 def _possessed() -> list[object]:
