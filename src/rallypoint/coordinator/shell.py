@@ -169,7 +169,7 @@ class CoordinatorShell:
             return [Send(connection, self.last_word)]
         if hello.role == "observer":
             return self.announcer.observe(connection)
-        if self.machine.course.members.is_taken(hello.id, "worker" if hello.role == "server" else "server"):
+        if self.machine.course.members.has_other_role(hello.id, hello.role):
             return [Refuse(connection, taken(hello.id))]
         acts: list[Act] = []
         if (old := self.members.get(hello.id)) is not None:
@@ -177,7 +177,7 @@ class CoordinatorShell:
                 return [Refuse(connection, taken(hello.id))]
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
-        member = Member(hello.id, hello.host, hello.address, hello.incarnation)
+        member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role))]
 
     def _closed(self, closed: inbox.Closed) -> list[Act]:
@@ -281,8 +281,8 @@ class CoordinatorShell:
                 return self._send(Finished(), server)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
                 return self._send(Admitted(incarnation), member)
-            case cluster_effects.Prepare(server=server, record=record):
-                return self._send(Prepare(record), server)
+            case cluster_effects.Prepare(member=member, record=record):
+                return self._send(Prepare(record), member)
             case cluster_effects.Publish(view=view, members=members):
                 return self._publish(view, members)
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):

@@ -109,7 +109,7 @@ def knows_truly(hello: Hello, view: View) -> bool:
 
 
 def _members(view: View) -> tuple[Member, ...]:
-    return (*view.workers, *view.servers)
+    return (*view.workers, *view.servers, *view.aggregators)
 
 
 def _key(member: Member) -> tuple[str, int]:

@@ -46,10 +46,15 @@ class Calls:
 
 
 class Dialer:
-    """Keeps a channel to `peer`, in its own thread, from `start` to `close`. It connects as `me`."""
+    """Keeps a channel to `peer`, in its own thread, from `start` to `close`. It connects as `me`.
 
-    def __init__(self, *, transport: Transport, peer: Member, me: Identity, calls: Calls, tracer: Tracer) -> None:
-        self.peer = peer
+    `role` is the peer's.
+    """
+
+    def __init__(
+        self, *, transport: Transport, peer: Member, me: Identity, calls: Calls, tracer: Tracer, role: str = "server",
+    ) -> None:  # fmt: skip
+        self.peer, self._role = peer, role
         self._transport, self._me, self._calls, self._tracer = transport, me, calls, tracer
         self._closed = threading.Event()
         self._connection: Connection | None = None  # set before the handshake, so that `close` can end it
@@ -107,7 +112,7 @@ class Dialer:
             connection.close()  # `close` came before the connection existed
         try:
             hello = Hello(
-                self._me.role, self._me.id, socket.gethostname(), view=self._calls.view(), to=("server", self.peer.id)
+                self._me.role, self._me.id, socket.gethostname(), view=self._calls.view(), to=(self._role, self.peer.id)
             )
             _, keys = introduce(connection, hello, self._me.token)
         except BaseException:

@@ -37,14 +37,16 @@ _MIN_TOKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects or listens: the role, the member's name, and the job's token.
+    """Who connects or listens: the role, the member's name, and the job's token; `near`: see `core.view.Member`.
 
-    Workers, servers and observers connect. Servers and the coordinator (its name is "") listen.
+    Workers, servers, aggregators and observers connect. Servers, aggregators and the coordinator (its name is "")
+    listen.
     """
 
     role: str
     id: str
     token: str = field(default="", repr=False)
+    near: str = ""
 
     def __str__(self) -> str:
         return _named(self.role, self.id)

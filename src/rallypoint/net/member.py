@@ -106,7 +106,8 @@ class CoordinatorLink:
         connection = connect_patiently(self._transport, self._address, patience, self._closed)
         try:
             hello = Hello(
-                self._me.role, self._me.id, socket.gethostname(), self._listening_at, self.incarnation, to=COORDINATOR
+                self._me.role, self._me.id, socket.gethostname(), self._listening_at, self.incarnation, to=COORDINATOR,
+                near=self._me.near,
             )
             self.welcome, keys = introduce(connection, hello, self._me.token)
         except BaseException:

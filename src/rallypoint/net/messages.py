@@ -40,7 +40,8 @@ class Challenge(_Message, frozen=True):
 class Hello(_Message, frozen=True):
     """Who connects, and to whom.
 
-    `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
+    `role` is worker, server, aggregator or observer. `address` is where a server or an aggregator listens, `near` the
+    place where a member is (see `core.view.Member`). `incarnation` is the number that the
     coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id) of
     the listener that it means. `nonce` makes the listener's proof good for this connection only. `trusts`: it trusts
     the network between the two.
@@ -55,6 +56,7 @@ class Hello(_Message, frozen=True):
     to: tuple[str, str] = ("", "")
     nonce: bytes = b""
     trusts: bool = False
+    near: str = ""
 
 
 class Welcome(_Message, frozen=True):

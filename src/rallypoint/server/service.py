@@ -72,7 +72,7 @@ class ServerService:
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
         self._views = Views()
-        self._owner = Owner(self.failed)
+        self._owner: Owner[inbox.Event] = Owner(self.failed)
         self._reducer: Reducer | None = None  # the job's, once it is known; set with the next two
         self._intake: Intake | None = None
         self._peers: Peers | None = None
@@ -209,7 +209,7 @@ class ServerService:
     # ---- connections ----
 
     def _admit(self, hello: Hello) -> Welcome:
-        if hello.role not in ("worker", "server"):
+        if hello.role not in ("worker", "server", "aggregator"):
             raise AccessDenied(f"a {hello.role} has no business with a server")
         return Welcome()
 
@@ -219,9 +219,11 @@ class ServerService:
         if self._intake is None:
             raise LinkError("the job ended before it began")
         self._check_member(hello)
-        if hello.role == "worker":
+        if hello.role != "server":  # an aggregator looks like a worker
             self._owner.put(inbox.Linked(channel, hello.id))
-        receive = self._intake.receive_from_worker if hello.role == "worker" else self._intake.receive_from_server
+        receive = {
+            "server": self._intake.receive_from_server, "aggregator": self._intake.receive_from_aggregator,
+        }.get(hello.role, self._intake.receive_from_worker)  # fmt: skip
         try:
             while not self._views.over.is_set():
                 receive(channel, hello.id)
@@ -235,7 +237,7 @@ class ServerService:
         view = self._views.view
         if view is None:
             return
-        members = view.servers if hello.role == "server" else view.workers
+        members = {"server": view.servers, "aggregator": view.aggregators}.get(hello.role, view.workers)
         if hello.id not in {member.id for member in members}:
             raise ProtocolError(f"{hello.role} {hello.id} is not in view {view.number}")
 

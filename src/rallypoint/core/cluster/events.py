@@ -30,10 +30,10 @@ class Outrun:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A server or a worker connected; `member.incarnation` is what it was given before, 0 if it is new."""
+    """A process connected; `member.incarnation` is what it was given before, 0 if it is new."""
 
     member: Member
-    role: str  # "server" or "worker"
+    role: str  # "server", "worker" or "aggregator"
 
 
 @dataclass(frozen=True, slots=True)

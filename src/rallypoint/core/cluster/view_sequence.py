@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.view_change import (
     first_homes,
@@ -61,6 +63,7 @@ class ViewSequence:
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
+            **_aggregation(members, assignments),
         )  # fmt: skip
         return msgspec.structs.replace(view, paired=pairings(view, None), homed=homings(view, None))
 
@@ -79,6 +82,7 @@ class ViewSequence:
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending,
+            **_aggregation(members, assignments),
         )  # fmt: skip
         return msgspec.structs.replace(view, paired=pairings(view, before), homed=homings(view, before))
 
@@ -106,6 +110,13 @@ class ViewSequence:
 
     def _next_number(self) -> ViewNumber:
         return ViewNumber(self.epoch, self._last.count + 1 if self._last.epoch == self.epoch else 1)
+
+
+def _aggregation(members: Membership, assignments: tuple[Assignment, ...]) -> dict[str, Any]:
+    """The aggregators, and which workers use them."""
+    here = tuple(members.aggregators.values())
+    assigned = assignments[-1].replicas if assignments else {}
+    return {"aggregators": here, "aggregator_of": nearest_aggregators(_workers(members), here, assigned)}
 
 
 def _workers(members: Membership) -> tuple[Member, ...]:

@@ -6,12 +6,14 @@ from rallypoint.core.view import Member, View
 
 
 class LinkTable:
-    """The links to servers. `connections`: server id -> connection number, for the links that are up.
+    """The links of worker `me` to servers, and to its aggregator, which counts as a server here.
 
-    A link that is opened again has a new number.
+    `connections`: server id -> connection number, for the links that are up. A link that is opened again has a new
+    number.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, me: str) -> None:
+        self._me = me
         self.connections: dict[str, int] = {}
         self._links: dict[str, Member] = {}  # all open links, up or not
         self._connected = 0
@@ -26,13 +28,18 @@ class LinkTable:
         if before is not None and before.generation != view.generation:
             return list(self._links)
         losing = set() if before is None else {before.primary[shard] for shard in view.moved(before)}
-        return [id for id, member in self._links.items() if id in losing or member not in view.servers]
+        wanted = self._wanted(view)
+        return [id for id, member in self._links.items() if id in losing or member not in wanted]
 
     def to_open(self, view: View) -> list[Member]:
         """The servers of `view` to open a link to. Each is returned once: from then on it counts as linked."""
-        new = [member for member in view.servers if member.id not in self._links]
+        new = [member for member in self._wanted(view) if member.id not in self._links]
         self._links |= {member.id: member for member in new}
         return new
+
+    def _wanted(self, view: View) -> tuple[Member, ...]:
+        aggregator = view.aggregator(self._me)
+        return view.servers if aggregator is None else (*view.servers, aggregator)
 
     def end(self, server: str) -> None:
         """Drop the link: it has ended and will not be opened again."""
@@ -52,7 +59,7 @@ class LinkTable:
 
     def validate(self, view: View | None) -> None:
         """Raise AssertionError with a sentence if there are links to servers that are not in the view."""
-        servers = set(view.servers) if view is not None else set()
+        servers = set(self._wanted(view)) if view is not None else set()
         strangers = {member.id for member in self._links.values() if member not in servers}
         assert not strangers, f"links to {strangers}, which are not in the view"
         assert self.connections.keys() <= self._links.keys(), f"{set(self.connections) - set(self._links)} not linked"

@@ -15,22 +15,28 @@ Adopt a view in three steps, because links have to end before the machine gets t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import NoCodecStates
 from rallypoint.core.worker.handover import Paths
 from rallypoint.core.worker.links import LinkTable
+from rallypoint.core.worker.route import Route
 from rallypoint.core.worker.slots import (
     Action,
+    Arriving,
     Compute,
+    Discard,
     Effect,
+    Follow,
     Initialise,
     Installed,
     LinkLost,
     LinkUp,
     ReplicaAbandoned,
     ReplicaComputed,
+    Slot,
     Store,
     Viewed,
 )
@@ -46,6 +52,7 @@ class WorkerShell:
     Attributes:
         machine: decides what to compute, send and install.
         links: the links to servers, and which of them are up.
+        route: through which of them contributions and versions go.
         states: decides when codec states move to and from the servers.
         snapshots: this worker's part of the requested snapshot.
         holds: the version of the model where workers step the optimizer (AllReduce), else -1. It keeps its value when
@@ -57,7 +64,8 @@ class WorkerShell:
 
     def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
         self.machine, self.states, self.snapshots = machine, states, snapshots
-        self.links = LinkTable()
+        self.links, self.route = LinkTable(machine.me), Route(machine.me)
+        self._view: View | None = None  # as it was published; the machine gets it as `route` has it
         self.holds = -1
         self.done_in: ViewNumber | None = None
         self.finished = self.leaving = False
@@ -68,29 +76,31 @@ class WorkerShell:
     @property
     def view(self) -> View:
         """The view in force. Call it only after the first view was adopted."""
-        assert self.machine.view is not None
-        return self.machine.view
+        assert self._view is not None
+        return self._view
 
     @property
     def number(self) -> ViewNumber:
         """The number of the view in force; 0.0 before the first."""
-        return self.machine.view.number if self.machine.view is not None else ViewNumber()
+        return self._view.number if self._view is not None else ViewNumber()
 
     def links_to_end(self, view: View) -> list[str] | None:
         """The ids of servers whose links to end before `adopt(view)`; None if `view` is not newer: ignore it then."""
-        before = self.machine.view
+        before = self._view
         if before is not None and view.number <= before.number:
             return None
         return self.links.to_end(before, view)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
         """Put `view` in force, after the links to the servers `ended` have ended. Returns the effects to run."""
-        before = self.machine.view
+        before = self._view
         effects: list[Effect] = []
         for server in ended:
             self.links.end(server)
             effects += self.link_lost(server)
-        effects += self.machine.handle(Viewed(view))
+        self._view = view
+        self.route.adopt(view)
+        effects += self._only_on_route(self.machine.handle(Viewed(self.route.seen(view))))
         if before is not None and before.generation != view.generation:
             self.done_in = None
             self.states.rolled_back()
@@ -103,14 +113,58 @@ class WorkerShell:
 
     def link_up(self, server: str) -> list[Effect]:
         """The link to `server` is up (again). Returns the effects to run."""
-        if not self.links.up(server):
-            return []  # `adopt` has ended it meanwhile
-        return [*self.machine.handle(LinkUp(server)), *self._keep_only(self.machine.keeps)]
+        if not self.links.up(server) or server == self.route.aggregator:
+            return []  # `adopt` has ended it meanwhile; or the next step goes through it
+        return [*self._only_on_route(self.machine.handle(LinkUp(server))), *self._keep_only(self.machine.keeps)]
 
     def link_lost(self, server: str) -> list[Effect]:
         """The link to `server` is down; the caller may open it again. Returns the effects to run."""
         self.links.lost(server)
-        return self.machine.handle(LinkLost(server))
+        if server == self.route.through:
+            return self._go_direct()
+        return [] if server == self.route.aggregator else self.machine.handle(LinkLost(server))
+
+    # ---- the route ----
+
+    def arriving(self, event: Arriving, server: str) -> list[Effect]:
+        """The header of a version has arrived from `server`. Returns Land or Discard, and other effects to run."""
+        return self.machine.handle(event) if self.route.takes_from(server) else [Discard(event.shard)]
+
+    def _go_direct(self) -> list[Effect]:
+        """The aggregator is lost: all that it may have had is sent again, to the servers."""
+        lost = self.route.through
+        self.route.lost()
+        effects = [*self.machine.handle(LinkLost(lost)), *self.machine.handle(Viewed(self.view))]
+        return [*self._follow_servers(on=True), *effects]
+
+    def _go_through_aggregator(self) -> list[Effect]:
+        """A step begins: from this one on all contributions go through the aggregator, if it can be reached."""
+        machine, route = self.machine, self.route
+        if not route.step_begins() or not machine.following or route.aggregator not in self.links.connections:
+            return []
+        busy = any(slot in (Slot.LANDING, Slot.QUEUED) for slot in machine.slots)
+        if busy or machine.presum.sent or not 0 <= machine.step < machine.steps:
+            return []
+        route.through = route.aggregator
+        effects = [*machine.handle(Viewed(route.seen(self.view))), *machine.handle(LinkUp(route.through))]
+        effects = [effect for effect in effects if not isinstance(effect, Follow)]
+        return [Follow(route.through, step=machine.step), *self._follow_servers(on=False), *effects]
+
+    def _follow_servers(self, *, on: bool) -> list[Effect]:
+        if not self.machine.following:
+            return []
+        linked = sorted(self.links.connections.keys() & {server.id for server in self.view.servers})
+        return [Follow(server, on) for server in linked]
+
+    def _only_on_route(self, effects: Iterable[Effect]) -> list[Effect]:
+        """Without requests to follow servers that are not on the route."""
+        if not self.route.through:
+            return list(effects)
+        through = self.route.through
+        return [
+            replace(effect, step=max(0, self.machine.step)) if isinstance(effect, Follow) else effect
+            for effect in effects if not isinstance(effect, Follow) or effect.server == through
+        ]
 
     @property
     def paths(self) -> Paths:
@@ -141,7 +195,7 @@ class WorkerShell:
     @property
     def may_prepare(self) -> bool:
         """True if `prepare` would do something now. Changes nothing."""
-        known = self.states.kept and self.machine.view is not None
+        known = self.states.kept and self._view is not None
         return known and self.states.may_prepare(self._awaited(), self.paths)
 
     def prepare(self) -> list[Effect]:
@@ -150,7 +204,7 @@ class WorkerShell:
         It also gives back the codec states of a replica that was reassigned before the main thread began to compute it:
         its new worker waits for them. Returns the effects to run.
         """
-        if not self.states.kept or self.machine.view is None:
+        if not self.states.kept or self._view is None:
             return []
         self._about = None
         return [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
@@ -167,7 +221,7 @@ class WorkerShell:
     @property
     def gone(self) -> bool:
         """True when this worker was told to leave and may: it has no replicas, codec states or weights to upload."""
-        gone = self.machine.view is not None and not self.machine.takes_part
+        gone = self._view is not None and not self.machine.takes_part
         return self.leaving and gone and self.states.settled and not self.machine.must_upload
 
     def begin_upload(self) -> ViewNumber | None:
@@ -192,17 +246,18 @@ class WorkerShell:
         effects = self.machine.handle(Installed())
         if self.machine.step == self.machine.steps:
             self.done_in = self.view.generation
+        effects += self._go_through_aggregator()
         return [*effects, *self._keep_only(self.machine.keeps)]
 
     def _keep_only(self, replicas: frozenset[int]) -> list[Effect]:
-        if not self.states.kept or self.machine.view is None:
+        if not self.states.kept or self._view is None:
             return []
         return self.states.keep_only(replicas | ({self._about} if self._about is not None else set()), self.paths)
 
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant of the shell does not hold. It leaves out the machine's
         own `validate`."""
-        self.links.validate(self.machine.view)
+        self.links.validate(self._view)
         assert self.done_in is None or self.done_in == self.view.generation, "it is done in an older generation"
 
 
