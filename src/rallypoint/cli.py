@@ -18,6 +18,7 @@ import typer
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.options import Advertise, Bind, RunFolder, RunOptions, with_run_options
+from rallypoint.net.tcp import TcpTransport
 
 app = typer.Typer(
     help="Data-parallel training for PyTorch: workers compute gradients, servers own the parameters, any of them may "
@@ -43,15 +44,8 @@ def common(
     _: Annotated[bool, typer.Option(
         "--version", is_eager=True, callback=_print_version, help="Print the version, and nothing else.",
     )] = False,
-    trust_network: Annotated[str, typer.Option(
-        metavar="NET,..", envvar=environment.TRUST_NETWORK,
-        help="Networks where nobody changes bytes, as 10.0.0.0/8: tensors carry checksums there instead of MACs.",
-    )] = "",
 ) -> None:  # fmt: skip
     """Options that stand before any command."""
-    if trust_network:
-        os.environ[environment.TRUST_NETWORK] = trust_network  # for the processes that are started, too
-        environment.transport()  # a mistake is told at once
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
@@ -234,7 +228,7 @@ def coordinator(
         start = (manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(
         terms=msgspec.json.decode(terms, type=Terms), bind=bind, advertise=advertise, join_info=about,
-        resume=start, token=token, transport=environment.transport(),
+        resume=start, token=token, transport=TcpTransport(),
     )  # fmt: skip
     service.start()
     with contextlib.ExitStack() as stack:
@@ -264,7 +258,7 @@ def server(
     name = id or os.environ.get(environment.ID) or f"server-{os.getpid()}"
     token = os.environ.get(environment.TOKEN, "")
     service = ServerService(
-        id=name, coordinator=address, token=token, bind=bind, advertise=advertise, transport=environment.transport()
+        id=name, coordinator=address, token=token, bind=bind, advertise=advertise, transport=TcpTransport()
     )
     signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
     failure = run_servers([service])

@@ -22,7 +22,7 @@ from rallypoint.net.transport import FIRST_PIECE
 from rallypoint.testing.contracts.transports import Beside
 
 PATIENCE_S = 20.0
-KEYS = dialers_keys(token_keys("a token"), bytes(32), checksums=False)
+KEYS = dialers_keys(token_keys("a token"), bytes(32))
 
 
 class Stuck:
@@ -176,10 +176,10 @@ def test_a_peer_that_reads_too_slowly_is_told_to_ask_anew(caplog: pytest.LogCapt
     stuck, backlog = Stuck(), Backlog(4000, 100_000)
     channel = Channel(stuck, "w3", KEYS, backlog=backlog)
     dropped: list[int] = []
-    payload = memoryview(bytes(952))  # 1000 with its header
+    payload = memoryview(bytes(920))  # 1000 with its 80 bytes of head
 
     def send(number: int, place: object = None) -> None:
-        header = Header(Kind.ROWS, shard=number, length=952)
+        header = Header(Kind.ROWS, shard=number, length=920)
         channel.send(header, payload, lambda: dropped.append(number), place=place)
 
     channel.send(frame(0))
@@ -209,16 +209,16 @@ def test_of_all_that_wait_those_with_little_are_spared() -> None:
     stuck = [Stuck() for _ in range(3)]
     backlog = Backlog(4000, 6000)
     channels = [Channel(connection, "x", KEYS, backlog=backlog) for connection in stuck]
-    payload = memoryview(bytes(952))
+    payload = memoryview(bytes(920))
     for channel, connection in zip(channels, stuck, strict=True):
         channel.send(frame(0))
         assert connection.entered.acquire(timeout=PATIENCE_S)
     for channel, count in zip(channels, (4, 2, 1), strict=True):
         for _ in range(count):
-            channel.send(Header(Kind.ROWS, length=952), payload)
+            channel.send(Header(Kind.ROWS, length=920), payload)
     assert [channel.waiting_bytes > 0 for channel in channels] == [True, True, True]
     assert backlog.nbytes == 7000, "too much in all; but the last has only a quarter of what one may have"
-    channels[1].send(Header(Kind.ROWS, length=952), payload)
+    channels[1].send(Header(Kind.ROWS, length=920), payload)
     assert channels[1].waiting_bytes < 500, "this one has more: it is ended"
     for channel in channels:
         channel.close()

@@ -26,7 +26,7 @@ from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, SKIP, Header, Kind, pa
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import encode
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, SharedCheck
+from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job
@@ -389,9 +389,10 @@ class Fuzzer:
         if self.keys is None or len(data) < HEADER_BYTES:
             return data
         head, payload = data[:HEADER_BYTES], memoryview(data[HEADER_BYTES:])
-        key = b"" if self.keys.checksums and head[5] >= Kind.INITIAL else self.keys.payload
-        check = SharedCheck().of(payload, key) if payload else bytes(16)
-        whole = bytearray(head + check + self.sealer._tags.next(head + check) + payload)
+        seals = self.sealer._seals
+        number = seals.next()
+        head += seals.mac(number, payload) if payload else bytes(16)
+        whole = bytearray(head + seals.tag(number, head) + payload)
         if last and self.damage.random() < 0.2:
             whole[self.damage.randrange(SEALED_BYTES)] ^= 1 << self.damage.randrange(8)
         return bytes(whole)

@@ -161,7 +161,7 @@ def test_without_a_thread_to_send_from_there_is_no_channel(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
         with pytest.raises(LinkError, match="no thread"):
-            Channel(Silent(), "x", LinkKeys(bytes(32), bytes(32), bytes(32), False))
+            Channel(Silent(), "x", LinkKeys(bytes(32), bytes(32)))
 
 
 class Silent:

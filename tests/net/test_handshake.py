@@ -54,7 +54,7 @@ class Tapped:
     flips: int = -1  # the number of the received byte that is changed; -1: none
 
     def __post_init__(self) -> None:
-        self.peer, self.trusted = self.inner.peer, self.inner.trusted
+        self.peer = self.inner.peer
         self.set_timeout, self.set_deadline = self.inner.set_timeout, self.inner.set_deadline
         self.limit_in_flight, self.close = self.inner.limit_in_flight, self.inner.close
 
@@ -137,19 +137,6 @@ def test_the_keys_of_two_connections_differ() -> None:
         far.close()
     listener.close()
     assert len({keys.sending for keys in found} | {keys.receiving for keys in found}) == 4
-    assert found[0].payload == found[1].payload, "one MAC of a version is for all who follow"
-
-
-@pytest.mark.parametrize("trust", [(True, True), (True, False), (False, True), (False, False)])
-def test_checksums_are_enough_only_where_both_sides_trust_the_network(
-    ends: tuple[Tapped, Tapped], trust: tuple[bool, bool]
-) -> None:
-    near, far = ends
-    near.trusted, far.trusted = trust
-    with Beside(listener := Listener(far)):
-        welcome, keys = join(near)
-    assert listener.keys is not None
-    assert (welcome.checksums, keys.checksums, listener.keys.checksums) == (all(trust),) * 3
 
 
 def test_the_greeting_is_byte_for_byte_what_the_documents_say(
@@ -168,23 +155,21 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
     def expand(key: bytes, info: bytes) -> bytes:  # one block of HKDF-Expand
         return mac(key, info + b"\x01")
 
-    root = mac(b"rallypoint/8", TOKEN.encode())
+    root = mac(b"rallypoint/9", TOKEN.encode())
     challenge = frame(Kind.CHALLENGE, encode(Challenge(bytes(range(32)), "coordinator", "")))
     nonce = bytes(range(32, 64))
-    hello_data = encode(Hello("worker", "w0", "here", "127.0.0.1:7", to=COORDINATOR, nonce=nonce, trusts=True))
+    hello_data = encode(Hello("worker", "w0", "here", "127.0.0.1:7", to=COORDINATOR, nonce=nonce))
     hello = pack(Header(Kind.HELLO, length=len(hello_data) + 32)) + hello_data
     hello += mac(expand(root, b"dialer"), hashlib.sha256(challenge + hello).digest())
-    welcome_data = encode(Welcome({"steps": 3}, "runs/1", (5, 7), checksums=True))
+    welcome_data = encode(Welcome({"steps": 3}, "runs/1", (5, 7)))
     welcome = pack(Header(Kind.WELCOME, length=len(welcome_data) + 32)) + welcome_data
     welcome += mac(expand(root, b"listener"), hashlib.sha256(challenge + hello + welcome).digest())
     assert near.received == challenge + welcome
     assert near.sent == hello
     session = mac(hashlib.sha256(challenge + hello + welcome).digest(), expand(root, b"session"))
-    assert keys == LinkKeys(
-        expand(session, b"from the dialer"), expand(session, b"from the listener"), expand(root, b"payload"), True
-    )
+    assert keys == LinkKeys(expand(session, b"from the dialer"), expand(session, b"from the listener"))
     assert listener.keys == keys.other_side()
-    assert keys.sending.hex() == "f4abcb690f946776c14f8a7df85e40f0f3674c688d352ebbcad0e0ec825603e7"
+    assert keys.sending.hex() == "53f47a4629cae693ef8f48a87ce80e7e8a51e6a38ec4f788891a02f1b5719cc4"
 
 
 # ---- the wrong token -------------------------------------------------------------------------------------------------

@@ -43,9 +43,9 @@ def test_every_purpose_direction_token_and_greeting_has_a_key_of_its_own() -> No
     found = []
     for token in ("", "a token", "another token"):
         keys = token_keys(token)
-        found += [keys.dialer, keys.listener, keys.session, keys.payload]
+        found += [keys.dialer, keys.listener, keys.session]
         for transcript in (bytes(32), bytes(31) + b"\1"):
-            link = dialers_keys(keys, transcript, checksums=False)
+            link = dialers_keys(keys, transcript)
             found += [link.sending, link.receiving]
     assert len(set(found)) == len(found)
     assert {len(key) for key in found} == {32}
@@ -53,7 +53,7 @@ def test_every_purpose_direction_token_and_greeting_has_a_key_of_its_own() -> No
 
 def test_keys_are_not_shown() -> None:
     keys = token_keys("a token")
-    link = dialers_keys(keys, bytes(32), checksums=True)
+    link = dialers_keys(keys, bytes(32))
     for shown in (keys, link):
         for field in dataclasses.fields(shown):
             value = getattr(shown, field.name)

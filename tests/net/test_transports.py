@@ -7,9 +7,8 @@ import contextlib
 import pytest
 
 from rallypoint.errors import LinkError, UsageError
-from rallypoint.launch import environment
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.tcp import TcpTransport, TrustedNetworks, split_address
+from rallypoint.net.tcp import TcpTransport, split_address
 from rallypoint.net.transport import LEAST_IN_FLIGHT, Transport, share_of
 from rallypoint.testing.contracts.transports import TransportContract
 
@@ -115,42 +114,3 @@ def _accepted(limit: int) -> int:
 )
 def test_links_share_what_may_be_in_flight(nbytes: int, links: int, share: int) -> None:
     assert share_of(nbytes, links) == share
-
-
-# ---- trusted networks ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("host", "networks", "trusted"),
-    [
-        ("127.0.0.1", (), True), ("127.8.8.8", (), True), ("::1", (), True), ("::ffff:127.0.0.1", (), True),
-        ("10.0.0.7", (), False), ("10.0.0.7", ("10.0.0.0/8",), True), ("10.0.0.7", ("192.168.0.0/16",), False),
-        ("10.0.0.7", ("192.168.0.0/16", " 10.0.0.0/24"), True), ("fd00::7", ("fd00::/8",), True),
-        ("fe80::1%eth0", (), False), ("node7", ("0.0.0.0/0",), False), ("", (), False),
-    ],
-)  # fmt: skip
-def test_loopback_is_trusted_and_what_the_user_names(host: str, networks: tuple[str, ...], trusted: bool) -> None:
-    assert (host in TrustedNetworks(networks)) is trusted
-
-
-@pytest.mark.parametrize("network", ["10.0.0.7/8", "here", "10.0.0.0/33"])
-def test_what_is_no_network_is_refused_with_an_example(network: str) -> None:
-    with pytest.raises(UsageError, match=r"a trusted network is written like 10\.0\.0\.0/8: "):
-        TcpTransport([network])
-
-
-def test_both_ends_of_a_connection_on_this_machine_trust_it() -> None:
-    transport = TcpTransport()
-    listener = transport.listen("127.0.0.1:0")
-    near, far = transport.connect(listener.address, 5.0), listener.accept()
-    assert (near.trusted, far.trusted) == (True, True)
-    for end in (near, far, listener):
-        end.close()
-
-
-def test_the_environment_names_networks_that_are_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RALLYPOINT_TRUST_NETWORK", "10.0.0.0/8,fd00::/8")
-    networks = environment.transport()._trusted
-    assert ("10.1.2.3" in networks, "fd00::1" in networks, "192.168.0.1" in networks) == (True, True, False)
-    monkeypatch.delenv("RALLYPOINT_TRUST_NETWORK")
-    assert "10.1.2.3" not in environment.transport()._trusted

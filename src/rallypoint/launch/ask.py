@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError
-from rallypoint.launch import environment
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
+from rallypoint.net.tcp import TcpTransport
 
 _PATIENCE_S = 600.0
 
@@ -94,7 +94,7 @@ def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     where = read_where(run)
     answers: Answers = queue.SimpleQueue()
     link = CoordinatorLink(
-        transport=environment.transport(), address=where.coordinator, me=Identity("observer", id, where.token),
+        transport=TcpTransport(), address=where.coordinator, me=Identity("observer", id, where.token),
         handlers=Handlers(answers.put, answers.put),
     )  # fmt: skip
     link.start()

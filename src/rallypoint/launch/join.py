@@ -14,6 +14,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.net.tcp import TcpTransport
 from rallypoint.worker.loop.session import Job
 
 
@@ -30,7 +31,7 @@ def join() -> Job:
     sys.excepthook = _one_sentence
     job = Job(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
-        token=os.environ.get(environment.TOKEN, ""), transport=environment.transport(),
+        token=os.environ.get(environment.TOKEN, ""), transport=TcpTransport(),
     )  # fmt: skip
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: job.leave())

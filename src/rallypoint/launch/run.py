@@ -25,6 +25,7 @@ from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Lim
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
+from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
 
 LIMITS = Limits()
@@ -219,7 +220,7 @@ class ClusterRun:
         """Connect to the coordinator. If it has just died, the next one will listen soon."""
         with contextlib.suppress(LinkError, AccessDenied):  # (somebody else may listen there meanwhile)
             observer = CoordinatorLink(
-                transport=environment.transport(), address=self._address,
+                transport=TcpTransport(), address=self._address,
                 me=Identity("observer", "launcher", self._token),
                 handlers=Handlers(self.console.show, self._on_lost), patience=0.0,
             )  # fmt: skip

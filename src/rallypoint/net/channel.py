@@ -12,7 +12,7 @@ from rallypoint.net.frames import Header, Kind
 from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Message, Refused, encode
 from rallypoint.net.outbox import Backlog, Outbox, Outgoing
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, SharedCheck
+from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.transport import Connection, receive_bytes
 from rallypoint.observe.trace import Tracer
 
@@ -59,16 +59,15 @@ class Channel:
 
     def send(
         self, header: Header, payload: memoryview | None = None, sent: Callable[[], None] | None = None,
-        *, urgent: bool = False, place: Hashable = None, check: SharedCheck | None = None,
+        *, urgent: bool = False, place: Hashable = None,
     ) -> None:  # fmt: skip
         """Queue a frame. It replaces the frame that waits at the same `place`, if it has one (see `Outbox`).
 
         `payload` must not change before `sent` is called, from the sending thread: after the frame went out, or when it
         never will. If the channel is closed, the frame is dropped and `sent` is called at once, from the calling
-        thread; so is that of a frame that is replaced. `check` is given with a payload that goes to many: its check is
-        then computed once for all of them.
+        thread; so is that of a frame that is replaced.
         """
-        frame = Outgoing(header, payload, sent, check)
+        frame = Outgoing(header, payload, sent)
         dropped: list[Outgoing | None] = [frame]
         with self._changed:
             if not self._closing and not self._last_word:
@@ -133,7 +132,7 @@ class Channel:
                 with self._tracer.span(
                     "send", kind=item.header.kind.name, shard=item.header.shard, waiting=self._outbox.nbytes
                 ):
-                    self.connection.send(self._sealer.seal(item.header, item.payload, item.check), item.payload)
+                    self.connection.send(self._sealer.seal(item.header, item.payload), item.payload)
             except LinkError:  # the receiving thread will get it too, after the last frames: they may say why
                 self._stop()
             except Exception as fault:  # any other one would end this thread unseen, and the queue would only grow

@@ -79,10 +79,9 @@ class Greeting:
     def welcome(self, message: Welcome) -> LinkKeys:
         """Accept the dialer. Returns the keys for the frames that follow."""
         connection, keys = self._transcript.connection, self._transcript.keys
-        checksums = self.hello.trusts and connection.trusted
-        self._transcript.send(Kind.WELCOME, msgspec.structs.replace(message, checksums=checksums), keys.listener)
+        self._transcript.send(Kind.WELCOME, message, keys.listener)
         connection.set_deadline(None)
-        return dialers_keys(keys, self._transcript.digest, checksums=checksums).other_side()
+        return dialers_keys(keys, self._transcript.digest).other_side()
 
     def refuse(self, reason: str) -> None:
         """Refuse the dialer."""
@@ -114,7 +113,7 @@ def greet(connection: Connection, me: Identity) -> Greeting:
 def introduce(connection: Connection, hello: Hello, token: str) -> tuple[Welcome, LinkKeys]:
     """The connecting side of the handshake. Returns the listener's Welcome, and the keys for the frames that follow.
 
-    This function fills in the Hello's `nonce` and `trusts`. Raises UnprovenPeer if whoever listens there has not proved
+    This function fills in the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved
     that it knows the token, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
     connection breaks.
     """
@@ -122,8 +121,7 @@ def introduce(connection: Connection, hello: Hello, token: str) -> tuple[Welcome
     transcript, me = _Transcript(connection, token), _named(hello.role, hello.id)
     try:
         _find(transcript, hello)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        hello = msgspec.structs.replace(hello, nonce=nonce, trusts=connection.trusted)
+        hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
         header = transcript.receive_header()
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
@@ -140,8 +138,7 @@ def introduce(connection: Connection, hello: Hello, token: str) -> tuple[Welcome
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
     welcome = expect(data, Welcome)
     connection.set_deadline(None)
-    checksums = welcome.checksums and connection.trusted
-    return welcome, dialers_keys(transcript.keys, transcript.digest, checksums=checksums)
+    return welcome, dialers_keys(transcript.keys, transcript.digest)
 
 
 def _find(transcript: _Transcript, hello: Hello) -> None:

@@ -67,10 +67,6 @@ class InprocConnection:
     def peer(self) -> str:
         return self._peer
 
-    @property
-    def trusted(self) -> bool:
-        return True
-
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         self._outgoing.write(memoryview(head), self._patience)
         if payload is not None and len(payload):

@@ -37,14 +37,11 @@ class TokenKeys:
         dialer: for the proof of the side that connects.
         listener: for the proof of the side that listens.
         session: the secret part of every connection's own keys.
-        payload: for the MAC of payloads. It is the same on every connection, so that a payload that goes to many
-            peers needs only one. The header's tag binds the MAC to one frame of one connection.
     """
 
     dialer: bytes
     listener: bytes
     session: bytes
-    payload: bytes
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -52,30 +49,26 @@ class LinkKeys:
     """One side's keys of one connection.
 
     Attributes:
-        sending: for the tags of the frames that this side sends.
-        receiving: for the tags of the frames that the other side sends.
-        payload: see `TokenKeys`.
-        checksums: both sides trust the network: tensors carry a checksum instead of a MAC.
+        sending: for the frames that this side sends.
+        receiving: for the frames that the other side sends.
     """
 
     sending: bytes
     receiving: bytes
-    payload: bytes
-    checksums: bool
 
     def other_side(self) -> LinkKeys:
         """The keys of the other side of the same connection."""
-        return LinkKeys(self.receiving, self.sending, self.payload, self.checksums)
+        return LinkKeys(self.receiving, self.sending)
 
 
 @cache
 def token_keys(token: str) -> TokenKeys:
     """The keys that belong to a token."""
     root = extract(_NAME, token.encode())
-    return TokenKeys(*(expand(root, label) for label in (b"dialer", b"listener", b"session", b"payload")))
+    return TokenKeys(*(expand(root, label) for label in (b"dialer", b"listener", b"session")))
 
 
-def dialers_keys(keys: TokenKeys, transcript: bytes, *, checksums: bool) -> LinkKeys:
+def dialers_keys(keys: TokenKeys, transcript: bytes) -> LinkKeys:
     """The dialer's keys of the connection whose greeting has this digest."""
     root = extract(transcript, keys.session)
-    return LinkKeys(expand(root, b"from the dialer"), expand(root, b"from the listener"), keys.payload, checksums)
+    return LinkKeys(expand(root, b"from the dialer"), expand(root, b"from the listener"))

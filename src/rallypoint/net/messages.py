@@ -43,8 +43,7 @@ class Hello(_Message, frozen=True):
     `role` is worker, server, aggregator or observer. `address` is where a server or an aggregator listens, `near` the
     place where a member is (see `core.view.Member`). `incarnation` is the number that the
     coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id) of
-    the listener that it means. `nonce` makes the listener's proof good for this connection only. `trusts`: it trusts
-    the network between the two.
+    the listener that it means. `nonce` makes the listener's proof good for this connection only.
     """
 
     role: str
@@ -55,7 +54,6 @@ class Hello(_Message, frozen=True):
     view: ViewNumber = ViewNumber()
     to: tuple[str, str] = ("", "")
     nonce: bytes = b""
-    trusts: bool = False
     near: str = ""
 
 
@@ -64,7 +62,7 @@ class Welcome(_Message, frozen=True):
 
     `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
     steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent. `checksums`: both sides trust the network, so tensors carry checksums instead of MACs.
+    may be silent.
     """
 
     overrides: dict[str, Any] = {}
@@ -73,7 +71,6 @@ class Welcome(_Message, frozen=True):
     snapshots: str = ""
     compression: str = "none"
     heartbeat: float = 3.0
-    checksums: bool = False
 
 
 class Refused(_Shown, frozen=True):

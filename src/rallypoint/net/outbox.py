@@ -8,8 +8,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from rallypoint.net.frames import HEADER_BYTES, Header
-from rallypoint.net.seal import SharedCheck
+from rallypoint.net.frames import Header
+from rallypoint.net.seal import SEALED_BYTES
 
 _ITS_OWN = object()  # begins the place of a frame that has none
 
@@ -20,7 +20,6 @@ class Outgoing(NamedTuple):
     header: Header
     payload: memoryview | None
     sent: Callable[[], None] | None
-    check: SharedCheck | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +100,7 @@ class Outbox:
         return frame
 
     def _count(self, frame: Outgoing, sign: int) -> None:
-        nbytes = sign * (HEADER_BYTES + frame.nbytes)
+        nbytes = sign * (SEALED_BYTES + frame.nbytes)
         self._counted += nbytes
         if self._backlog is not None:
             self.overflows = not self._backlog.change(nbytes, self._counted)

@@ -7,8 +7,6 @@ import threading
 
 import torch
 
-from rallypoint.net.seal import SharedCheck
-
 PERIOD = 1024  # takes
 _MAPPED_BYTES = 128 << 10
 
@@ -16,17 +14,16 @@ _MAPPED_BYTES = 128 << 10
 class Buffer:
     """`words` fp32 words, as a tensor and as bytes. Reference-counted: the last `release` returns it to its pool.
 
-    Any thread may retain and release it. `check` is for sending the same bytes to many: `take` makes a new one.
+    Any thread may retain and release it.
     """
 
-    __slots__ = ("_holders", "_pool", "bytes", "check", "tensor")
+    __slots__ = ("_holders", "_pool", "bytes", "tensor")
 
     def __init__(self, pool: BufferPool, words: int) -> None:
         self._pool = pool
         self._holders = 1
         self.tensor = _memory(words)
         self.bytes = bytes_of(self.tensor)
-        self.check = SharedCheck()
 
     def retain(self) -> Buffer:
         """Add a holder. Returns the buffer itself."""
@@ -76,7 +73,6 @@ class BufferPool:
                 self.made += 1
                 return Buffer(self, self._words)
             buffer = self.free.pop()
-        buffer.check = SharedCheck()  # it will hold other bytes
         return buffer.retain()
 
     def returned(self, buffer: Buffer) -> None:

@@ -14,7 +14,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
 from rallypoint.observe.lines import Sparingly
@@ -38,19 +37,15 @@ def split_address(address: str) -> tuple[str, int]:
 class TcpConnection:
     """A Connection over a connected socket."""
 
-    def __init__(self, sock: socket.socket, peer: str, *, trusted: bool = False) -> None:
+    def __init__(self, sock: socket.socket, peer: str) -> None:
         self._socket = sock
-        self._peer, self._trusted = peer, trusted
+        self._peer = peer
         self._deadline: float | None = None
         _tune(sock)
 
     @property
     def peer(self) -> str:
         return self._peer
-
-    @property
-    def trusted(self) -> bool:
-        return self._trusted
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         try:
@@ -115,8 +110,8 @@ class TcpListener:
     peer would wait in vain: so the listener accepts it with the spare one, closes it, and says so.
     """
 
-    def __init__(self, sock: socket.socket, trusted: TrustedNetworks) -> None:
-        self._socket, self._trusted = sock, trusted
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
         self._closed = False
         self._spare: int | None = _descriptor()
         self._lock = threading.Lock()  # of the spare one
@@ -135,7 +130,7 @@ class TcpListener:
             except OSError as error:
                 raise LinkError(f"no longer listening at {self._address}: {error}") from None
             try:
-                return TcpConnection(sock, f"{peer[0]}:{peer[1]}", trusted=peer[0] in self._trusted)
+                return TcpConnection(sock, f"{peer[0]}:{peer[1]}")
             except OSError:
                 sock.close()  # the peer disconnected at once: go on listening
 
@@ -177,32 +172,8 @@ class TcpListener:
             self._spare = None
 
 
-class TrustedNetworks:
-    """The networks on which nobody changes bytes: this machine's loopback, and those that the user names.
-
-    UsageError if one of `networks` is none: it must look like 10.0.0.0/8 or fd00::/8.
-    """
-
-    def __init__(self, networks: Iterable[str] = ()) -> None:
-        try:
-            self._networks = [ipaddress.ip_network(network.strip()) for network in networks]
-        except ValueError as error:
-            raise UsageError(f"a trusted network is written like 10.0.0.0/8: {error}") from None
-
-    def __contains__(self, host: str) -> bool:
-        try:
-            address = ipaddress.ip_address(host)
-        except ValueError:
-            return False
-        address = getattr(address, "ipv4_mapped", None) or address
-        return address.is_loopback or any(address in network for network in self._networks)
-
-
 class TcpTransport:
-    """TCP between ``host:port`` addresses. `trusted` lists the networks that the user trusts, as 10.0.0.0/8."""
-
-    def __init__(self, trusted: Iterable[str] = ()) -> None:
-        self._trusted = TrustedNetworks(trusted)
+    """TCP between ``host:port`` addresses."""
 
     def listen(self, address: str) -> TcpListener:
         host, port = split_address(address)
@@ -220,7 +191,7 @@ class TcpTransport:
                     f"port {port} on {host} is in use by another process: choose another, or 0 for any free one"
                 ) from None
             raise LinkError(f"cannot listen at {address}: {error}") from None
-        return TcpListener(sock, self._trusted)
+        return TcpListener(sock)
 
     def connect(self, address: str, timeout: float) -> TcpConnection:
         host, port = split_address(address)
@@ -230,7 +201,7 @@ class TcpTransport:
             raise LinkError(f"nobody answers at {address}: {error}") from None
         try:
             sock.settimeout(None)
-            return TcpConnection(sock, address, trusted=sock.getpeername()[0] in self._trusted)
+            return TcpConnection(sock, address)
         except OSError as error:
             sock.close()
             raise LinkError(f"{address} was gone as soon as it had answered: {error}") from None

@@ -15,13 +15,6 @@ class Connection(Protocol):
     def peer(self) -> str:
         """The name of the other side, for messages."""
 
-    @property
-    def trusted(self) -> bool:
-        """Does this side trust the network between the two? Then a checksum of the payloads is enough, without a key.
-
-        So it is within one machine, and where the user says so.
-        """
-
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         """Send `head`, then `payload`, completely; blocks until they are sent. LinkError when the stream has ended."""
 

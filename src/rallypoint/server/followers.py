@@ -81,6 +81,4 @@ class Followers:
         owned = self._owned[shard]
         code, buffer, nbytes = owned.raw(header.step) if raw else owned.encoded(header.step)
         header = owned.named(header._replace(view=self._shell.fence.number, shard=shard, length=nbytes, codec=code))
-        channel.send(
-            header, buffer.retain().bytes[:nbytes], sent=buffer.release, place=place, check=buffer.check
-        )
+        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release, place=place)

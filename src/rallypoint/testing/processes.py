@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rallypoint.aggregator.service import AggregatorService
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
@@ -43,7 +44,7 @@ class Process:
 
 @dataclass(slots=True)
 class ProcessCluster:
-    """`workers` worker processes and `servers` server processes around one coordinator; a context manager.
+    """`workers` worker processes, `servers` servers and `aggregators` around one coordinator; a context manager.
 
     ``cluster.run(train, *args)`` calls ``train(job, *args)`` (a module-level function) in every worker and returns the
     results in worker order. It raises ClusterFailed with the first failure's message. All processes are ended in both
@@ -58,6 +59,7 @@ class ProcessCluster:
     timeout: float = _TIMEOUT_S
     started: list[Process] = field(default_factory=list)
     token: str = field(default_factory=new_token)
+    aggregators: int = 0
 
     def __enter__(self) -> ProcessCluster:
         return self
@@ -79,6 +81,8 @@ class ProcessCluster:
         address = self.answer(coordinator)
         for index in range(self.servers):
             self.start(server_main, f"server{index}", address)
+        for index in range(self.aggregators):
+            self.start(aggregator_main, f"aggregator{index}", address)
         workers = [self.start(worker_main, f"worker{i}", address, train, args) for i in range(self.workers)]
         return [self.answer(worker) for worker in workers]
 
@@ -141,6 +145,14 @@ def _coordinator_main(pipe: Connection, token: str, terms: Terms, join_info: Joi
 def server_main(pipe: Connection, token: str, id: str, address: str) -> None:
     """The main function of a server's process."""
     run_servers([ServerService(id=id, coordinator=address, token=token)])
+
+
+def aggregator_main(pipe: Connection, token: str, id: str, address: str) -> None:
+    """The main function of an aggregator's process."""
+    service = AggregatorService(id=id, coordinator=address, token=token)
+    service.start()
+    service.wait()
+    service.close()
 
 
 def worker_main(
