@@ -165,7 +165,7 @@ class Relay:
         place = ("version", give.shard) if self._newest_is_enough and not give.asked else None
         channel.send(
             header._replace(view=self._shell.fence.number), buffer.retain().bytes[: header.length],
-            sent=buffer.release, place=place, check=buffer.check,
+            sent=buffer.release, place=place,
         )  # fmt: skip
 
 

@@ -53,6 +53,7 @@ class Course:
         """Set (or with None drop) the job's record, and choose the strategies that depend on it."""
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         self.views.replication = self.recovery.replication(self.terms.replication)
+        self.views.aggregates = self.strategies.aggregates
 
     def changed(self) -> None:
         """Raise `revision`: something has changed that the next coordinator needs."""

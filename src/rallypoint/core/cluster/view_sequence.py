@@ -29,12 +29,14 @@ class ViewSequence:
     Attributes:
         epoch: the coordinator's epoch (I10).
         replication: with 2, every shard has a backup.
+        aggregates: workers may use aggregators; else views give them none.
         view: the view in force; None before the first.
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
     """
 
     epoch: int
     replication: int
+    aggregates: bool = True
     view: View | None = None
     caught_up: set[int] = field(default_factory=set)
     _last: ViewNumber = field(default_factory=ViewNumber)
@@ -63,7 +65,7 @@ class ViewSequence:
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
-            **_aggregation(members, assignments),
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return msgspec.structs.replace(view, paired=pairings(view, None), homed=homings(view, None))
 
@@ -82,7 +84,7 @@ class ViewSequence:
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending,
-            **_aggregation(members, assignments),
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return msgspec.structs.replace(view, paired=pairings(view, before), homed=homings(view, before))
 
@@ -108,15 +110,15 @@ class ViewSequence:
         self.caught_up |= new
         return bool(new)
 
+    def _aggregation(self, members: Membership, assignments: tuple[Assignment, ...]) -> dict[str, Any]:
+        """The aggregators, and which workers use them."""
+        here = tuple(members.aggregators.values())
+        assigned = assignments[-1].replicas if assignments else {}
+        used = nearest_aggregators(_workers(members), here, assigned) if self.aggregates else {}
+        return {"aggregators": here, "aggregator_of": used}
+
     def _next_number(self) -> ViewNumber:
         return ViewNumber(self.epoch, self._last.count + 1 if self._last.epoch == self.epoch else 1)
-
-
-def _aggregation(members: Membership, assignments: tuple[Assignment, ...]) -> dict[str, Any]:
-    """The aggregators, and which workers use them."""
-    here = tuple(members.aggregators.values())
-    assigned = assignments[-1].replicas if assignments else {}
-    return {"aggregators": here, "aggregator_of": nearest_aggregators(_workers(members), here, assigned)}
 
 
 def _workers(members: Membership) -> tuple[Member, ...]:

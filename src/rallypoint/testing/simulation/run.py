@@ -12,6 +12,7 @@ from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
+from rallypoint.testing.simulation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.member import COORDINATOR, Order
 from rallypoint.testing.simulation.network import Node, World
@@ -50,6 +51,7 @@ class Simulation:
         self.outcome = Outcome()
         self.workers: dict[str, SimulatedWorker] = {}
         self.servers: dict[str, SimulatedServer] = {}
+        self.aggregators: dict[str, SimulatedAggregator] = {}
         self.coordinator: SimulatedCoordinator | None = None
         self.events: list[str] = []
         self._named = Counter[str]()
@@ -60,6 +62,8 @@ class Simulation:
         self.start_coordinator()
         for _ in range(self.plan.servers):
             self.start_server()
+        for _ in range(self.plan.aggregators):
+            self.start_aggregator()
         for _ in range(self.plan.workers):
             self.start_worker()
         for fault in self.plan.faults:
@@ -90,6 +94,11 @@ class Simulation:
         """One more server."""
         name = self._name("server")
         self.servers[name] = SimulatedServer(self.world, name, self.plan.job, self.store)
+
+    def start_aggregator(self) -> None:
+        """One more aggregator."""
+        name = self._name("aggregator")
+        self.aggregators[name] = SimulatedAggregator(self.world, name, self.plan.job)
 
     def start_worker(self) -> None:
         """One more worker."""
@@ -125,7 +134,7 @@ class Simulation:
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
-                for role in ("coordinator", "server", "worker"):
+                for role in ("coordinator", "server", "aggregator", "worker"):
                     for name in self._alive(role):
                         self._crash(role, name, fault.seconds / 5)
             case _:
@@ -176,7 +185,8 @@ class Simulation:
     def _again(self, role: str) -> None:
         if self.outcome.finished:
             return
-        {"worker": self.start_worker, "server": self.start_server, "coordinator": self.start_coordinator}[role]()
+        start = {"server": self.start_server, "aggregator": self.start_aggregator, "coordinator": self.start_coordinator}
+        start.get(role, self.start_worker)()
 
     def _resize(self) -> None:
         """The launcher acts on it when the coordinator has announced it, as the real one does."""
@@ -225,6 +235,8 @@ class Simulation:
         for server in self.servers.values():
             server.check_tickets()
             server_checks.check_staleness(server)
+        for aggregator in self.aggregators.values():
+            aggregator.check_memory()
         if not job.same_bytes:
             self._check_accounts()
             self._check_wants()
