@@ -82,6 +82,7 @@ class AggregatorMachine:
         effects: list[Effect] = []
         if before is None or before.generation != view.generation:
             effects += self._forget_all()
+            effects += [Follow(server) for server in sorted(self._up)]  # what was asked before may count as stale there
         mine = set(view.workers_of(self.me))
         if others := tuple(sorted(self._from.keys() - mine)):
             effects += self._dismiss(others, "the view gives it to another aggregator, or to none")
