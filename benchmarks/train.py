@@ -6,13 +6,15 @@
     python benchmarks/train.py --durable                            # what replication and snapshots cost
     python benchmarks/train.py --durable --server-rate 1250         # where servers' links carry what replication adds
     python benchmarks/train.py --design rallypoint --design replicated --batch 4     # these two, with more to compute
+    python benchmarks/train.py --accelerator 0.034                  # blocks sleep, as if an accelerator computed them
+    python benchmarks/train.py --ratio 0.5 --ratio 1 --ratio 2      # the same: computing takes so many times K/B
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +55,7 @@ class Plan:
     rounds: int
     sets: Mapping[str, Any]
     designs: tuple[Design, ...] = DESIGNS
+    accelerator: float = 0.0  # seconds of sleep of each block's forward, half of those of its backward
 
     @property
     def model_bytes(self) -> int:
@@ -76,8 +79,8 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """One line of the table. `limit` is max(compute, K/B) in seconds, with B that of the busiest link; `peak` and
-    `analytic` are bytes per worker; `ratio` is to Rallypoint's median step, round by round."""
+    """One line of the table. `limit` is the greater of `compute` and `wire` (K/B, with B that of the busiest link),
+    in seconds; `peak` and `analytic` are bytes per worker; `ratio` is to Rallypoint's median step, round by round."""
 
     case: str
     design: str
@@ -86,10 +89,17 @@ class Figures(msgspec.Struct, frozen=True):
     ratio: Spread | None
     tokens: float
     limit: float
+    compute: float
+    wire: float
     peak: int
     analytic: int
     final_loss: float | None
     losses: list[float]
+
+
+def name(case: Case, plan: Plan) -> str:
+    """How the tables call it: ``4+4, 1000 Mbit/s, 34 ms``."""
+    return f"{case.name}, {1000 * plan.accelerator:.0f} ms" if plan.accelerator else case.name
 
 
 def measure(case: Case, plan: Plan, console: Console) -> list[Figures]:
@@ -101,14 +111,17 @@ def measure(case: Case, plan: Plan, console: Console) -> list[Figures]:
                 run = run_once(at, plan, design)
                 runs[design].append(run)
                 spread = Spread.of(run.steps).show()
-                console.print(f"{case.name}: {NAMES[design]}, round {number + 1}: {spread} s a step", style="dim")
+                what = f"{name(case, plan)}: {NAMES[design]}, round {number + 1}"
+                console.print(f"{what}: {spread} s a step", style="dim")
     return [figures(case, plan, design, runs) for design in plan.designs]
 
 
 def run_once(at: Site, plan: Plan, design: Design) -> Trained:
     """Start all members, train, end them."""
     workers = len(at.workers)
-    tasks = [Task(design, rank, workers, plan.model, plan.settings(workers)) for rank in range(workers)]
+    tasks = [
+        Task(design, rank, workers, plan.model, plan.settings(workers), plan.accelerator) for rank in range(workers)
+    ]
     with Members() as members:
         if design in SERVED:
             members.start_rallypoint(
@@ -154,10 +167,11 @@ def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Sequen
     batch = case.workers * plan.batch
     copies = case.workers * (design in SERVED) + (design in REPLICATED)
     samples = Spread.of([batch / seconds for seconds in run.steps])
+    wire = case.wire_seconds(model_bytes, copies)
     return Figures(
-        case=case.name, design=design, step=Spread.of(run.steps), samples=samples,
+        case=name(case, plan), design=design, step=Spread.of(run.steps), samples=samples,
         ratio=ratio(runs[design], runs["rallypoint"]) if "rallypoint" in runs else None,
-        tokens=samples.median * plan.model.block, limit=max(compute, case.wire_seconds(model_bytes, copies)),
+        tokens=samples.median * plan.model.block, limit=max(compute, wire), compute=compute, wire=wire,
         peak=max(run.peaks), analytic=STATES[design] * model_bytes,
         final_loss=None if design == "alone" else statistics.fmean(run.losses[-_LAST:]),
         losses=[] if design == "alone" else run.losses,
@@ -165,8 +179,8 @@ def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Sequen
 
 
 COLUMNS = (
-    "case", "design", "samples/s [min..max]", "tokens/s", "s a step", "longest", "x limit", "x Rallypoint [rounds]",
-    "peak MB", "analytic MB", "last loss",
+    "case", "design", "samples/s [min..max]", "tokens/s", "s a step", "longest", "compute x K/B", "x limit",
+    "x Rallypoint [rounds]", "peak MB", "analytic MB", "last loss",
 )  # fmt: skip
 
 
@@ -174,13 +188,14 @@ def row(found: Figures) -> list[str]:
     """A line of the table."""
     return [
         found.case, NAMES[found.design], found.samples.show(2), f"{found.tokens:.0f}", f"{found.step.median:.3f}",  # type: ignore[index]
-        f"{found.step.greatest:.3f}", f"{found.step.median / found.limit:.2f}",
+        f"{found.step.greatest:.3f}", f"{found.compute / found.wire:.2f}" if found.wire else "",
+        f"{found.step.median / found.limit:.2f}",
         "" if found.ratio is None else found.ratio.show(2), f"{found.peak / 1e6:.0f}", f"{found.analytic / 1e6:.0f}",
         "" if found.final_loss is None else f"{found.final_loss:.4f}",
     ]  # fmt: skip
 
 
-def curves(case: Case, found: Sequence[Figures]) -> Table:
+def curves(case: str, found: Sequence[Figures]) -> Table:
     """The losses of all designs side by side, at a few steps."""
     learning = [figure for figure in found if figure.losses]
     last = len(learning[0].losses) - 1
@@ -189,22 +204,32 @@ def curves(case: Case, found: Sequence[Figures]) -> Table:
         [NAMES[figure.design], "nats/byte", *(f"{figure.losses[step]:.4f}" for step in points)]  # type: ignore[index]
         for figure in learning
     ]
-    return table(f"loss, {case.name}", ["design", "", *(f"step {step}" for step in points)], lines)
+    return table(f"loss, {case}", ["design", "", *(f"step {step}" for step in points)], lines)
 
 
-def run(cases: Sequence[Case], plan: Plan, path: Path | None) -> None:
+def run(cases: Sequence[tuple[Case, Plan]], path: Path | None) -> None:
     """Measure, print, write."""
     console = Console(highlight=False)
-    found = {case: measure(case, plan, console) for case in cases}
+    found = {name(case, plan): measure(case, plan, console) for case, plan in cases}
     every = [figure for figures in found.values() for figure in figures]
+    plan = cases[0][1]
     size = plan.model_bytes
     title = (
         f"a GPT of {size / 4e6:.1f} M parameters (K = {size / 1e6:.0f} MB), {plan.batch} x {plan.model.block} bytes a "
         "worker\nlimit: max(compute, K/B), with replication the servers' (W+1)K/SB; peak: a worker's memory over its "
         "imports and data\nanalytic: parameters + gradients (+ AdamW's state under DDP), without activations"
     )
+    if plan.accelerator:
+        title += "\n... ms: what each block sleeps in its forward; twice that in its backward"
     tables = [table(title, COLUMNS, [row(figure) for figure in every])]
     report(console, tables + [curves(case, figures) for case, figures in found.items()], every, path)
+
+
+def accelerated(case: Case, plan: Plan, seconds: Sequence[float], ratios: Sequence[float]) -> list[tuple[Case, Plan]]:
+    """One plan for each sleep, given in `seconds` of a block's forward, or by what it makes of compute / (K/B)."""
+    per_step = 3 * plan.model.layers
+    every = [*seconds, *(ratio * case.wire_seconds(plan.model_bytes) / per_step for ratio in ratios)]
+    return [(case, replace(plan, accelerator=sleep)) for sleep in every]
 
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -229,6 +254,13 @@ def command(
     shard_kib: Annotated[int | None, typer.Option(min=1, help="Rallypoint's shards, in KiB.")] = None,
     window: Annotated[int | None, typer.Option(min=1, help="Shards under way from a worker to a server.")] = None,
     durable: Annotated[bool, typer.Option("--durable", help="Also with replication 2, snapshots, and both.")] = False,
+    accelerator: Annotated[
+        list[float] | None,
+        typer.Option(min=0.0, help="Each block sleeps so many seconds in its forward, and twice that in its backward."),
+    ] = None,
+    ratio: Annotated[
+        list[float] | None, typer.Option(min=0.0, help="The same, given as what the sleeps are in K/B.")
+    ] = None,
     design: Annotated[
         list[str] | None, typer.Option(help=f"Only this, and compute only; repeatable: {', '.join(DURABLE[:-1])}.")
     ] = None,
@@ -251,7 +283,8 @@ def command(
         {name: value for name, value in sets.items() if value is not None}, designs,
     )  # fmt: skip
     case = Case(workers, servers, None if loopback else rate, None if loopback else server_rate)
-    run(GOALS if goals else (case,), plan, json)
+    slept = accelerated(case, plan, accelerator or (), ratio or ())
+    run(slept or [(case, plan) for case in (GOALS if goals else (case,))], json)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -34,6 +35,7 @@ class Task(msgspec.Struct, frozen=True):
     workers: int
     model: GPTConfig
     settings: dict[str, object]
+    accelerator: float = 0.0  # seconds that each block sleeps in its forward; twice as long in its backward
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -70,7 +72,7 @@ class Recorder:
 
 def rallypoint(task: Task, data: TextDataset, recorder: Recorder) -> None:
     """As any user's script would."""
-    model = _model(task)
+    model = model_of(task)
     with rp.join() as job:
         for micro in job.train(model, data, **task.settings):  # type: ignore[arg-type]
             with micro:
@@ -84,7 +86,7 @@ def ddp(task: Task, data: TextDataset, recorder: Recorder) -> None:
     """DistributedDataParallel over Gloo: the same samples, the same fused optimizer in every worker."""
     join_gloo(task.rank, task.workers)
     config = resolve(task.settings)
-    model = _model(task)
+    model = model_of(task)
     optimizer = _optimizer(model, config)
     wrapped = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True)
     batches = MicroBatches(data, config, torch.device("cpu"))
@@ -105,7 +107,7 @@ def alone(task: Task, data: TextDataset, recorder: Recorder) -> None:
     """Forward and backward only, beside all other workers doing the same: what a step costs without communication."""
     join_gloo(task.rank, task.workers)  # so that all begin together
     config = resolve(task.settings)
-    model = _model(task)
+    model = model_of(task)
     batches = MicroBatches(data, config, torch.device("cpu"))
     torch.distributed.barrier()
     for step in range(config.steps):
@@ -129,9 +131,35 @@ class _Loss(nn.Module):
         return self.model.loss(tokens, targets)
 
 
-def _model(task: Task) -> GPT:
+def model_of(task: Task) -> GPT:
+    """The model of a task, the same in every worker."""
     torch.manual_seed(1234)
-    return GPT(task.model)
+    model = GPT(task.model)
+    if task.accelerator:
+        for block in model.blocks:
+            block.register_forward_hook(partial(_after_block, task.accelerator))
+    return model
+
+
+class _Accelerator(torch.autograd.Function):
+    """Sleeps as long as an accelerator computes, and changes nothing: the processor is free meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+def _after_block(seconds: float, block: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
+    """At a block's output: it has read its parameters by then, and has no gradients yet in the backward."""
+    result: torch.Tensor = _Accelerator.apply(output, seconds)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _optimizer(model: GPT, config: JobConfig) -> torch.optim.Optimizer:

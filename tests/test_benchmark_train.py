@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))  # its modules import one another by name
 
 from cluster import Case
-from train import by_step
-from train_member import Result
+from rallypoint.recipes.gpt_model import GPTConfig
+from train import Plan, accelerated, by_step
+from train_member import Result, Task, model_of
 
 
 def test_a_step_begins_with_its_last_worker_wherever_its_replicas_are() -> None:
@@ -34,3 +37,24 @@ def test_a_step_begins_with_its_last_worker_wherever_its_replicas_are() -> None:
 )
 def test_a_step_takes_at_least_what_the_busiest_link_takes(case: Case, copies: int, seconds: float) -> None:
     assert case.wire_seconds(100_000_000, copies) == pytest.approx(seconds)
+
+
+def test_a_ratio_becomes_what_each_block_sleeps() -> None:
+    plan = Plan(GPTConfig(layers=4, heads=2, width=16, block=8), 1, 1e-3, 2, 1, 1, {})
+    case = Case(4, 4, 1000.0)
+    (_, twice), (_, given) = accelerated(case, plan, [], [2.0]) + accelerated(case, plan, [0.25], [])
+    assert 3 * 4 * twice.accelerator == pytest.approx(2 * case.wire_seconds(plan.model_bytes))
+    assert given.accelerator == 0.25
+
+
+def test_an_accelerator_sleeps_in_both_passes_and_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    tokens = torch.arange(8)[None]
+    found = []
+    for seconds in (0.0, 0.5):
+        model = model_of(Task("alone", 0, 1, GPTConfig(layers=2, heads=2, width=16, block=8), {}, seconds))
+        model.loss(tokens, tokens).backward()  # type: ignore[no-untyped-call]
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert slept == [0.5, 0.5, 1.0, 1.0]
+    assert all(torch.equal(plain, slow) for plain, slow in zip(*found, strict=True))

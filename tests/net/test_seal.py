@@ -141,7 +141,7 @@ def test_a_frame_is_byte_for_byte_what_the_docstring_says() -> None:
 
 
 def test_the_mac_is_that_of_the_gcm_specification() -> None:
-    """Test case 13 of McGrew and Viega, The Galois/Counter Mode of Operation, 2004: AES-256, nothing to authenticate."""
+    """Test case 13 of McGrew and Viega, The Galois/Counter Mode of Operation (2004): AES-256, and no data."""
     seals = Sealer(KEYS)._seals
     seals._macs = AESGCM(bytes(32))
     assert seals.mac(0, memoryview(b"")).hex() == "530f8afbc74536b9a963b4f1c4cb738b"
