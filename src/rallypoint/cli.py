@@ -90,7 +90,7 @@ def chaos(
     context: typer.Context, options: RunOptions,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to it.")] = "gpt",
     kills: Annotated[int, typer.Option(
-        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over workers, servers and the coordinator.",
+        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over all roles.",
     )] = 10,
     stops: Annotated[int, typer.Option(
         min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGSTOPs of a worker, for twice the heartbeat.",
@@ -118,7 +118,9 @@ def chaos(
     from rallypoint.launch.console import Screen
 
     _refuse_option(context, recipe, "recipe")
-    faults = parse_faults(schedule) or random_faults(kills, _sizes(resizes), stops, everything, options.servers, seed)
+    faults = parse_faults(schedule) or random_faults(
+        kills, _sizes(resizes), stops, everything, seed, options.servers, options.aggregators
+    )
     arguments, settings = _without_settings(context.args)
     plan = options.plan(_recipe_argv(recipe, arguments), more_settings=settings)
     raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
@@ -252,9 +254,7 @@ def server(
     from rallypoint.server.service import ServerService, run_servers
 
     hold_lifeline()
-    address = coordinator or os.environ.get(environment.COORDINATOR, "")
-    if not address:
-        raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
+    address = _whose_job(coordinator)
     name = id or os.environ.get(environment.ID) or f"server-{os.getpid()}"
     token = os.environ.get(environment.TOKEN, "")
     service = ServerService(
@@ -262,6 +262,35 @@ def server(
     )
     signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
     failure = run_servers([service])
+    raise typer.Exit(0 if failure is None else 3)
+
+
+@app.command(hidden=True)
+def aggregator(
+    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
+    coordinator: Annotated[str, typer.Option(help="host:port; by default RALLYPOINT_COORDINATOR.")] = "",
+    id: Annotated[str, typer.Option(help="This aggregator's id; by default RALLYPOINT_ID.")] = "",
+    near: Annotated[str, typer.Option(
+        metavar="PLACE", help="Only for workers whose RALLYPOINT_NEAR is the same; by default RALLYPOINT_NEAR.",
+    )] = "",
+    advertise: Advertise = "",
+) -> None:  # fmt: skip
+    """Run one aggregator of one job. The token comes in RALLYPOINT_TOKEN. It may be ended at any time."""
+    from rallypoint.aggregator.service import AggregatorService
+    from rallypoint.launch.lifeline import hold_lifeline
+
+    hold_lifeline()
+    address, name = _whose_job(coordinator), id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}"
+    service = AggregatorService(
+        id=name, coordinator=address, token=os.environ.get(environment.TOKEN, ""), bind=bind, advertise=advertise,
+        near=near or os.environ.get(environment.NEAR, ""), transport=TcpTransport(),
+    )  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
+    service.start()
+    try:
+        failure = service.wait()
+    finally:
+        service.close()
     raise typer.Exit(0 if failure is None else 3)
 
 
@@ -332,6 +361,14 @@ def _sizes(text: str) -> list[int]:
     if not all(part.strip().isdigit() for part in text.split(",") if part.strip()):
         raise ConfigError(f"'{text}' is not a list of numbers of workers: write it as 4,1,3")
     return [int(part) for part in text.split(",") if part.strip()]
+
+
+def _whose_job(coordinator: str) -> str:
+    """The coordinator's address, as it was given or as the environment has it."""
+    address = coordinator or os.environ.get(environment.COORDINATOR, "")
+    if not address:
+        raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
+    return address
 
 
 def _announce(address: str) -> None:

@@ -25,8 +25,9 @@ class Member(msgspec.Struct, frozen=True):
     """A live process: its id in this job, the host it is on, and (servers, aggregators) where it listens.
 
     `near` names the place where it is (a host, a rack), as it was told when it was started: workers use an aggregator
-    that is near the same place. `incarnation` is a new number that the coordinator gives at every joining. If a process joins again after it was
-    given up, or another process joins with the same id, what the old incarnation held does not count any more.
+    that is near the same place. `incarnation` is a new number that the coordinator gives at every joining. If a process
+    joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
+    count any more.
     """
 
     id: str

@@ -21,7 +21,8 @@ from rallypoint.worker.loop.session import Job
 def join() -> Job:
     """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
-    The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID and RALLYPOINT_TOKEN.
+    The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN and
+    (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
@@ -32,6 +33,7 @@ def join() -> Job:
     job = Job(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
         token=os.environ.get(environment.TOKEN, ""), transport=TcpTransport(),
+        near=os.environ.get(environment.NEAR, ""),
     )  # fmt: skip
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: job.leave())

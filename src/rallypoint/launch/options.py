@@ -45,6 +45,10 @@ class RunOptions:
     servers: Annotated[int, _option(
         "--servers", "-s", min=1, metavar="N", panel=_CLUSTER, help="Server processes; they own the parameters.",
     )] = 2  # fmt: skip
+    aggregators: Annotated[int, _option(
+        min=0, metavar="N", panel=_CLUSTER,
+        help="Processes that add up the contributions of workers near them; each has an even share of the workers.",
+    )] = 0  # fmt: skip
     standby: Annotated[int, _option(
         min=0, metavar="N", panel=_CLUSTER, help="More workers, imported and connected, to take over at once.",
     )] = 0  # fmt: skip
@@ -132,8 +136,8 @@ class RunOptions:
 
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
-    "standby", "servers", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind", "advertise",
-    "snapshot_steps", "snapshot_seconds", "compression",
+    "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
+    "advertise", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

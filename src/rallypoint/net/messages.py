@@ -344,13 +344,16 @@ class Waiting(_Shown, frozen=True):
 
 
 class Members(_Message, frozen=True):
-    """The members of a new view, for observers. `exposed` counts the shards that only one server holds."""
+    """The members of a new view, for observers. `exposed` counts the shards that only one server holds. `through`:
+    worker -> the aggregator that it may use."""
 
     view: str
     workers: tuple[str, ...]
     standby: tuple[str, ...]
     servers: tuple[str, ...]
     exposed: int = 0
+    aggregators: tuple[str, ...] = ()
+    through: dict[str, str] = {}
 
 
 class Snapshotted(_Message, frozen=True):

@@ -244,7 +244,8 @@ class AggregatorMachine:
             for part in known:
                 assert home not in self._up or part.sent in (None, (home, self._up[home])), f"{part} is lost"
         for shard, kept in self._versions.items():
-            assert kept == sorted(set(kept)) and len(kept) <= VERSIONS_KEPT, f"versions {kept} of shard {shard}"
+            assert kept == sorted(set(kept)), f"versions {kept} of shard {shard}"
+            assert len(kept) <= VERSIONS_KEPT, f"{len(kept)} versions of shard {shard}"
         assert not self._up.keys() & self._down_from.keys(), "a server is up and down"
 
 

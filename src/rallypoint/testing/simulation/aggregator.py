@@ -105,7 +105,7 @@ class SimulatedAggregator:
     # ---- workers ----
 
     def accept(self, wire: Wire, hello: Any) -> str:
-        _, who, number = hello
+        _, who, _ = hello
         wire.on_message[1] = lambda message: self._when_known(message[1], lambda: self._take(wire, who, message))
         wire.on_close[1] = lambda: self._run(self.shell.gone(wire, who))
         self._run(self.shell.linked(wire, who))

@@ -185,8 +185,8 @@ class Simulation:
     def _again(self, role: str) -> None:
         if self.outcome.finished:
             return
-        start = {"server": self.start_server, "aggregator": self.start_aggregator, "coordinator": self.start_coordinator}
-        start.get(role, self.start_worker)()
+        start = {"server": self.start_server, "aggregator": self.start_aggregator, "worker": self.start_worker}
+        start.get(role, self.start_coordinator)()
 
     def _resize(self) -> None:
         """The launcher acts on it when the coordinator has announced it, as the real one does."""
