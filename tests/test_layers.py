@@ -37,6 +37,7 @@ LAYERS = {
     "recipes": 14,
     "testing": 15,
     "cli": 16,
+    "__main__": 17,
 }
 NOT_IN_CORE = {
     "asyncio", "concurrent", "io", "multiprocessing", "numpy", "os", "pathlib", "queue", "random", "secrets",

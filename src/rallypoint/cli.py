@@ -15,9 +15,10 @@ from typing import Annotated
 import msgspec
 import typer
 
+from rallypoint.config import overrides_from
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
-from rallypoint.launch.options import Advertise, Bind, RunFolder, RunOptions, with_run_options
+from rallypoint.launch.options import Advertise, Bind, ConfigFile, RunFolder, RunOptions, Sets, with_run_options
 from rallypoint.net.tcp import TcpTransport
 
 app = typer.Typer(
@@ -65,6 +66,7 @@ def run(
     _refuse_option(context, str(script), "script")
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
+    _hint_at_misplaced(context, context.args, f"{script}")
     _launch([sys.executable, str(script), *context.args], options, script=str(script))
 
 
@@ -81,6 +83,7 @@ def train(
     """
     _refuse_option(context, recipe, "recipe")
     arguments, settings = _without_settings(context.args)
+    _hint_at_misplaced(context, arguments, recipe)
     _launch(_recipe_argv(recipe, arguments), options, settings=settings)
 
 
@@ -159,34 +162,23 @@ def resume(
     original: Annotated[bool, typer.Option(
         "--original", help="Run the code as it was when the run began, not as it is now.",
     )] = False,
-    bind: Bind = "", advertise: Advertise = "",
+    bind: Bind = "", advertise: Advertise = "", config: ConfigFile = None, sets: Sets = None,
 ) -> None:  # fmt: skip
     """Go on with a run from its newest usable snapshot: nothing else is needed.
 
-    Example: [bold]rallypoint resume runs/20260131-235959[/bold]
-    """
-    from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.folder import refuse_a_finished_run, refuse_a_running_run
-    from rallypoint.launch.launcher import launch
-    from rallypoint.launch.plan import parse_workers, read_plan, resized
-    from rallypoint.store.snapshots import SnapshotStore
+    Settings may change: a lower learning rate or [bold]--set clip=1.0[/bold] after a loss that was not finite, more
+    steps. What the snapshot depends on (replicas, batch, seed, groups, sync, ...) cannot.
 
-    plan = read_plan(run)
-    refuse_a_running_run(run)
-    refuse_a_finished_run(run)
-    if not plan.snapshots:
-        raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
-    manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: print(text, file=sys.stderr))
-    if manifest is None:
-        raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
-    plan = msgspec.structs.replace(
-        plan, resume=manifest.id, folder=str(run), bind=bind or plan.bind, advertise=advertise or plan.advertise
+    Example: [bold]rallypoint resume runs/20260131-235959 --set optimizer.lr=1e-4[/bold]
+    """
+    from rallypoint.launch.commands.resume import Wishes, going_on
+    from rallypoint.launch.console import RunConsole
+    from rallypoint.launch.launcher import launch
+
+    wishes = Wishes(
+        workers=workers, servers=servers, bind=bind, advertise=advertise, settings=overrides_from(config, sets or [])
     )
-    if workers:
-        limits, start = parse_workers(workers)
-        plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
-    plan = resized(plan, 0, servers)
-    print(f"going on from {manifest.id}, version {manifest.version}")
+    plan = going_on(run, wishes, lambda text: print(text, flush=True))
     raise typer.Exit(launch(plan, RunConsole(), original=original))
 
 
@@ -213,6 +205,7 @@ def coordinator(
     advertise: Advertise = "",
 ) -> None:
     """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN; without one, a new one is made and told."""
+    from rallypoint.config.changes import Change, changed_record
     from rallypoint.coordinator.service import CoordinatorService, JoinInfo
     from rallypoint.core.cluster.terms import Terms
     from rallypoint.launch.folder import Where, token_file
@@ -224,15 +217,18 @@ def coordinator(
     about = msgspec.json.decode(join_info, type=JoinInfo)
     given = os.environ.get(environment.TOKEN, "")
     token = given or new_token()  # on loopback too: other users of this machine can connect
-    start = None
+    start, changes = None, list[Change]()
     if resume:
         manifest = SnapshotStore(about.snapshots).load(resume)
-        start = (manifest.job, manifest.id, manifest.version)
+        record, changes = changed_record(manifest.job, about.overrides, manifest.version)
+        start = (record, manifest.id, manifest.version)
     service = CoordinatorService(
         terms=msgspec.json.decode(terms, type=Terms), bind=bind, advertise=advertise, join_info=about,
         resume=start, token=token, transport=TcpTransport(),
     )  # fmt: skip
     service.start()
+    for change in changes:
+        service.say(f"going on from {resume} with another setting: {change}")
     with contextlib.ExitStack() as stack:
         stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
         _announce(service.address)
@@ -355,6 +351,17 @@ def _refuse_option(context: typer.Context, first: str, what: str) -> None:
         f"there is no option {name}{meant(name, known) or f'; `rallypoint {context.info_name} --help` lists them'} "
         f"(the {what}'s own options stand after it)"
     )
+
+
+def _hint_at_misplaced(context: typer.Context, given: list[str], first: str) -> None:
+    """Say which of our options stand after the script or the recipe: they are passed on to it, as everything there."""
+    known = {option for parameter in context.command.params for option in parameter.opts if option.startswith("--")}
+    found = list(dict.fromkeys(name for argument in given if (name := argument.partition("=")[0]) in known))
+    if found:
+        print(
+            f"hint: {', '.join(found)} after {first} goes to {first}; if the cluster is meant: "
+            f"rallypoint {context.info_name} {found[0]} ... {first}", file=sys.stderr,
+        )  # fmt: skip
 
 
 def _sizes(text: str) -> list[int]:

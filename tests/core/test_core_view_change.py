@@ -108,7 +108,7 @@ def test_a_worker_that_missed_views_sees_that_a_shard_was_elsewhere_meanwhile() 
     assert views[2].primary == first.primary
     assert views[2].moved(first) == views[1].moved(first) == [0]
     assert first.moved(first) == []
-    links = LinkTable()
+    links = LinkTable("w0")
     links.to_open(first)
     assert links.to_end(first, views[2]) == [first.primary[0]]
     assert links.to_end(views[2], views[2]) == []

@@ -60,7 +60,7 @@ def _publish(exchange: Exchange, version: int) -> None:
     """All shards' version comes from the server."""
     for shard in LAYOUT.shards:
         header = Header(Kind.VERSION, exchange.view.number, shard=shard.index, step=version, length=shard.slot_bytes)
-        if exchange.arrivals.arriving(header) is not None:
+        if exchange.arrivals.arriving(header, SERVER.id) is not None:
             exchange.arrivals.landed(shard.index)
 
 
@@ -118,7 +118,7 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     header = Header(Kind.VERSION, exchange.view.number, shard=0, step=0, length=64 << 20, codec=1)
     with pytest.raises(ProtocolError, match="no codec needs so many"):
-        exchange.arrivals.arriving(header)
+        exchange.arrivals.arriving(header, SERVER.id)
 
 
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
@@ -255,8 +255,8 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
         def send(self, header: Header, payload: memoryview, sent_: Callable[[], None]) -> None:
             sent.append(header.shard)
 
-    link = ServerLink(transport=InprocTransport(), server=SERVER, me="w", token="", window=2, receiver=_Deaf(),
-        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
+    link = ServerLink(transport=InprocTransport(), server=SERVER, me=Identity("worker", "w"), window=2,
+        receiver=_Deaf(), view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
     channel: Any = _Channel()
     link._up(channel)
     for shard in range(5):
@@ -270,8 +270,8 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
 
 
 def test_a_link_that_is_closed_lets_go_of_what_waits_for_credit() -> None:
-    link = ServerLink(transport=InprocTransport(), server=SERVER, me="w", token="", window=1, receiver=_Deaf(),
-        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
+    link = ServerLink(transport=InprocTransport(), server=SERVER, me=Identity("worker", "w"), window=1,
+        receiver=_Deaf(), view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
     channel: Any = _Deaf()
     link._up(channel)
     free: list[int] = []

@@ -119,6 +119,10 @@ class CoordinatorService:
         """End the job from outside (a child process died, Ctrl-C); all members are told why. Any thread may call it."""
         self._owner.put(inbox.Ended(reason))
 
+    def say(self, text: str) -> None:
+        """Tell the observers a sentence, and write it into the event log. Any thread may call it."""
+        self._owner.put(inbox.Said(text))
+
     def close(self) -> None:
         """End every connection and thread; wait up to 2 s for members to receive the last word."""
         deadline = time.monotonic() + _FAREWELL_S  # for all members together: many may be paused

@@ -13,6 +13,7 @@ import typer
 
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
+from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
@@ -26,6 +27,12 @@ Bind = Annotated[str, typer.Option(
 )]  # fmt: skip
 Advertise = Annotated[str, typer.Option(
     metavar="HOST[:PORT]", rich_help_panel=_CLUSTER, help="What others connect to, where --bind is 0.0.0.0.",
+)]  # fmt: skip
+ConfigFile = Annotated[Path | None, typer.Option(
+    "--config", metavar="FILE", rich_help_panel=_FILES, help="A TOML file of settings, over the script's own.",
+)]  # fmt: skip
+Sets = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="KEY=VALUE", rich_help_panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
@@ -94,12 +101,8 @@ class RunOptions:
     keep_best: Annotated[str, _option(
         metavar="NAME", panel=_SNAPSHOTS, help="... and the one with the lowest value of this metric.",
     )] = ""  # fmt: skip
-    config: Annotated[Path | None, _option(
-        "--config", metavar="FILE", panel=_FILES, help="A TOML file of settings, over the script's own.",
-    )] = None  # fmt: skip
-    sets: Annotated[list[str] | None, _option(
-        "--set", metavar="KEY=VALUE", panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
-    )] = None  # fmt: skip
+    config: ConfigFile = None
+    sets: Sets = None
     folder: Annotated[Path | None, _option(
         metavar="FOLDER", panel=_FILES, help="The run's folder; by default a new one under runs/.",
     )] = None  # fmt: skip
@@ -124,6 +127,7 @@ class RunOptions:
             raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
         overrides = overrides_from(self.config, [*(self.sets or []), *(more_settings or [])])
         check_keys(overrides)
+        check_values(overrides)
         same = {name: getattr(self, name) for name in Launch.__struct_fields__ if name in _SAME}
         return Launch(
             worker=tuple(worker), script=script, workers=limits, workers_start=start, folder=str(folder),

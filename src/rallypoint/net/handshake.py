@@ -99,11 +99,11 @@ def greet(connection: Connection, me: Identity) -> Greeting:
     header = transcript.receive_header()
     if header.kind is not Kind.HELLO:
         raise ProtocolError(f"{connection.peer} sent a {header.kind.name} frame before its HELLO")
-    data, proved = transcript.receive(header, transcript.keys.dialer)
-    if not proved:
+    data, proof = transcript.receive(header, transcript.keys.dialer, token_keys("").dialer)
+    if proof != 0:
         # No proof goes with this refusal: nobody gets a proof for a greeting that is not his.
         transcript.send(Kind.REFUSE, Refused("the job token is wrong"))
-        raise AccessDenied(f"{connection.peer} came with a wrong token")
+        raise AccessDenied(f"{connection.peer} came {'with a wrong token' if proof < 0 else 'without a token'}")
     hello = expect(data, Hello)
     if hello.to != (me.role, me.id) or len(hello.nonce) != NONCE_BYTES:
         raise ProtocolError(f"{_named(hello.role, hello.id)} means {_named(*hello.to)}, and this is {me}")
@@ -126,13 +126,15 @@ def introduce(connection: Connection, hello: Hello, token: str) -> tuple[Welcome
         header = transcript.receive_header()
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
             raise ProtocolError(f"{connection.peer} answered the greeting with a {header.kind.name} frame")
-        data, proved = transcript.receive(header, transcript.keys.listener)
+        data, proof = transcript.receive(header, transcript.keys.listener)
     except ProtocolError as error:
         raise UnprovenPeer(str(error)) from None
-    if not proved:
+    if proof != 0:
+        empty = "there is none here (RALLYPOINT_TOKEN is empty)"
+        why = "the token here is wrong (RALLYPOINT_TOKEN)" if token else empty
         raise UnprovenPeer(
             f"{connection.peer} {'refuses' if header.kind is Kind.REFUSE else 'welcomes'} {me} without proving that it "
-            "knows the job token: either the token here is wrong (RALLYPOINT_TOKEN), or somebody else listens there"
+            f"knows the job token: either {why}, or somebody else listens there"
         )
     if header.kind is Kind.REFUSE:
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
@@ -146,7 +148,7 @@ def _find(transcript: _Transcript, hello: Hello) -> None:
     peer, header = transcript.connection.peer, transcript.receive_header()
     if header.kind is not Kind.CHALLENGE:
         raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE")
-    challenge = expect(transcript.receive(header, None)[0], Challenge)
+    challenge = expect(transcript.receive(header)[0], Challenge)
     if (challenge.role, challenge.id) != hello.to or len(challenge.nonce) != NONCE_BYTES:
         raise ProtocolError(f"{peer} is {printable(_named(challenge.role, challenge.id), 80)}, not {_named(*hello.to)}")
 
@@ -184,22 +186,22 @@ class _Transcript:
         self._hash.update(head)
         return header
 
-    def receive(self, header: Header, key: bytes | None) -> tuple[memoryview, bool]:
-        """Receive the rest of a greeting frame: the message, and whether the proof behind it is right.
+    def receive(self, header: Header, *keys: bytes) -> tuple[memoryview, int]:
+        """Receive the rest of a greeting frame: the message, and by which of `keys` it is proved; -1: by none.
 
-        Without a `key` there is no proof.
+        Without `keys` no proof follows the message.
         """
         data = memoryview(receive_bytes(self.connection, header.length, GREETING_LIMIT))
-        if key is None:
+        if not keys:
             self._hash.update(data)
-            return data, False
+            return data, -1
         if header.length < PROOF_BYTES:
             raise ProtocolError(f"a {header.kind.name} frame of {header.length} bytes: it has no proof")
         message, proof = data[:-PROOF_BYTES], data[-PROOF_BYTES:]
         self._hash.update(message)
-        proved = hmac.compare_digest(self._proof(key), proof)
+        right = [hmac.compare_digest(self._proof(key), proof) for key in keys]
         self._hash.update(proof)
-        return message, proved
+        return message, right.index(True) if True in right else -1
 
     def _proof(self, key: bytes) -> bytes:
         return hmac.digest(key, self.digest, "sha256")

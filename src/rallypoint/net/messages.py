@@ -196,13 +196,13 @@ class Resize(_Message, frozen=True):
 
 
 class Held(_Message, frozen=True):
-    """For observers: the last version cannot be stored, and members hold it in memory. `text` says so in a sentence."""
+    """For observers: the newest version is not stored yet, and members hold it in memory. `text` says why."""
 
     text: str
 
 
 class Release(_Message, frozen=True):
-    """From an observer: end the job although its last version is in no snapshot."""
+    """From an observer: end the job although its newest version is in no snapshot."""
 
 
 class Metrics(_Message, frozen=True):

@@ -37,7 +37,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
-from rallypoint.observe.lines import printable
+from rallypoint.observe.lines import Once, printable
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_heeding_signals
 from rallypoint.server.intake.intake import Intake
@@ -77,6 +77,7 @@ class ServerService:
         self._intake: Intake | None = None
         self._peers: Peers | None = None
         self._joined = threading.Event()
+        self._skipped = Once()  # of one contribution, each of its shards says so
 
     def start(self) -> None:
         """Listen, then join the coordinator.
@@ -180,10 +181,10 @@ class ServerService:
         """Send a message to the coordinator. Any thread may call it."""
         self._link.send(message)
 
-    def not_finite(self, verdict: clip.Verdict, view: View, *, alone: bool) -> None:
+    def not_finite(self, verdict: clip.Verdict, *, alone: bool) -> None:
         """Report a step that is skipped, or must stop the job.
 
-        Of a verdict that all servers share, one of them reports a skipped step; each of them may end the job.
+        Every server reports a verdict that all share: any of them may die before it has. The coordinator says it once.
         """
         assert self._reducer is not None
         job = self._reducer.job
@@ -197,7 +198,7 @@ class ServerService:
                     "rate, clip, or set nonfinite to 'skip' or 'continue'"
                 )
             )
-        elif alone or view.primary[0] == self.id:
+        elif self._skipped.is_new((verdict.generation, verdict.step, losses, gradients)):
             self._link.send(Skipped(verdict.step, losses, verdict.generation, gradients, parameter, alone))
 
     def failed(self, error: BaseException) -> None:

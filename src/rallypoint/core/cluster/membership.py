@@ -60,8 +60,9 @@ class Membership:
         return [*self.workers, *self.servers, *self.aggregators]
 
     def join(self, member: Member, role: str) -> int:
-        """Add a process that joined as "worker", "server" or "aggregator". Returns its new incarnation."""
-        self.incarnations += 1
+        """Add a process that joined as "worker", "server" or "aggregator". Returns its new incarnation, never the one
+        that it has: it would not notice that it is new."""
+        self.incarnations += 1 + (member.incarnation == self.incarnations + 1)
         self._of(role)[member.id] = msgspec.structs.replace(member, incarnation=self.incarnations)
         return self.incarnations
 
