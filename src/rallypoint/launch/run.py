@@ -82,11 +82,6 @@ class ClusterRun:
         """How many servers should run."""
         return self.supervisor.wanted["server"]
 
-    @property
-    def aggregators_wanted(self) -> int:
-        """How many aggregators should run."""
-        return self.supervisor.wanted["aggregator"]
-
     def of_role(self, role: str) -> list[Handle]:
         """Return the running processes of a role, the oldest first."""
         return [handle for handle in self.handles.values() if handle.command.role == role and handle.exit() is None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -222,9 +222,14 @@ class ServerService:
         self._check_member(hello)
         if hello.role != "server":  # an aggregator looks like a worker
             self._owner.put(inbox.Linked(channel, hello.id))
-        receive = {
-            "server": self._intake.receive_from_server, "aggregator": self._intake.receive_from_aggregator,
-        }.get(hello.role, self._intake.receive_from_worker)  # fmt: skip
+        receive: Callable[[Channel, str], None]
+        match hello.role:
+            case "server":
+                receive = self._intake.receive_from_server
+            case "aggregator":
+                receive = self._intake.receive_from_aggregator
+            case _:
+                receive = self._intake.receive_from_worker
         try:
             while not self._views.over.is_set():
                 receive(channel, hello.id)

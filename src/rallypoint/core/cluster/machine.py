@@ -237,6 +237,7 @@ class ClusterMachine:
         effects.append(Admit(member.id, members.join(member, role)))
         if role != "worker" and course.record is not None and course.phase is not Phase.GATHERING:
             effects.append(Prepare(member.id, course.record))
+        effects += course.dismiss_aggregators()
         if course.phase is Phase.GATHERING:
             return [*effects, *self._begin_when_gathered()]
         if role == "worker":
@@ -292,8 +293,9 @@ class ClusterMachine:
             return []
         assert course.record is not None
         course.phase = Phase.RUNNING
+        refused = course.dismiss_aggregators()
         prepare = [Prepare(member, course.record) for member in (*members.servers, *members.aggregators)]
-        return [*prepare, *self._succession.new_generation(self._origin)]
+        return [*refused, *prepare, *self._succession.new_generation(self._origin)]
 
     def _left(self, member: str, reason: str) -> list[Effect]:
         course, members = self.course, self.course.members

@@ -247,8 +247,9 @@ class WorkerMachine(SlotMachine):
         return self._seek()
 
     def _viewed(self, view: View) -> list[Effect]:
-        if self.view is not None and view.number < self.view.number:
-            return []  # (of the same number: the route has changed)
+        rerouted = self.view is not None and view.number == self.view.number and view.primary != self.view.primary
+        if self.view is not None and view.number <= self.view.number and not rerouted:
+            return []
         before, stayed = self._take_view(view)
         if before is None or before.generation != view.generation:
             self._rewind(view)

@@ -15,14 +15,12 @@ Adopt a view in three steps, because links have to end before the machine gets t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import NoCodecStates
 from rallypoint.core.worker.handover import Paths
-from rallypoint.core.worker.links import LinkTable
-from rallypoint.core.worker.route import Route
+from rallypoint.core.worker.links import LinkTable, Route
 from rallypoint.core.worker.slots import (
     Action,
     Arriving,
@@ -97,10 +95,10 @@ class WorkerShell:
         effects: list[Effect] = []
         for server in ended:
             self.links.end(server)
-            effects += self.link_lost(server)
+            effects += self._link_gone(server, broken=False)
         self._view = view
         self.route.adopt(view)
-        effects += self._only_on_route(self.machine.handle(Viewed(self.route.seen(view))))
+        effects += self.route.only_on_it(self.machine.handle(Viewed(self.route.seen(view))), self.machine.step)
         if before is not None and before.generation != view.generation:
             self.done_in = None
             self.states.rolled_back()
@@ -115,27 +113,27 @@ class WorkerShell:
         """The link to `server` is up (again). Returns the effects to run."""
         if not self.links.up(server) or server == self.route.aggregator:
             return []  # `adopt` has ended it meanwhile; or the next step goes through it
-        return [*self._only_on_route(self.machine.handle(LinkUp(server))), *self._keep_only(self.machine.keeps)]
+        effects = self.route.only_on_it(self.machine.handle(LinkUp(server)), self.machine.step)
+        return [*effects, *self._keep_only(self.machine.keeps)]
 
     def link_lost(self, server: str) -> list[Effect]:
         """The link to `server` is down; the caller may open it again. Returns the effects to run."""
+        return self._link_gone(server, broken=True)
+
+    def _link_gone(self, server: str, *, broken: bool) -> list[Effect]:
         self.links.lost(server)
-        if server == self.route.through:
-            return self._go_direct()
-        return [] if server == self.route.aggregator else self.machine.handle(LinkLost(server))
+        if server != self.route.through:
+            return [] if server == self.route.aggregator else self.machine.handle(LinkLost(server))
+        # All that the aggregator may have had is computed and sent again, to the servers.
+        self.route.leave(broken=broken)
+        follow = self.links.follow(self.view, on=True) if self.machine.following else []
+        return [*follow, *self.machine.handle(LinkLost(server)), *self.machine.handle(Viewed(self.view))]
 
     # ---- the route ----
 
     def arriving(self, event: Arriving, server: str) -> list[Effect]:
         """The header of a version has arrived from `server`. Returns Land or Discard, and other effects to run."""
         return self.machine.handle(event) if self.route.takes_from(server) else [Discard(event.shard)]
-
-    def _go_direct(self) -> list[Effect]:
-        """The aggregator is lost: all that it may have had is sent again, to the servers."""
-        lost = self.route.through
-        self.route.lost()
-        effects = [*self.machine.handle(LinkLost(lost)), *self.machine.handle(Viewed(self.view))]
-        return [*self._follow_servers(on=True), *effects]
 
     def _go_through_aggregator(self) -> list[Effect]:
         """A step begins: from this one on all contributions go through the aggregator, if it can be reached."""
@@ -148,23 +146,8 @@ class WorkerShell:
         route.through = route.aggregator
         effects = [*machine.handle(Viewed(route.seen(self.view))), *machine.handle(LinkUp(route.through))]
         effects = [effect for effect in effects if not isinstance(effect, Follow)]
-        return [Follow(route.through, step=machine.step), *self._follow_servers(on=False), *effects]
+        return [Follow(route.through, step=machine.step), *self.links.follow(self.view, on=False), *effects]
 
-    def _follow_servers(self, *, on: bool) -> list[Effect]:
-        if not self.machine.following:
-            return []
-        linked = sorted(self.links.connections.keys() & {server.id for server in self.view.servers})
-        return [Follow(server, on) for server in linked]
-
-    def _only_on_route(self, effects: Iterable[Effect]) -> list[Effect]:
-        """Without requests to follow servers that are not on the route."""
-        if not self.route.through:
-            return list(effects)
-        through = self.route.through
-        return [
-            replace(effect, step=max(0, self.machine.step)) if isinstance(effect, Follow) else effect
-            for effect in effects if not isinstance(effect, Follow) or effect.server == through
-        ]
 
     @property
     def paths(self) -> Paths:

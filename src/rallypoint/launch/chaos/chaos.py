@@ -137,7 +137,7 @@ class Chaos:
         workers = len(members.workers) + len(members.standby)
         safe = run.plan.replication < 2 or members.exposed == 0
         here = workers >= run.workers_wanted and len(members.servers) >= run.servers_wanted
-        here = here and len(members.aggregators) >= run.aggregators_wanted
+        here = here and len(members.aggregators) >= run.supervisor.wanted["aggregator"]
         return here and safe and bool(run.of_role("coordinator"))
 
     def _strike(self, fault: Fault, run: ClusterRun) -> str:

@@ -12,7 +12,7 @@ from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
-from rallypoint.testing.simulation.aggregator import SimulatedAggregator
+from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.member import COORDINATOR, Order
 from rallypoint.testing.simulation.network import Node, World
