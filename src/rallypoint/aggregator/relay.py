@@ -28,13 +28,15 @@ _NAMED = 32  # a frame can name so many replicas of a block
 class Relay:
     """One aggregator's tensors and channels. Not thread-safe: only the owner thread calls it.
 
+    `taken` and `sent` count the contributions that came from workers, and those that went upstream.
+
     Memory: at most one payload for each block of its workers' replicas, in each of at most two steps, and two versions.
     """
 
     def __init__(self, job: ServerJob, shell: AggregatorShell[Channel], upstream: Upstream, tracer: Tracer) -> None:
         self._job, self._shell, self._upstream, self._tracer = job, shell, upstream, tracer
         self._tickets: dict[int, tuple[Header, Buffer, Channel | None]] = {}
-        self._last_ticket = 0
+        self._last_ticket = self.taken = self.sent = 0
         self._parts: dict[tuple[int, int, int], Buffer] = {}  # by shard, step, first replica
         self._versions: dict[tuple[int, int], tuple[Header, Buffer]] = {}  # by shard, version
         self._newest_is_enough = newest_is_enough(job.config)
@@ -74,6 +76,7 @@ class Relay:
         header = event.header
         replicas = bad_replicas(header) or tuple(range(header.replica, header.replica + header.base + 1))
         flags = header.flags & (NOT_FINITE | BAD_GRADIENT)
+        self.taken += 1
         new = machine.Contribution(
             header.shard, header.step, Block(header.replica, header.replica + header.base + 1), header.weight,
             self._ticket(header, event.buffer, event.channel), replicas if flags & NOT_FINITE else (),
@@ -156,6 +159,7 @@ class Relay:
             Kind.PUSH, self._shell.fence.number, shard=push.shard, replica=start, step=push.step, weight=push.weight,
             length=nbytes, flags=flags, base=push.block.size - 1, wants=sum(1 << bit for bit in named),
         )  # fmt: skip
+        self.sent += 1
         link.push(header, buffer.retain().bytes[:nbytes], sent=buffer.release)
 
     def _give(self, give: machine.Give) -> None:

@@ -54,7 +54,8 @@ class AggregatorService:
         self._tracer = Tracer(id)
         self._views = Views()
         self._owner: Owner[inbox.Event] = Owner(self.failed)
-        self._upstream: Upstream | None = None  # the job's, once it is known; set with the next one
+        self._upstream: Upstream | None = None  # the job's, once it is known; set with the next two
+        self._relay: Relay | None = None
         self._intake: Intake | None = None
         self._clock = threading.Thread(target=self._tell_time, name="time", daemon=True)
 
@@ -82,6 +83,11 @@ class AggregatorService:
         """Block until the job is over. Returns None, or the sentence with which it failed."""
         wait_heeding_signals(self._views.over)
         return self._views.failure
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many contributions came from workers, and how many went upstream."""
+        return (0, 0) if self._relay is None else (self._relay.taken, self._relay.sent)
 
     def leave(self) -> None:
         """End now: its workers go to the servers at once. Safe in a signal handler."""
@@ -137,7 +143,7 @@ class AggregatorService:
         )  # fmt: skip
         machine = AggregatorMachine(self._me.id, job.plan.expected, job.plan.cadence)
         shell: AggregatorShell[Channel] = AggregatorShell(observed(machine, self._me.id))
-        self._owner.reducer = Relay(job, shell, self._upstream, self._tracer)
+        self._relay = self._owner.reducer = Relay(job, shell, self._upstream, self._tracer)
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, self._link.welcome.trace)
 
     def _adopt(self, view: View) -> None:

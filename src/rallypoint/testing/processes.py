@@ -48,7 +48,7 @@ class ProcessCluster:
 
     ``cluster.run(train, *args)`` calls ``train(job, *args)`` (a module-level function) in every worker and returns the
     results in worker order. It raises ClusterFailed with the first failure's message. All processes are ended in both
-    cases.
+    cases. `relays` are the aggregators' processes.
     """
 
     workers: int
@@ -60,6 +60,7 @@ class ProcessCluster:
     started: list[Process] = field(default_factory=list)
     token: str = field(default_factory=new_token)
     aggregators: int = 0
+    relays: list[Process] = field(default_factory=list)
 
     def __enter__(self) -> ProcessCluster:
         return self
@@ -79,10 +80,11 @@ class ProcessCluster:
         about = JoinInfo(self.overrides, self.folder, snapshots=self.folder and f"{self.folder}/snapshots")
         coordinator = self.start(_coordinator_main, terms, about)
         address = self.answer(coordinator)
+        for index in range(self.aggregators):  # they are in the first view, so that workers use them from it on
+            self.relays.append(self.start(aggregator_main, f"aggregator{index}", address))
+            self.answer(self.relays[-1])
         for index in range(self.servers):
             self.start(server_main, f"server{index}", address)
-        for index in range(self.aggregators):
-            self.start(aggregator_main, f"aggregator{index}", address)
         workers = [self.start(worker_main, f"worker{i}", address, train, args) for i in range(self.workers)]
         return [self.answer(worker) for worker in workers]
 
@@ -148,11 +150,13 @@ def server_main(pipe: Connection, token: str, id: str, address: str) -> None:
 
 
 def aggregator_main(pipe: Connection, token: str, id: str, address: str) -> None:
-    """The main function of an aggregator's process."""
+    """The main function of an aggregator's process: reports when it has joined, and at the end its `counts`."""
     service = AggregatorService(id=id, coordinator=address, token=token)
     service.start()
+    pipe.send(("value", id))
     service.wait()
     service.close()
+    pipe.send(("value", service.counts))
 
 
 def worker_main(

@@ -148,7 +148,6 @@ class WorkerShell:
         effects = [effect for effect in effects if not isinstance(effect, Follow)]
         return [Follow(route.through, step=machine.step), *self.links.follow(self.view, on=False), *effects]
 
-
     @property
     def paths(self) -> Paths:
         """The primary of each shard, and the links that are up."""
