@@ -440,7 +440,8 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
     assert played.run(until(at_step(5), by_hand, lambda run: "mine" in run.supervisor.took_part, drop_one, computes,
                             opens(gate, 99))) == 0, played.said  # fmt: skip
     output, _ = started[0].communicate(timeout=60)
-    assert (started[0].returncode, output) == (0, "")
+    assert started[0].returncode == 0
+    assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
     assert (played.folder / "hash").read_text() == undisturbed
 
 
@@ -459,7 +460,8 @@ def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_pat
 
     assert played.run(until(at_step(5), by_hand, stands_by, opens(gate, 99))) == 0, played.said
     output, _ = started[0].communicate(timeout=60)
-    assert (started[0].returncode, output) == (0, "")
+    assert started[0].returncode == 0
+    assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
     assert (played.folder / "hash").read_text() == undisturbed
 
 

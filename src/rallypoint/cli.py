@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
-import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
 from rallypoint.config import overrides_from
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
-from rallypoint.launch.options import Advertise, Bind, ConfigFile, RunFolder, RunOptions, Sets, with_run_options
+from rallypoint.launch.options import (
+    Advertise,
+    Bind,
+    ConfigFile,
+    CoordinatorOptions,
+    JobAddress,
+    RunFolder,
+    RunOptions,
+    Sets,
+    with_options,
+)
 from rallypoint.net.tcp import TcpTransport
 
 app = typer.Typer(
@@ -29,8 +36,9 @@ app = typer.Typer(
 )  # fmt: skip
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-_START, _RUNNING, _AFTER = "Start a job", "While a job runs", "Afterwards"
+_START, _RUNNING, _AFTER, _BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
 _CHAOS = RunOptions(standby=1, replication=2, snapshot_seconds=10.0)
+_ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
 _FAULTS = "Faults"
 
 
@@ -50,7 +58,7 @@ def common(
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
-@with_run_options()
+@with_options(RunOptions)
 def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
@@ -71,7 +79,7 @@ def run(
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
-@with_run_options()
+@with_options(RunOptions)
 def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to the recipe.")],
@@ -88,7 +96,7 @@ def train(
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
-@with_run_options(_CHAOS)
+@with_options(RunOptions, _CHAOS)
 def chaos(
     context: typer.Context, options: RunOptions,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to it.")] = "gpt",
@@ -125,7 +133,7 @@ def chaos(
         kills, _sizes(resizes), stops, everything, seed, options.servers, options.aggregators
     )
     arguments, settings = _without_settings(context.args)
-    plan = options.plan(_recipe_argv(recipe, arguments), more_settings=settings)
+    plan = options.run(_recipe_argv(recipe, arguments), more_settings=settings)
     raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
 
 
@@ -196,98 +204,106 @@ def export(
     print(export_snapshot(snapshot, to))
 
 
-@app.command(hidden=True)
+@app.command(rich_help_panel=_BY_HAND)
+@with_options(CoordinatorOptions, _ALONE)
 def coordinator(
-    terms: Annotated[str, typer.Option(help="How the cluster is to behave (Terms), as JSON.")] = "{}",
-    join_info: Annotated[str, typer.Option(help="What members are told (JoinInfo), as JSON.")] = "{}",
-    resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
-    bind: Bind = "127.0.0.1:0",
-    advertise: Advertise = "",
+    options: CoordinatorOptions,
+    resume: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to begin with, of --snapshots.")] = "",
+    terms: Annotated[str, typer.Option(hidden=True, help="All of how the cluster behaves (Terms), as JSON.")] = "",
+    join_info: Annotated[str, typer.Option(hidden=True, help="All that members are told (JoinInfo), as JSON.")] = "",
 ) -> None:
-    """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN; without one, a new one is made and told."""
-    from rallypoint.config.changes import Change, changed_record
-    from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+    """Run the coordinator of one job. Start it first: it prints where it listens.
+
+    The job's token comes in RALLYPOINT_TOKEN; without one, a new one is made, and the way to it is printed. With
+    --folder it keeps a journal there: started again at the same address, it goes on.
+
+    Example: [bold]rallypoint coordinator --bind 10.0.0.7:4700 --workers 2 --servers 2[/bold]
+    """
+    from rallypoint.coordinator.service import JoinInfo
     from rallypoint.core.cluster.terms import Terms
-    from rallypoint.launch.folder import Where, token_file
-    from rallypoint.launch.lifeline import hold_lifeline
-    from rallypoint.net.handshake import new_token
-    from rallypoint.store.snapshots import SnapshotStore
+    from rallypoint.launch.commands.by_hand import decoded, described, run_coordinator
 
-    hold_lifeline()
-    about = msgspec.json.decode(join_info, type=JoinInfo)
-    given = os.environ.get(environment.TOKEN, "")
-    token = given or new_token()  # on loopback too: other users of this machine can connect
-    start, changes = None, list[Change]()
-    if resume:
-        manifest = SnapshotStore(about.snapshots).load(resume)
-        record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-        start = (record, manifest.id, manifest.version)
-    service = CoordinatorService(
-        terms=msgspec.json.decode(terms, type=Terms), bind=bind, advertise=advertise, join_info=about,
-        resume=start, token=token, transport=TcpTransport(),
-    )  # fmt: skip
-    service.start()
-    for change in changes:
-        service.say(f"going on from {resume} with another setting: {change}")
-    with contextlib.ExitStack() as stack:
-        stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
-        _announce(service.address)
-        if not given:
-            print(stack.enter_context(token_file(Path(about.folder or "."), Where(service.address, token))), flush=True)
-        failure = service.wait()
-    raise typer.Exit(0 if failure is None else 3)
+    known, about = described(options.plan([], folder=str(options.folder or "")))
+    if terms or join_info:  # from a launcher
+        known = decoded(terms or "{}", Terms, "--terms")
+        about = decoded(join_info or "{}", JoinInfo, "--join-info")
+    raise typer.Exit(
+        run_coordinator(known, about, bind=options.bind, advertise=options.advertise, resume=resume)
+    )
 
 
-@app.command(hidden=True)
+@app.command(rich_help_panel=_BY_HAND)
 def server(
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
-    coordinator: Annotated[str, typer.Option(help="host:port; by default RALLYPOINT_COORDINATOR.")] = "",
-    id: Annotated[str, typer.Option(help="This server's id; by default RALLYPOINT_ID.")] = "",
+    coordinator: JobAddress = "",
+    id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
     advertise: Advertise = "",
 ) -> None:
-    """Run one server of one job. The token comes in RALLYPOINT_TOKEN. On SIGTERM it hands its shards over and ends."""
-    from rallypoint.launch.lifeline import hold_lifeline
-    from rallypoint.server.service import ServerService, run_servers
+    """Run one server of one job. On SIGTERM it hands its shards over and ends.
 
-    hold_lifeline()
-    address = _whose_job(coordinator)
-    name = id or os.environ.get(environment.ID) or f"server-{os.getpid()}"
-    token = os.environ.get(environment.TOKEN, "")
+    The job's token comes in RALLYPOINT_TOKEN.
+
+    Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0[/bold]
+    """
+    from rallypoint.launch.commands.by_hand import address_of, run_server
+    from rallypoint.server.service import ServerService
+
+    address = address_of(coordinator)
     service = ServerService(
-        id=name, coordinator=address, token=token, bind=bind, advertise=advertise, transport=TcpTransport()
-    )
-    signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
-    failure = run_servers([service])
-    raise typer.Exit(0 if failure is None else 3)
+        id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
+        token=os.environ.get(environment.TOKEN, ""), bind=bind, advertise=advertise, transport=TcpTransport(),
+    )  # fmt: skip
+    raise typer.Exit(run_server(service, address))
 
 
-@app.command(hidden=True)
+@app.command(context_settings=_PASS_ON, rich_help_panel=_BY_HAND)
+def worker(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
+    coordinator: JobAddress = "",
+    id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or worker-PID.")] = "",
+    threads: Annotated[int, typer.Option(
+        min=1, metavar="N", help="Intra-op threads: as many as the other workers have, or the bytes differ.",
+    )] = 1,
+) -> None:  # fmt: skip
+    """Run a script as one worker of one job. On SIGTERM it hands its replicas over and ends.
+
+    The job's token comes in RALLYPOINT_TOKEN.
+
+    Example: [bold]rallypoint worker --coordinator 10.0.0.7:4700 train.py --my-option 3[/bold]
+    """
+    from rallypoint.launch.commands.by_hand import start_worker
+
+    _refuse_option(context, str(script), "script")
+    start_worker(script, context.args, coordinator=coordinator, id=id, threads=threads)
+
+
+@app.command(rich_help_panel=_BY_HAND)
 def aggregator(
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
-    coordinator: Annotated[str, typer.Option(help="host:port; by default RALLYPOINT_COORDINATOR.")] = "",
-    id: Annotated[str, typer.Option(help="This aggregator's id; by default RALLYPOINT_ID.")] = "",
+    coordinator: JobAddress = "",
+    id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or aggregator-PID.")] = "",
     near: Annotated[str, typer.Option(
-        metavar="PLACE", help="Only for workers whose RALLYPOINT_NEAR is the same; by default RALLYPOINT_NEAR.",
+        metavar="PLACE", help="A host or a rack, by any name: for workers whose RALLYPOINT_NEAR is the same.",
     )] = "",
     advertise: Advertise = "",
 ) -> None:  # fmt: skip
-    """Run one aggregator of one job. The token comes in RALLYPOINT_TOKEN. It may be ended at any time."""
-    from rallypoint.aggregator.service import AggregatorService
-    from rallypoint.launch.lifeline import hold_lifeline
+    """Run one aggregator of one job: it adds up the contributions of workers near it. It may be ended at any time.
 
-    hold_lifeline()
-    address, name = _whose_job(coordinator), id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}"
+    The job's token comes in RALLYPOINT_TOKEN.
+
+    Example: [bold]rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0 --near rack2[/bold]
+    """
+    from rallypoint.aggregator.service import AggregatorService
+    from rallypoint.launch.commands.by_hand import address_of, run_server
+
+    address = address_of(coordinator)
     service = AggregatorService(
-        id=name, coordinator=address, token=os.environ.get(environment.TOKEN, ""), bind=bind, advertise=advertise,
-        near=near or os.environ.get(environment.NEAR, ""), transport=TcpTransport(),
+        id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
+        token=os.environ.get(environment.TOKEN, ""), near=near or os.environ.get(environment.NEAR, ""), bind=bind,
+        advertise=advertise, transport=TcpTransport(),
     )  # fmt: skip
-    signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
-    service.start()
-    try:
-        failure = service.wait()
-    finally:
-        service.close()
-    raise typer.Exit(0 if failure is None else 3)
+    raise typer.Exit(run_server(service, address))
 
 
 def main() -> None:
@@ -337,7 +353,7 @@ def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings:
     from rallypoint.launch.console import RunConsole
     from rallypoint.launch.launcher import launch
 
-    plan = options.plan(argv, script=script, more_settings=settings)
+    plan = options.run(argv, script=script, more_settings=settings)
     raise typer.Exit(launch(plan, RunConsole(), overwrite=options.overwrite))
 
 
@@ -368,24 +384,6 @@ def _sizes(text: str) -> list[int]:
     if not all(part.strip().isdigit() for part in text.split(",") if part.strip()):
         raise ConfigError(f"'{text}' is not a list of numbers of workers: write it as 4,1,3")
     return [int(part) for part in text.split(",") if part.strip()]
-
-
-def _whose_job(coordinator: str) -> str:
-    """The coordinator's address, as it was given or as the environment has it."""
-    address = coordinator or os.environ.get(environment.COORDINATOR, "")
-    if not address:
-        raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
-    return address
-
-
-def _announce(address: str) -> None:
-    """Tell whoever started us where we listen: through the pipe it gave, else as a line."""
-    fd = os.environ.pop(environment.ANNOUNCE, "")
-    if fd.isdigit():
-        with open(int(fd), "w") as pipe:
-            pipe.write(f"{address}\n")
-    else:
-        print(f"{environment.LISTENS_AT}{address}", flush=True)
 
 
 if __name__ == "__main__":

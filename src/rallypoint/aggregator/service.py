@@ -44,11 +44,14 @@ class AggregatorService:
     Threads: as a server's (`server/service.py`), and one that tells the owner the time.
     """
 
+    waits_for = "workers near it"
+
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", near: str = "", bind: str = "127.0.0.1:0",
         advertise: str = "", transport: Transport | None = None,
     ) -> None:  # fmt: skip
-        self._me = Identity("aggregator", id, token, near)
+        self.id = id
+        self._me = Identity("aggregator", id, token, near=near)
         self._coordinator, self._bind, self._advertise = coordinator, bind, advertise
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
@@ -70,7 +73,7 @@ class AggregatorService:
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, me=self._me,
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
-                handlers=Handlers(self._on_message, self._on_coordinator_lost, beat=self._beat),
+                handlers=Handlers(self._on_message, self._on_coordinator_lost, self._on_admitted, self._beat),
             )  # fmt: skip
         except BaseException:
             self._gate.close()
@@ -78,6 +81,11 @@ class AggregatorService:
             raise
         self._link.start()
         self._clock.start()
+
+    @property
+    def address(self) -> str:
+        """The address where workers connect, "host:port"."""
+        return self._gate.address
 
     def wait(self) -> str | None:
         """Block until the job is over. Returns None, or the sentence with which it failed."""
@@ -107,11 +115,14 @@ class AggregatorService:
 
     def failed(self, error: BaseException) -> None:
         """It cannot go on. The job can, without it."""
-        reason = f"aggregator {self._me.id} failed: {type(error).__name__}: {error}"
+        reason = f"aggregator {self.id} failed: {type(error).__name__}: {error}"
         self._link.send(Say(reason))
         self._views.end(reason)
 
     # ---- the coordinator ----
+
+    def _on_admitted(self, new: bool) -> None:
+        self._gate.me = self._link.credentials.me
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -138,11 +149,11 @@ class AggregatorService:
         job = ServerJob(record, parse(record.config))
         self._gate.backlog.allow(*job.most_waiting)
         self._upstream = Upstream(
-            self._me, job, self._views, self._owner.put,
+            self._link.credentials, job, self._views, self._owner.put,
             transport=self._transport, tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
-        machine = AggregatorMachine(self._me.id, job.plan.expected, job.plan.cadence)
-        shell: AggregatorShell[Channel] = AggregatorShell(observed(machine, self._me.id))
+        machine = AggregatorMachine(self.id, job.plan.expected, job.plan.cadence)
+        shell: AggregatorShell[Channel] = AggregatorShell(observed(machine, self.id))
         self._relay = self._owner.reducer = Relay(job, shell, self._upstream, self._tracer)
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, self._link.welcome.trace)
 
@@ -169,6 +180,7 @@ class AggregatorService:
         self._views.wait_for(hello.view)
         if self._intake is None:
             raise LinkError("the job ended before it began")
+        self._check_member(hello)
         self._owner.put(of_servers.Linked(channel, hello.id))
         try:
             while not self._views.over.is_set():
@@ -177,3 +189,10 @@ class AggregatorService:
             self._owner.put(of_servers.Gone(channel, hello.id))
             if channel.fault is not None:
                 self.failed(channel.fault)
+
+    def _check_member(self, hello: Hello) -> None:
+        """ProtocolError if the current view does not give this worker to this aggregator."""
+        view = self._views.view
+        workers = {(member.id, member.incarnation) for member in view.workers} if view is not None else set()
+        if view is None or (hello.id, hello.incarnation) not in workers or view.aggregator_of.get(hello.id) != self.id:
+            raise ProtocolError(f"worker {hello.id} is not near aggregator {self.id} in this view")

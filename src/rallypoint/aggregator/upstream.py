@@ -9,7 +9,7 @@ from rallypoint.core.shard.links import Key, PeerLinks
 from rallypoint.core.view import Member, View
 from rallypoint.errors import ProtocolError, RallypointError
 from rallypoint.net.frames import Header, Kind
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import Credentials
 from rallypoint.net.pool import Buffer
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -27,12 +27,12 @@ class Upstream:
     """
 
     def __init__(
-        self, me: Identity, job: ServerJob, views: Views, put: Callable[[inbox.Event | None], None],
+        self, credentials: Credentials, job: ServerJob, views: Views, put: Callable[[inbox.Event | None], None],
         *, transport: Transport, tracer: Tracer, failed: Callable[[BaseException], None],
     ) -> None:  # fmt: skip
-        self._me, self._job, self._views, self._put, self._failed = me, job, views, put, failed
+        self._credentials, self._job, self._views, self._put, self._failed = credentials, job, views, put, failed
         self._transport, self._tracer = transport, tracer
-        self._wanted = PeerLinks(me.id, decides=True)  # every server of the view
+        self._wanted = PeerLinks(credentials.me.id, decides=True)  # every server of the view
         self._links: dict[Key, ServerLink] = {}
         self._by_id: dict[str, ServerLink] = {}
 
@@ -46,7 +46,7 @@ class Upstream:
             link.close()
         for member in new:
             link = ServerLink(
-                transport=self._transport, server=member, me=self._me, window=self._job.config.window,
+                transport=self._transport, server=member, credentials=self._credentials, window=self._job.config.window,
                 receiver=_FromServer(member, self._job, self._views, self._put, self._failed),
                 view=lambda: self._views.number, tracer=self._tracer,
             )  # fmt: skip

@@ -63,6 +63,8 @@ class ServerService:
     into the owner's inbox.
     """
 
+    waits_for = "its part of the parameters"
+
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", bind: str = "127.0.0.1:0",
         advertise: str = "", transport: Transport | None = None,
@@ -92,7 +94,7 @@ class ServerService:
                 transport=self._transport, address=self._coordinator, me=me,
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
                 handlers=Handlers(
-                    self._on_message, self._on_coordinator_lost, lambda new: self._owner.put(inbox.Admitted(new)),
+                    self._on_message, self._on_coordinator_lost, self._on_admitted,
                     lambda: Beat() if self._peers is None else Beat(self._peers.unreachable()),
                 ),
             )  # fmt: skip
@@ -102,6 +104,11 @@ class ServerService:
             raise
         self._link.start()
         self._joined.set()
+
+    @property
+    def address(self) -> str:
+        """The address where workers and other servers connect, "host:port"."""
+        return self._gate.address
 
     def wait(self) -> str | None:
         """Block until the job is over. Returns None, or the sentence with which it failed."""
@@ -134,6 +141,10 @@ class ServerService:
 
     # ---- messages of the coordinator ----
 
+    def _on_admitted(self, new: bool) -> None:
+        self._gate.me = self._link.credentials.me
+        self._owner.put(inbox.Admitted(new))
+
     def _on_message(self, message: Message) -> None:
         match message:
             case Prepare(record=record):
@@ -163,7 +174,7 @@ class ServerService:
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, about.trace)
         self._peers = Peers(
             PeerLinks(self.id, decides=job.config.decides), self._views, self._owner.put,
-            transport=self._transport, token=self._token, tracer=self._tracer, failed=self.failed,
+            transport=self._transport, credentials=self._link.credentials, tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
         self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots)
         self._owner.reducer = self._reducer
@@ -244,7 +255,7 @@ class ServerService:
         if view is None:
             return
         members = {"server": view.servers, "aggregator": view.aggregators}.get(hello.role, view.workers)
-        if hello.id not in {member.id for member in members}:
+        if (hello.id, hello.incarnation) not in {(member.id, member.incarnation) for member in members}:
             raise ProtocolError(f"{hello.role} {hello.id} is not in view {view.number}")
 
 

@@ -70,6 +70,10 @@ class Membership:
         """True if there is a member of that id and role."""
         return id in self._of(role)
 
+    def role_of(self, id: str) -> str:
+        """The member's role."""
+        return "server" if id in self.servers else "aggregator" if id in self.aggregators else "worker"
+
     def has_other_role(self, id: str, role: str) -> bool:
         """True if there is a member of that id and another role."""
         return id in self and not self.is_taken(id, role)

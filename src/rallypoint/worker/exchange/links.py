@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rallypoint.config import JobConfig
 from rallypoint.core.view import Member, View, ViewNumber
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Transport, share_of
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.link import Receiver, ServerLink
@@ -17,11 +17,15 @@ from rallypoint.worker.exchange.link import Receiver, ServerLink
 class Context:
     """What an exchange needs from its process."""
 
-    me: str
-    token: str
+    credentials: Credentials
     transport: Transport
     tracer: Tracer
     say: Callable[[str], None]
+
+    @property
+    def me(self) -> str:
+        """This worker's name."""
+        return self.credentials.me.id
 
 
 class Links:
@@ -42,13 +46,13 @@ class Links:
     def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
         """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
         share = share_of(self._config.in_flight_bytes, len(view.servers))
-        me, aggregators = Identity("worker", self._context.me, self._context.token), set(view.aggregators)
         for link in self._links.values():
             link.limit_in_flight(share)
         for server in servers:
             link = self._links[server.id] = ServerLink(
-                transport=self._context.transport, server=server, me=me, window=self._config.window, receiver=receiver,
-                view=self._view, tracer=self._context.tracer, role="aggregator" if server in aggregators else "server",
+                transport=self._context.transport, server=server, credentials=self._context.credentials,
+                window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
+                role="aggregator" if server in view.aggregators else "server",
             )  # fmt: skip
             link.limit_in_flight(share)
             link.overdraw(self._overdraws)

@@ -84,7 +84,7 @@ class Job:
         self._staging: Staging | None = None
         self._run: Run | None = None
         self._link = CoordinatorLink(
-            transport=self._transport, address=coordinator, me=Identity("worker", id, token, near),
+            transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
             handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
         )  # fmt: skip
         self._link.start()
@@ -134,7 +134,7 @@ class Job:
             self._record = record
         self._link.send(Propose(record))
         self._wait_for_view()
-        context = Context(self.id, self._token, self._transport, self._tracer, self._report_wait)
+        context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
         exchange = Exchange(record.layout, config, context, pinned=pinned)
         with self._changed:
             self._exchange = exchange
