@@ -46,6 +46,10 @@ class Plan:
     hesitate_s: float = 0.0
     aggregators: int = 0
 
+    def least(self, role: str) -> int:
+        """How many members of a role have to stay."""
+        return self.terms.workers_min if role == "worker" else 1
+
 
 _KINDS = (
     "crash", "crash", "crash", "pause", "pause", "long pause", "drop", "drop", "partition", "join", "leave",

@@ -168,7 +168,7 @@ class Simulation:
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
                     self.world.partition(name, other, fault.seconds)
-            case "leave" if self._staying(fault.role) > (self.plan.terms.workers_min if fault.role == "worker" else 1):
+            case "leave" if len(self._staying(fault.role)) > self.plan.least(fault.role):
                 self._tell_to_leave(fault.role, name)
 
     def _watch_coordinator(self) -> None:
@@ -198,16 +198,13 @@ class Simulation:
         """So many are to be here: start some, or tell the newest to go."""
         self.computing_at_most = order.workers
         for role, wanted in (("worker", order.workers), ("server", order.servers)):
-            staying = self._names_staying(role)
+            staying = self._staying(role)
             for name in staying[wanted:]:
                 self._tell_to_leave(role, name)
             for _ in range(wanted - len(staying)):
                 self._again(role)
 
-    def _staying(self, role: str) -> int:
-        return len(self._names_staying(role))
-
-    def _names_staying(self, role: str) -> list[str]:
+    def _staying(self, role: str) -> list[str]:
         return [name for name in self._alive(role) if name not in self._told_to_leave]
 
     def _tell_to_leave(self, role: str, name: str) -> None:
