@@ -34,7 +34,7 @@ def view_of(
         workers=tuple(Member(worker, "h") for worker in workers), servers=(Member("s0", "h"), Member("s1", "h")),
         assignments=(Assignment(0, {worker: tuple(own) for worker, own in workers.items()}),),
         primary={SHARD: home}, homed={SHARD: ViewNumber(1, 1)}, aggregators=(Member("a0", "h"),),
-        aggregator_of=dict.fromkeys(near, "a0"),
+        aggregator_of=dict.fromkeys(near, "a0"), contributors={worker: tuple(own) for worker, own in workers.items()},
     )  # fmt: skip
 
 
@@ -234,9 +234,10 @@ def test_frames_of_an_older_generation_and_of_older_links_do_not_count() -> None
     assert shell.followed(older, "w0", 0, ViewNumber(1, 3)) == []
     assert shell.followed(newer, "w0", 0, ViewNumber(1, 2)) == []  # stale
     new = Contribution(SHARD, 0, Block(0, 2), 2.0, 1)
-    assert shell.contributed(new, ViewNumber(1, 2)) == [Drop(1)]
+    assert shell.contributed("w0", new, ViewNumber(1, 2)) == [Drop(1)]
     assert shell.arrived(SHARD, 0, 2, ViewNumber(1, 2)) == [Drop(2)]
-    assert pushed(shell.contributed(new, ViewNumber(1, 3))) == [(0, 2)]
+    assert pushed(shell.contributed("w0", new, ViewNumber(1, 3))) == [(0, 2)]
+    assert shell.contributed("w1", new, ViewNumber(1, 3)) == [Drop(1)]  # another worker's replicas
     assert shell.gone(older, "w0") == []
     assert shell.workers == {"w0": newer}
 

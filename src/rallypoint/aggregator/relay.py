@@ -82,7 +82,7 @@ class Relay:
             self._ticket(header, event.buffer, event.channel), replicas if flags & NOT_FINITE else (),
             replicas if flags == BAD_GRADIENT else (),
         )  # fmt: skip
-        return self._shell.contributed(new, header.view)
+        return self._shell.contributed(event.worker, new, header.view)
 
     def _arrived(self, event: inbox.Arrived) -> Iterable[machine.Effect]:
         header = event.header

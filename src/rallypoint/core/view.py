@@ -60,6 +60,9 @@ class View(msgspec.Struct, frozen=True):
         origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
         ending: a worker holds the last version: all other workers fetch it.
+        contributors: worker (or aggregator) -> the replicas of which servers take its contributions: all that it (or
+            its workers) was assigned in this generation, and its backup tasks. So a contribution that comes late, when
+            the replica is somebody else's, is not lost: its sender counts it as delivered.
         aggregators: the aggregators that are here.
         aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.
     """
@@ -76,6 +79,7 @@ class View(msgspec.Struct, frozen=True):
     origin: str = ""
     uploader: str = ""
     ending: bool = False
+    contributors: dict[str, tuple[int, ...]] = {}
     aggregators: tuple[Member, ...] = ()
     aggregator_of: dict[str, str] = {}
 

@@ -65,9 +65,14 @@ class AggregatorShell(Generic[L]):
         """The worker needs one version again."""
         return self.machine.fetched(worker, shard, version) if self.workers.get(worker) is link else []
 
-    def contributed(self, new: Contribution, number: ViewNumber) -> list[Effect]:
-        """A contribution has arrived that was sent under view `number`."""
-        return [Drop(new.ticket)] if self.fence.is_stale(number) else self.machine.contributed(new)
+    def contributed(self, worker: str, new: Contribution, number: ViewNumber) -> list[Effect]:
+        """A worker's contribution has arrived that was sent under view `number`. Others' replicas are not taken: a
+        server could not tell any more who has pushed them."""
+        view = self.machine.view
+        own = () if view is None else view.contributors.get(worker, ())
+        if self.fence.is_stale(number) or not all(replica in own for replica in range(*new.block)):
+            return [Drop(new.ticket)]
+        return self.machine.contributed(new)
 
     # ---- servers ----
 

@@ -87,6 +87,8 @@ class WorkerShell:
         before = self._view
         if before is not None and view.number <= before.number:
             return None
+        if before is not None and _came_back(self.machine.me, before, view):
+            return self.links.servers  # what this worker sent when it was given up may have been dropped
         return self.links.to_end(before, view)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
@@ -104,9 +106,7 @@ class WorkerShell:
             self.states.rolled_back()
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
-        back = before is not None and _incarnation(before, self.machine.me) not in (
-            -1, _incarnation(view, self.machine.me)
-        )  # fmt: skip
+        back = before is not None and _came_back(self.machine.me, before, view)
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
 
     def link_up(self, server: str) -> list[Effect]:
@@ -241,6 +241,11 @@ class WorkerShell:
         own `validate`."""
         self.links.validate(self._view)
         assert self.done_in is None or self.done_in == self.view.generation, "it is done in an older generation"
+
+
+def _came_back(worker: str, before: View, view: View) -> bool:
+    """True if the worker was given up between the two views, and has joined again."""
+    return _incarnation(before, worker) not in (-1, _incarnation(view, worker))
 
 
 def _incarnation(view: View, worker: str) -> int:

@@ -102,6 +102,8 @@ def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str,
 
 def run_server(service: ServerService | AggregatorService, coordinator: str) -> int:
     """Run one server or aggregator to the end of its job. Returns the exit status. On SIGTERM it leaves the job."""
+    from rallypoint.optim.flat import import_for_optimizers  # torch, which a coordinator needs not
+
     by_hand = not hold_lifeline()
     signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
     service.start()
@@ -109,6 +111,7 @@ def run_server(service: ServerService | AggregatorService, coordinator: str) -> 
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
             print(f"{service.id} {where}; it waits for {service.waits_for}", flush=True)
+        import_for_optimizers()
         failure = service.wait()
     finally:
         service.close()

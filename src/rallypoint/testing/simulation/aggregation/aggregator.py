@@ -120,7 +120,7 @@ class SimulatedAggregator:
                 new = machine.Contribution(
                     shard, step, Block(replica, replica + count), float(count), self._ticket(content), losses, gradients
                 )
-                self._run(self.shell.contributed(new, number))
+                self._run(self.shell.contributed(who, new, number))
             case ("follow", number, True, round):
                 self._run(self.shell.followed(wire, who, round, number))
             case ("follow", _, False, _):
