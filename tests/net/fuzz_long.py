@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no further policy's attacks after so long")
-    parser.add_argument("--decoders", type=int, default=1_000_000, help="frames for the decoders alone, without sockets")
+    parser.add_argument("--decoders", type=int, default=1_000_000, help="frames for the decoders alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
     views.VIEW_TIMEOUT_S = 0.5  # a frame of a view that never comes would hold its connection for a minute

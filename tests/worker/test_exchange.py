@@ -155,12 +155,20 @@ def test_a_version_that_the_job_cannot_have_is_refused(sync: dict[str, str], wro
     _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
     last = Header(Kind.VERSION, exchange.view.number, shard=0, length=64, step=9 if sync["type"] == "sync" else 18)
     try:
-        exchange.arrivals.arriving(last)
+        exchange.arrivals.arriving(last, "s")
         with pytest.raises(ProtocolError, match="this job has"):
-            exchange.arrivals.arriving(last._replace(**wrong))
+            exchange.arrivals.arriving(last._replace(**wrong), "s")
     finally:
         exchange.finish()
         exchange.close()
+
+
+def test_a_view_that_comes_when_the_exchange_is_closed_opens_no_links(exchange: Exchange) -> None:
+    """The coordinator's link ends after the exchange: a view may come in between."""
+    exchange.close()
+    before = set(threading.enumerate())
+    _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
+    assert set(threading.enumerate()) == before
 
 
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:

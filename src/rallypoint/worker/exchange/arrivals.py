@@ -107,8 +107,8 @@ class Arrivals:
         replica = header.wanted or 0
         if header.step > self._most_updates or header.base > self._rounds or replica >= self._replicas:
             raise ProtocolError(
-                f"version {header.step} of shard {header.shard}, for replica {replica}'s step {header.base}: this job has "
-                f"{self._replicas} replicas and {self._rounds} rounds"
+                f"version {header.step} of shard {header.shard}, for replica {replica}'s step {header.base}: "
+                f"this job has {self._replicas} replicas and {self._rounds} rounds"
             )
 
     def _shard(self, header: Header) -> Shard:
