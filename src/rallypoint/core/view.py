@@ -57,6 +57,8 @@ class View(msgspec.Struct, frozen=True):
         origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
         ending: a worker holds the last version: all other workers fetch it.
+        gaps: pairs (a, b): views between a and b may have been published by an earlier coordinator, and were not known
+            to the one that went on from a with b. What was done in them is not part of this generation's history.
     """
 
     number: ViewNumber
@@ -71,6 +73,7 @@ class View(msgspec.Struct, frozen=True):
     origin: str = ""
     uploader: str = ""
     ending: bool = False
+    gaps: tuple[tuple[ViewNumber, ViewNumber], ...] = ()
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""

@@ -215,8 +215,9 @@ class ClusterMachine:
                 return []
             case events.Found():
                 return self._succession.found(event)
-            case events.TookOver(state=state):
-                return self._took_over(state)
+            case events.TookOver(state=state, complete=complete):
+                course.views.complete = complete
+                return [] if state is None else self._took_over(state)
             case events.Outrun():
                 return self._succession.outrun(event)
             case _:
