@@ -217,7 +217,7 @@ class CoordinatorShell:
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))
                 acts += self.announcer.report(message, self._now)
-                current = self._claims.is_current(message)
+                current = self.machine.course.is_current(message.generation)
                 if current and (why := self._agreement.difference(hello.id, message)) is not None:
                     acts += self._end(Aborted(why))
                 return acts
@@ -289,7 +289,6 @@ class CoordinatorShell:
             case cluster_effects.Publish(view=view, members=members):
                 return self._publish(view, members)
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):
-                self._claims.assisted(worker, replica)
                 return self._send(Assist(step, replica), worker)
             case cluster_effects.Say(text=text):
                 return self._announce(Say(text))
@@ -311,7 +310,6 @@ class CoordinatorShell:
 
     def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
         assert self.machine.record is not None
-        self._claims.published(view)
         acts = self.announcer.plan(self.machine.record, view, self._now)
         tally = self.announcer.tally
         if tally is not None and not tally.counts(view.generation):

@@ -59,6 +59,9 @@ class View(msgspec.Struct, frozen=True):
         ending: a worker holds the last version: all other workers fetch it.
         gaps: pairs (a, b): views between a and b may have been published by an earlier coordinator, and were not known
             to the one that went on from a with b. What was done in them is not part of this generation's history.
+        contributors: worker -> the replicas of which servers take its contributions: all that it was assigned in this
+            generation, and its backup tasks. So a contribution that comes late, when the replica is somebody else's,
+            is not lost: its sender counts it as delivered.
     """
 
     number: ViewNumber
@@ -74,6 +77,7 @@ class View(msgspec.Struct, frozen=True):
     uploader: str = ""
     ending: bool = False
     gaps: tuple[tuple[ViewNumber, ViewNumber], ...] = ()
+    contributors: dict[str, tuple[int, ...]] = {}
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""
