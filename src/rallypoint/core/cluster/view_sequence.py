@@ -92,7 +92,8 @@ class ViewSequence:
         if replica in own:
             return None
         may = {**self.view.contributors, worker: tuple(sorted((*own, replica)))}
-        return msgspec.structs.replace(self.view, number=self._next_number(), contributors=may)
+        gaps = self._gaps(self.view)
+        return msgspec.structs.replace(self.view, number=self._next_number(), contributors=may, gaps=gaps)
 
     def _gaps(self, before: View) -> tuple[tuple[ViewNumber, ViewNumber], ...]:
         """The gaps in the history of the view that follows `before`."""
