@@ -136,6 +136,8 @@ class ClusterRun:
         members = self.console.members
         if members is not None:
             self.supervisor.members((*members.workers, *members.standby, *members.servers))
+        if self.console.holding:
+            self.supervisor.held(self.console.heard)
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
         for name, how in self._ended():
@@ -162,7 +164,7 @@ class ClusterRun:
                     self.handles[name].signal(signal.SIGTERM)
                 case Warn(text=text):
                     self.console.console.print(f"[yellow]{escape(text)}[/yellow]", soft_wrap=True)
-                case Fail(reason=reason) if not self.console.holding:  # the coordinator ends the job, and says why
+                case Fail(reason=reason):
                     self.failure = reason
                 case Over():
                     self._over = True
