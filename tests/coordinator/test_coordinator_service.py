@@ -428,6 +428,24 @@ def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     second.wait()  # after a heartbeat: whoever has not come by then does not come any more
 
 
+def test_a_coordinator_that_ends_the_job_before_it_has_taken_over_tells_who_has_come_back(
+    house: House, tmp_path: Path
+) -> None:
+    folder = JoinInfo(folder=str(tmp_path))
+    first = house.open(join_info=folder)
+    _, worker, view = house.begin()
+    worker.link.send(Report(0, 0, 1.0, 1.0, 1, generation=view.generation))
+    until(lambda: first._shell._kept)
+    house.close()
+    house.__init__()  # type: ignore[misc]
+    second = house.open(join_info=folder)
+    member = house.call("worker", "worker0", incarnation=worker.link.incarnation)
+    until(lambda: bool(second._shell._take_over and second._shell._take_over.waiting))
+    second.abort("somebody pulled the plug")
+    assert decode(member.receive_bytes(member.receive_header())) == Aborted("somebody pulled the plug")
+    assert second.wait() == "somebody pulled the plug"
+
+
 def test_a_fault_of_its_own_ends_the_job_with_a_sentence(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = house.open()
     server, worker, _ = house.begin()
