@@ -366,9 +366,9 @@ class CoordinatorShell:
             return []
         self.last_word = word
         told = [*self._send(word, *self.members), *self._announce(word)]
-        return [*told, Over(_failure(word))] if self._take_over is None else [*told, *self._turn_back(self._take_over)]
+        return [*told, Over(_failure(word))] if self._take_over is None else [*told, *self._end_early(self._take_over)]
 
-    def _turn_back(self, take_over: TakeOver) -> list[Act]:
+    def _end_early(self, take_over: TakeOver) -> list[Act]:
         """The job has ended before anything was taken over: tell those who have come, and for a while who comes."""
         self._take_over, self._end_at = None, self._now + _RETURN_S
         return [act for event in take_over.connected for act in self._handle(event)]
