@@ -358,7 +358,13 @@ class CoordinatorShell:
         if self.last_word is not None:
             return []
         self.last_word = word
-        return [*self._send(word, *self.members), *self._announce(word), Over(_failure(word))]
+        told = [*self._send(word, *self.members), *self._announce(word)]
+        return [*told, Over(_failure(word))] if self._take_over is None else [*told, *self._end_early(self._take_over)]
+
+    def _end_early(self, take_over: TakeOver) -> list[Act]:
+        """The job has ended before anything was taken over: tell those who have come, and for a while who comes."""
+        self._take_over, self._end_at = None, self._now + _RETURN_S
+        return [act for event in take_over.connected for act in self._handle(event)]
 
     # ---- words ----
 

@@ -84,6 +84,11 @@ class TakeOver:
         awaited = (member for member in _members(self._newest) if member.id not in self._replaced)
         return {_key(member) for member in awaited} <= self._came
 
+    @property
+    def connected(self) -> list[inbox.Opened | inbox.Closed]:
+        """Of the events that were kept back, those about connections."""
+        return [event for event in self.waiting if isinstance(event, inbox.Opened | inbox.Closed)]
+
     def state(self) -> ClusterState | None:
         """What to go on from instead of the journal's state; None if members know neither a newer view nor a higher
         incarnation."""
