@@ -16,7 +16,7 @@ from rallypoint.server.intake import views
 SEED = 20261122
 FRAMES = 150  # of each attack on each policy; strangers' connections cost the most
 QUICK = [which for which in ATTACKS if which not in WHOLE_JOBS]
-IN_CI = {"sync": WHOLE_JOBS, "all-reduce": ["worker after, its servers"], "async": ["server after, its servers"]}
+IN_CI = {"sync": WHOLE_JOBS, "all-reduce": ["worker after, its servers"], "ssp": ["server after, its servers"]}
 
 
 @pytest.fixture(scope="module")
