@@ -135,7 +135,8 @@ class Beat:
 
     Attributes:
         unreachable: peer -> seconds for which the sender could not reach it. Only peers that it should reach.
-        waited: seconds for which a worker's main thread has waited for others; 0.0 while it does not wait.
+        waited: seconds for which a worker's main thread has waited for others since it last did something new; 0.0
+            while it does not wait.
         activity: rises whenever a worker's main thread gets on.
     """
 
