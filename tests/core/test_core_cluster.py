@@ -216,7 +216,7 @@ def test_whatever_order_members_come_in_the_job_begins_once_and_ends_once(
             to_propose += [name] if name.startswith("w") else []
     assert job.machine.phase is Phase.RUNNING
     assert sorted(admitted.incarnation for admitted in _of(Admit, effects)) == [1, 2, 3, 4, 5]
-    assert {prepare.server for prepare in _of(Prepare, effects)} == {"s0", "s1"}
+    assert {prepare.member for prepare in _of(Prepare, effects)} == {"s0", "s1"}
     ((publish,)) = _of(Publish, effects)
     view = publish.view
     assert sorted(publish.members) == ["s0", "s1", "w0", "w1", "w2"]

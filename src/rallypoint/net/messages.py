@@ -287,13 +287,16 @@ class Waiting(Shown, frozen=True):
 
 
 class Members(AnyMessage, frozen=True):
-    """The members of a new view, for observers. `exposed` counts the shards that only one server holds."""
+    """The members of a new view, for observers. `exposed` counts the shards that only one server holds. `through`:
+    worker -> the aggregator that it may use."""
 
     view: str
     workers: tuple[str, ...]
     standby: tuple[str, ...]
     servers: tuple[str, ...]
     exposed: int = 0
+    aggregators: tuple[str, ...] = ()
+    through: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Snapshotted(AnyMessage, frozen=True):
