@@ -118,13 +118,14 @@ def test_a_pair_is_put_off_while_who_may_miss_the_same_peer_has_not_waited_long_
     job = _job()
     missed = {name: {"s1": 4 * HB} if name in ("w0", witness) else {} for name in ("w0", "w1", "s0")}
     waits = {"w0": 4 * HB, "w1": 2 * HB}
-    for _ in range(4):
-        job.now += TICK_S
-        job.play(*(Beat(name, peers, waits.get(name, 0.0)) for name, peers in missed.items()), Beat("s1"), Tick(job.now))
+
+    def beats(_: float) -> Sequence[Beat]:
+        return [Beat("s1"), *(Beat(name, peers, waits.get(name, 0.0)) for name, peers in missed.items())]
+
+    _play_beats(job, 4 * TICK_S, beats)
     assert _apart(job) == set()
     waits["w1"] = 3 * HB
-    job.now += TICK_S
-    job.play(*(Beat(name, peers, waits.get(name, 0.0)) for name, peers in missed.items()), Beat("s1"), Tick(job.now))
+    _play_beats(job, TICK_S, beats)
     assert _apart(job) == {"s1"}
 
 

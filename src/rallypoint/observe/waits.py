@@ -45,7 +45,8 @@ def wait_until(
 class Progress:
     """How a worker's main thread gets on: for how long it has waited for others since it last did something new.
 
-    Work that is given once more, because a link broke and took what it carried, is nothing new: the next wait counts on.
+    Work that is given once more, because a link broke and took what it carried, is nothing new: the next wait counts
+    on.
 
         wait 3 s, the link breaks, compute replica 0 again, wait 3 s     it has waited for 6 s
         wait 3 s, install version 8, compute replica 0, wait 3 s         it has waited for 3 s
@@ -65,8 +66,8 @@ class Progress:
 
     def goes_on(self, now: float) -> None:
         """The wait is over."""
-        before, since = self._times
-        self._times = (before if since is None else before + now - since), None
+        before, began = self._times
+        self._times = (before if began is None else before + now - began), None
 
     def given(self, task: Hashable, *, ends_round: bool = False) -> None:
         """The main thread is given a task. `ends_round`: it is new in any case, and so are the tasks after it."""
@@ -82,5 +83,5 @@ class Progress:
 
     def waited(self, now: float) -> float:
         """Seconds for which the thread has waited since it last got on; 0.0 while it does not wait."""
-        before, since = self._times
-        return 0.0 if since is None else before + now - since
+        before, began = self._times
+        return 0.0 if began is None else before + now - began
