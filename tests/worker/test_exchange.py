@@ -477,7 +477,9 @@ def test_a_replica_that_is_computed_again_because_its_link_broke_does_not_end_th
 def test_a_main_thread_that_evaluates_counts_as_active(exchange: Exchange) -> None:
     before = exchange.beat().activity
     assert exchange.beat().activity == before
+    assert not exchange.beat().evaluating
     with exchange.evaluating():
+        assert exchange.beat().evaluating
         assert exchange.beat().activity < exchange.beat().activity
     exchange.check()
     assert exchange.beat().activity > before

@@ -31,6 +31,7 @@ class Beat(AnyMessage, frozen=True):
     unreachable: dict[str, float] = msgspec.field(default_factory=dict)
     waited: float = 0.0
     activity: int = 0
+    evaluating: bool = False
 
 
 class Report(AnyMessage, frozen=True):

@@ -138,12 +138,14 @@ class Beat:
         waited: seconds for which a worker's main thread has waited for others since it last did something new; 0.0
             while it does not wait.
         activity: rises whenever a worker's main thread gets on.
+        evaluating: a worker's main thread evaluates, and does nothing else until that is over.
     """
 
     member: str
     unreachable: Mapping[str, float] = field(default_factory=dict)
     waited: float = 0.0
     activity: int = 0
+    evaluating: bool = False
 
 
 @dataclass(frozen=True, slots=True)

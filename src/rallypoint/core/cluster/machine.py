@@ -181,7 +181,7 @@ class ClusterMachine:
                 course.members.spoke(member, course.now)
                 if member in course.members:
                     self._reach.beat(event)
-                return []
+                return self._snapshots.handle(event)
             case events.Progress():
                 return self._progress(event)
             case events.Applied(server=server, step=step, generation=generation):

@@ -176,7 +176,7 @@ class Exchange:
         """What the next heartbeat says of this worker. Any thread may call it."""
         self._locked.activity += self._evaluating
         waited = self._locked.progress.waited(time.monotonic())
-        return Beat(self._links.unreachable(), waited, self._locked.activity)
+        return Beat(self._links.unreachable(), waited, self._locked.activity, self._evaluating)
 
     # ---- the main thread ----
 
