@@ -161,7 +161,7 @@ class ClusterRun:
                 case Drain(name=name):
                     self.handles[name].signal(signal.SIGTERM)
                 case Warn(text=text):
-                    self.console.console.print(f"[yellow]{escape(text)}[/yellow]", soft_wrap=True)
+                    self.console.say(f"[yellow]{escape(text)}[/yellow]")
                 case Fail(reason=reason) if not self.console.holding:  # the coordinator ends the job, and says why
                     self.failure = reason
                 case Over():
@@ -206,10 +206,10 @@ class ClusterRun:
         changed = kept.changed(self.plan.script, Path(self.plan.folder))
         if changed and changed != self._said_changed:
             self._said_changed = changed
-            self.console.console.print(
+            self.console.say(
                 f"[yellow]edited since the run began: {escape(kept.named(changed))}; {name} runs the code that the run "
-                "began with[/yellow]", soft_wrap=True,
-            )  # fmt: skip
+                "began with[/yellow]"
+            )
         return kept.worker_argv(self.plan.worker, self.plan.script, Path(self.plan.folder))
 
     def _listening(self, address: str) -> None:
@@ -315,10 +315,10 @@ class ClusterRun:
             reason = f"{name}: {sentence}"  # what the coordinator would have reported, had it been faster
         self.console.relay_all(self._output.rest(reason))
         for sentence in self._output.summary():
-            self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
+            self.console.say(f"[dim]{escape(sentence)}[/dim]")
         if self._is_over and not self._endings:
             return 0
-        self.console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
+        self.console.say(f"[bold red]failed[/bold red]: {escape(reason)}")
         if not self._is_over:
             self.console.say_how_to_go_on(self.plan, failed=True)
         return 1

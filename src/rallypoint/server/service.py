@@ -40,6 +40,7 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import Once, printable
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_heeding_signals
+from rallypoint.optim.flat import import_for_optimizers
 from rallypoint.server.intake.intake import Intake
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.intake.views import Views
@@ -256,5 +257,6 @@ def run_servers(services: Sequence[ServerService]) -> str | None:
         for service in services:
             service.start()
             started.callback(service.close)
+        import_for_optimizers()
         failures = [service.wait() for service in services]
     return next((failure for failure in failures if failure is not None), None)

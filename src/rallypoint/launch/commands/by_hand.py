@@ -101,6 +101,8 @@ def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str,
 
 def run_server(service: ServerService, coordinator: str) -> int:
     """Run one server to the end of its job. Returns the exit status. On SIGTERM it hands its shards over and ends."""
+    from rallypoint.optim.flat import import_for_optimizers  # torch, which a coordinator needs not
+
     by_hand = not hold_lifeline()
     signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
     service.start()
@@ -108,6 +110,7 @@ def run_server(service: ServerService, coordinator: str) -> int:
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
             print(f"{service.id} {where}; it waits for its part of the parameters", flush=True)
+        import_for_optimizers()
         failure = service.wait()
     finally:
         service.close()

@@ -99,7 +99,7 @@ class Links:
         counts: dict[str, int] = {}
         for shard in shards:
             counts[homes[shard]] = counts.get(homes[shard], 0) + 1
-        return "; ".join(f"{count} shards from {self._name(home)}" for home, count in counts.items())
+        return "; ".join(f"{n} shard{'s' * (n != 1)} from {self._name(home)}" for home, n in counts.items())
 
     def _name(self, server: str) -> str:
         link = self._links.get(server)
