@@ -294,6 +294,8 @@ def changes(before: Members, now: Members) -> list[str]:
         said.append(f"{news}: {who}" if news else who)
     if news := _news(before.servers, now.servers):
         said.append(f"{news}: the parameters are on {_listed(now.servers)}")
+    if news := _news(before.aggregators, now.aggregators):
+        said.append(f"{news}: {len(now.through)} workers have an aggregator")
     return said
 
 
