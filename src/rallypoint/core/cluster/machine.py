@@ -174,12 +174,9 @@ class ClusterMachine:
         if course.phase is Phase.FAILING:
             return self._ending.handle(event)
         match event:
-            case events.Heard(member=member):
+            case events.Heard(member=member) | events.Beat(member=member):
                 course.members.spoke(member, course.now)
-                return []
-            case events.Beat(member=member):
-                course.members.spoke(member, course.now)
-                if member in course.members:
+                if isinstance(event, events.Beat) and member in course.members:
                     self._reach.beat(event)
                 return []
             case events.Progress():
