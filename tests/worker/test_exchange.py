@@ -213,6 +213,43 @@ def _at(count: int, primary: dict[int, str], homes: list[_Home]) -> View:
     return View(ViewNumber(1, count), ViewNumber(1, 1), (), servers, assignments, primary, {}, uploader="x")
 
 
+class _Dead:
+    """A transport to servers whose host has died: no attempt to connect ends before the test does."""
+
+    def __init__(self) -> None:
+        self.connecting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.over = threading.Event()
+
+    def connect(self, address: str, timeout: float) -> Any:
+        self.connecting.put(address)
+        assert self.over.wait(PATIENCE_S)
+        raise LinkError(f"nobody answers at {address}")
+
+
+def test_a_view_without_the_servers_of_a_dead_host_is_adopted_at_once() -> None:
+    """The links to them are still connecting, which takes seconds and cannot be cut short."""
+    transport: Any = _Dead()
+    exchange = Exchange(
+        LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}),
+        Context(credentials(), transport, Tracer("w"), lambda text: None),
+    )  # fmt: skip
+    dead = tuple(Member(f"s{n}", "dead", f"dead:{n}", n) for n in range(1, 5))
+    before = msgspec.structs.replace(
+        _view(1, {"w": (0,), "x": (1,)}), servers=dead, primary={shard.index: "s1" for shard in LAYOUT.shards}
+    )
+    _adopt(exchange, before)
+    assert {transport.connecting.get(timeout=PATIENCE_S) for _ in dead} == {server.address for server in dead}
+    adopts = threading.Thread(target=_adopt, args=(exchange, _view(2, {"w": (0,), "x": (1,)})))
+    adopts.start()
+    try:
+        assert transport.connecting.get(timeout=PATIENCE_S) == SERVER.address, "the new home is connected to"
+    finally:
+        transport.over.set()
+        adopts.join(PATIENCE_S)
+        exchange.finish()
+        exchange.close()
+
+
 def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange: Exchange) -> None:
     transport = exchange._links._context.transport
     assert isinstance(transport, InprocTransport)
