@@ -10,8 +10,7 @@ Its parts:
     ending      the last snapshot of a job that fails
     assigner    which worker computes which replicas
 
-`state()` is what the next coordinator needs. The shell writes it to the journal whenever `revision` has risen, before
-it runs any effect (I7).
+The shell writes `state()` to the journal whenever `revision` has risen, before it runs any effect (I7).
 """
 
 from __future__ import annotations
