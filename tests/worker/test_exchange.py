@@ -139,6 +139,38 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
         exchange.arrivals.arriving(header, SERVER.id)
 
 
+@pytest.mark.parametrize(
+    ("sync", "wrong"),
+    [
+        ({"type": "sync"}, {"step": 10}),  # the job has 9 steps: the worker would push nothing more to this shard
+        ({"type": "sync"}, {"step": (1 << 32) - 1}),
+        ({"type": "async"}, {"step": 19, "wants": 2}),  # two replicas, 9 updates each
+        ({"type": "async"}, {"base": 10, "wants": 2}),
+        ({"type": "async"}, {"wants": 4}),
+    ],
+)
+def test_a_version_that_the_job_cannot_have_is_refused(sync: dict[str, str], wrong: dict[str, int]) -> None:
+    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64, "sync": sync}), context)
+    _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
+    last = Header(Kind.VERSION, exchange.view.number, shard=0, length=64, step=9 if sync["type"] == "sync" else 18)
+    try:
+        exchange.arrivals.arriving(last, "s")
+        with pytest.raises(ProtocolError, match="this job has"):
+            exchange.arrivals.arriving(last._replace(**wrong), "s")
+    finally:
+        exchange.finish()
+        exchange.close()
+
+
+def test_a_view_that_comes_when_the_exchange_is_closed_opens_no_links(exchange: Exchange) -> None:
+    """The coordinator's link ends after the exchange: a view may come in between."""
+    exchange.close()
+    before = set(threading.enumerate())
+    _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
+    assert set(threading.enumerate()) == before
+
+
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.arrivals.link_up(SERVER)
