@@ -93,6 +93,17 @@ class CaughtUp(AnyMessage, frozen=True):
     backups: dict[Index, ViewNumber]
 
 
+class Disproved(AnyMessage, frozen=True):
+    """A shard's backup does not hold the version that it has acknowledged: its digest is another one.
+
+    `paired` is the view that paired this primary with that backup.
+    """
+
+    shard: Index
+    version: Index
+    paired: ViewNumber
+
+
 class Leaving(AnyMessage, frozen=True):
     """This member was told to leave: assign its replicas, or move its shards, to others."""
 
@@ -311,10 +322,10 @@ class Snapshotted(AnyMessage, frozen=True):
 
 
 Message = (
-    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Leaving |
-    Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare |
-    NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted | Knows |
-    Held | Release
+    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
+    Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted |
+    Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
+    Snapshotted | Knows | Held | Release
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -83,6 +83,19 @@ class CaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Disproved:
+    """The primary `server` says that the shard's backup does not hold `version`, which it has acknowledged.
+
+    `paired` is the view in which the two became primary and backup.
+    """
+
+    server: str
+    shard: int
+    version: int
+    paired: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """A member was told to leave: the next view moves its replicas or shards to others."""
 
@@ -207,6 +220,7 @@ class Found:
 
 
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Leaving | Done | Left | Unlinked | Failed | Heard | Beat | Tick
-    | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun | Released
+    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked | Failed
+    | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun
+    | Released
 )  # fmt: skip
