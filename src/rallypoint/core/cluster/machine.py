@@ -11,8 +11,7 @@ Its parts:
     ending      the last snapshot of a job that fails
     assigner    which worker computes which replicas
 
-`state()` is what the next coordinator needs. The shell writes it to the journal whenever `revision` has risen, before
-it runs any effect (I7).
+The shell writes `state()` to the journal whenever `revision` has risen, before it runs any effect (I7).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
-from rallypoint.core.cluster.health.apart import set_apart
+from rallypoint.core.cluster.health.apart import disproved, set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.invariants import check_course
@@ -185,7 +184,7 @@ class ClusterMachine:
                 course.members.spoke(member, course.now)
                 if isinstance(event, events.Beat) and member in course.members:
                     self._reach.beat(event)
-                return []
+                return self._snapshots.handle(event)
             case events.Progress():
                 return self._progress(event)
             case events.Applied(server=server, step=step, generation=generation):
@@ -198,6 +197,8 @@ class ClusterMachine:
                 return self._joined(event)
             case events.Proposed(worker=worker, record=record):
                 return self._proposal(worker, record)
+            case events.Disproved():
+                return disproved(event, course, self._left)
             case events.CaughtUp():
                 return self._succession.caught_up(event.server, event.backups)
             case events.Leaving(member=member):

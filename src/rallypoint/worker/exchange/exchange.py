@@ -62,6 +62,7 @@ class Exchange:
             observed(shell.states, f"{context.me}-codec-states")
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
+        self._closed = False  # guarded by `_adopting`
         self._evaluating = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
@@ -75,7 +76,7 @@ class Exchange:
         self.replica = ReplicaPushes(layout, locked, self._pushes, self._links)
         self.rows = RowPulls(locked, self._links)
         self.arrivals = Arrivals(
-            layout, config.replicas, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
+            layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
         )
 
     # ---- messages of the coordinator, on its link's thread ----
@@ -83,6 +84,8 @@ class Exchange:
     def adopt(self, view: View) -> None:
         """Install a new view. Returns after the links that the view ends have ended."""
         with self._adopting:
+            if self._closed:
+                return
             with self._locked.changed:
                 ended = self._shell.links_to_end(view)
             if ended is None:
@@ -130,8 +133,9 @@ class Exchange:
         self._locked.fail(error)
 
     def close(self) -> None:
-        """End every link."""
+        """End every link. Views that come later are ignored: the coordinator's link ends last."""
         with self._adopting:
+            self._closed = True
             self._links.close()
 
     # ---- the state of this worker ----
@@ -174,10 +178,9 @@ class Exchange:
 
     def beat(self) -> Beat:
         """What the next heartbeat says of this worker. Any thread may call it."""
-        began = self._locked.waits_from
         self._locked.activity += self._evaluating
-        waited = 0.0 if began is None else time.monotonic() - began
-        return Beat(self._links.unreachable(), waited, self._locked.activity)
+        waited = self._locked.progress.waited(time.monotonic())
+        return Beat(self._links.unreachable(), waited, self._locked.activity, self._evaluating)
 
     # ---- the main thread ----
 
@@ -204,7 +207,11 @@ class Exchange:
                 )
                 if shell.over or shell.next_action() is not None:
                     break
-            return None if shell.over else shell.choose()
+            if shell.over:
+                return None
+            action = shell.choose()
+            locked.progress.given(action, ends_round=isinstance(action, machine.Install))
+            return action
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
