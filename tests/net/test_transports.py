@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,8 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.tcp import TcpTransport, split_address
 from rallypoint.net.transport import LEAST_IN_FLIGHT, Transport, share_of
 from rallypoint.testing.contracts.transports import TransportContract
+
+PATIENCE_S = 20.0
 
 
 class TestTcp(TransportContract):
@@ -114,3 +119,53 @@ def _accepted(limit: int) -> int:
 )
 def test_links_share_what_may_be_in_flight(nbytes: int, links: int, share: int) -> None:
     assert share_of(nbytes, links) == share
+
+
+class Hesitating:
+    """A socket whose user has asked for its bytes and has not reached the system yet."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self.entered, self.go_on = threading.Event(), threading.Event()
+        self.descriptors: list[int] = []
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._socket, name)
+
+    def recv_into(self, *arguments: Any) -> int:
+        self.entered.set()
+        assert self.go_on.wait(PATIENCE_S)
+        self.descriptors.append(self._socket.fileno())
+        return self._socket.recv_into(*arguments)
+
+
+def test_a_descriptor_is_kept_until_the_last_thread_has_left_it() -> None:
+    """A new connection could have its number by then, and lose its bytes to this thread."""
+    transport = TcpTransport()
+    listener = transport.listen("127.0.0.1:0")
+    near, far = transport.connect(listener.address, PATIENCE_S), listener.accept()
+    near._socket = slow = Hesitating(near._socket)  # type: ignore[assignment]
+    ended: list[LinkError] = []
+
+    def receive() -> None:
+        try:
+            near.recv_into(memoryview(bytearray(4)))
+        except LinkError as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=receive, name="receives")
+    thread.start()
+    assert slow.entered.wait(PATIENCE_S)
+    near.close()
+    near.close()
+    with pytest.raises(LinkError):
+        far.recv_into(memoryview(bytearray(4)))  # the stream has ended at once
+    slow.go_on.set()
+    thread.join(PATIENCE_S)
+    assert slow.descriptors[0] >= 0
+    assert len(ended) == 1
+    assert slow.fileno() == -1, "the last one closes it"
+    with pytest.raises(LinkError, match="is closed"):
+        near.send(b"late")
+    far.close()
+    listener.close()

@@ -42,12 +42,18 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 class TcpConnection:
-    """A Connection over a connected socket."""
+    """A Connection over a connected socket.
+
+    `close` ends the stream at once. The descriptor is closed when no thread uses it any more: else its number could
+    belong to another connection by the time a thread that is about to receive asks the system for its bytes.
+    """
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._socket = sock
         self._peer = peer
         self._deadline: float | None = None
+        self._lock = threading.Lock()
+        self._users, self._closed = 0, False  # threads inside `send` and `recv_into`
         _tune(sock)
 
     @property
@@ -55,6 +61,7 @@ class TcpConnection:
         return self._peer
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
+        self._enter()
         try:
             left = [memoryview(head)] if payload is None else [memoryview(head), payload]
             while left:
@@ -63,9 +70,12 @@ class TcpConnection:
                 left = _after(left, self._socket.sendmsg(left))
         except (OSError, ValueError) as error:
             raise LinkError(f"the link to {self._peer} broke while sending: {error}") from None
+        finally:
+            self._leave()
 
     def recv_into(self, view: memoryview) -> None:
         filled, size = 0, len(view)
+        self._enter()
         try:
             while filled < size:
                 if self._deadline is not None:
@@ -77,6 +87,20 @@ class TcpConnection:
         except (OSError, ValueError) as error:
             kind = self._kind_of_reset() if isinstance(error, ConnectionResetError) else LinkError
             raise kind(f"the link to {self._peer} broke while receiving: {error}") from None
+        finally:
+            self._leave()
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._closed:
+                raise LinkError(f"the link to {self._peer} is closed")
+            self._users += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._closed and not self._users:
+                self._socket.close()
 
     def _ended(self) -> LinkError:
         """The stream has ended: say whether the peer closed it. If not, the sending thread got the error."""
@@ -107,9 +131,12 @@ class TcpConnection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in it; close alone does not
-        self._socket.close()
+        with self._lock:
+            self._closed = True
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in it; close alone does not
+            if not self._users:
+                self._socket.close()
 
 
 class TcpListener:
