@@ -62,6 +62,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         window: contributions that may be on their way from one worker to one server.
         presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
             the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
+        overlap: a step's forward pass may begin before all of its parameters are here; each module waits for its own.
+            False: every worker waits for all of them first (code outside of Python that reads parameters in memory, a
+            CUDA graph for instance, needs that).
         hold_bytes: bytes of early contributions that a server may keep; beyond that it slows the senders.
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
@@ -86,6 +89,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shard_bytes: int = SHARD_BYTES
     window: int = 4
     presum_bytes: int = 8 << 30
+    overlap: bool = True
     hold_bytes: int = 256 << 20
     in_flight_bytes: int = 0
     item: str = "samples"
@@ -219,6 +223,7 @@ class Settings(TypedDict, total=False):
     shard_bytes: int
     window: int
     presum_bytes: int
+    overlap: bool
     hold_bytes: int
     in_flight_bytes: int
     item: str

@@ -10,6 +10,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.exchange import SimulatedExchange
+from rallypoint.testing.simulation.forward import SimulatedForward
 from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
@@ -54,6 +55,7 @@ class SimulatedWorker:
         self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
         self._blocked = self._acting = self._busy = False
         self._thread = MainThread(self.node.world.now)
+        self._forward = SimulatedForward(self._exchange)
         self.membership = Membership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
@@ -122,6 +124,7 @@ class SimulatedWorker:
         self._acting = False
         if self._replica >= 0 or self._blocked or self._busy:
             return
+        self._forward.allow()
         if self._goes_ahead():
             return
         if self.shell.gone:
@@ -259,9 +262,11 @@ class SimulatedWorker:
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
-        if looked_up := self.job.looked_up(self.machine.step, replica):
+        step = self.machine.reads
+        if looked_up := self.job.looked_up(step, replica):
             self._exchange.rows.begin(replica, looked_up)
-        if part := self._replicas.begin(self.machine.step, replica, self._generation):
+        self._forward.begin(self.model)
+        if part := self._replicas.begin(step, replica, self._generation):
             self.node.later(self._seconds(self.job.compute_s * part), self._fill_next)
         else:
             self._fill_next()
@@ -269,6 +274,8 @@ class SimulatedWorker:
     def _fill_next(self) -> None:
         if self.machine.rewound or self._exchange.rows.outdated:
             self._end_replica(whole=False)
+        elif self._forward.runs:
+            self._run_forward()
         elif not self._exchange.rows.ready():
             self._blocked = True
         elif not self._todo:
@@ -277,6 +284,23 @@ class SimulatedWorker:
             self._blocked = True
         else:
             self._fill(self._todo.popleft(), fills=bool(may))
+
+    def _run_forward(self) -> None:
+        """The forward pass has begun early: it needs one shard after the other, and in the end all of them."""
+        if (shard := self._forward.next) is None:
+            self._blocked = True
+        elif shard >= 0:
+            self.node.later(self.install_s * self.node.world.random.random(), lambda: self._swapped(shard))
+        else:
+            self._exchange.apply(self.shell.installed())
+            self._replicas.installed(self.model)
+            self._forward.installed()
+            self._fill_next()
+
+    def _swapped(self, shard: int) -> None:
+        self._thread.works(self.node.world.now)
+        self._forward.swap(shard)
+        self._fill_next()
 
     def _fill(self, shard: int, *, fills: bool) -> None:
         if fills:
@@ -296,6 +320,7 @@ class SimulatedWorker:
     def _end_replica(self, *, whole: bool) -> None:
         replica, self._replica = self._replica, -1
         self._todo.clear()
+        self._forward.give_up()
         self._exchange.rows.end()
         step = self.machine.step
         if whole:
