@@ -71,13 +71,8 @@ class SlotMachine(ABC):
         return self._computing is not None
 
     @property
-    def early(self) -> bool:
-        """True while a forward pass runs before all of its version is installed (`core/worker/overlap.py`)."""
-        return False
-
-    @property
     def reads(self) -> int:
-        """The version that the replica in progress reads, or else the one that the model holds; -1: none yet."""
+        """The version that the replica in progress reads; not `step` where its forward pass began early."""
         return self.step
 
     @property
@@ -189,7 +184,8 @@ class SlotMachine(ABC):
         """Raise AssertionError with a sentence if an invariant does not hold. O(number of shards)."""
         self._slots.validate()
         assert self._computing is not None or not self.rewound, "rewound, but no replica is being computed"
-        assert self._computing is None or self._installing < 0 or self.early, "it computes while it installs"
+        installs = self._installing >= 0 and self._installing != self.reads
+        assert self._computing is None or not installs, "it computes while it installs"
         assert not self._initialise or self._uploads_first_weights(), "it is to upload what another worker has"
         for shard, slot in enumerate(self._slots):
             assert slot is not Slot.FILLING or self.computing, f"slot {shard} is written, but no replica is computed"

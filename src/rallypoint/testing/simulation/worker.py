@@ -10,11 +10,11 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.exchange import SimulatedExchange
-from rallypoint.testing.simulation.forward import SimulatedForward
 from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
+from rallypoint.testing.simulation.replicas.forward import SimulatedForward
 from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
 from rallypoint.testing.simulation.store import SimulatedStore
 
@@ -55,7 +55,7 @@ class SimulatedWorker:
         self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
         self._blocked = self._acting = self._busy = False
         self._thread = MainThread(self.node.world.now)
-        self._forward = SimulatedForward(self._exchange)
+        self._forward = SimulatedForward(self._exchange, self.install_s, self._goes_on)
         self.membership = Membership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
@@ -233,14 +233,14 @@ class SimulatedWorker:
 
     def _evaluate(self, generation: ViewNumber) -> None:
         """The last version of this generation is here. It says so after an evaluation, which may take a while."""
-        self._busy = True
-        seconds = self.evaluate_s * self.node.world.random.random()
-        self.node.later(seconds, lambda: self._say_done(generation))
 
-    def _say_done(self, generation: ViewNumber) -> None:
-        self._busy, self._claim = False, generation
-        self.membership.send(("done", generation))
-        self._poke()
+        def say_done() -> None:
+            self._busy, self._claim = False, generation
+            self.membership.send(("done", generation))
+            self._poke()
+
+        self._busy = True
+        self.node.later(self.evaluate_s * self.node.world.random.random(), say_done)
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
@@ -275,7 +275,7 @@ class SimulatedWorker:
         if self.machine.rewound or self._exchange.rows.outdated:
             self._end_replica(whole=False)
         elif self._forward.runs:
-            self._run_forward()
+            self._blocked = not self._forward.go_on()
         elif not self._exchange.rows.ready():
             self._blocked = True
         elif not self._todo:
@@ -284,23 +284,6 @@ class SimulatedWorker:
             self._blocked = True
         else:
             self._fill(self._todo.popleft(), fills=bool(may))
-
-    def _run_forward(self) -> None:
-        """The forward pass has begun early: it needs one shard after the other, and in the end all of them."""
-        if (shard := self._forward.next) is None:
-            self._blocked = True
-        elif shard >= 0:
-            self.node.later(self.install_s * self.node.world.random.random(), lambda: self._swapped(shard))
-        else:
-            self._exchange.apply(self.shell.installed())
-            self._replicas.installed(self.model)
-            self._forward.installed()
-            self._fill_next()
-
-    def _swapped(self, shard: int) -> None:
-        self._thread.works(self.node.world.now)
-        self._forward.swap(shard)
-        self._fill_next()
 
     def _fill(self, shard: int, *, fills: bool) -> None:
         if fills:
@@ -311,10 +294,14 @@ class SimulatedWorker:
         self.node.later(seconds, lambda: self._filled(shard, fills, step, replica))
 
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
-        self._thread.works(self.node.world.now)
         if fills and not self.machine.rewound:
             self.slots[shard] = self._replicas.contribution(shard, step, replica, self._exchange.rows.seen(self.model))
             self._exchange.filled(shard, replica)
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        """The main thread has done a part of a replica's work."""
+        self._thread.works(self.node.world.now)
         self._fill_next()
 
     def _end_replica(self, *, whole: bool) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import Content
@@ -16,13 +19,14 @@ class SimulatedForward:
 
     _early_share = 0.8  # of all steps, those that may begin early
 
-    def __init__(self, exchange: SimulatedExchange) -> None:
+    def __init__(self, exchange: SimulatedExchange, swap_s: float, swapped: Callable[[], None]) -> None:
+        """A swap takes at most `swap_s` seconds; `swapped` is called after each, and when all is installed."""
         self.runs = False
-        self._exchange, self._job = exchange, exchange.job
+        self._exchange, self._job, self._swap_s, self._told = exchange, exchange.job, swap_s, swapped
         self._model: list[Content] = []
         self._random = exchange.node.world.random
         self._left: list[int] = []  # the shards that the pass still needs; the last one is next
-        self._swapped: dict[int, tuple[int, Content, Content]] = {}  # shard -> its version before, slot and model
+        self._swapped: dict[int, tuple[Content, Content]] = {}  # shard -> what was in its slot, and in the model
 
     @property
     def _machine(self) -> OverlapMachine:
@@ -38,40 +42,39 @@ class SimulatedForward:
     def begin(self, model: list[Content]) -> None:
         """A replica begins: early, if its version is not installed. `model` changes in place."""
         self._model = model
-        self.runs = self._exchange.machine.early
+        self.runs = self._exchange.machine.reads != self._exchange.machine.step
         if self.runs:
             assert not self._swapped, "the model holds a part of another version"
             self._left = self._random.sample(range(self._job.shards), self._job.shards)
 
-    @property
-    def next(self) -> int | None:
-        """The shard to swap next; None if it is not here yet, -1 if the model has all of them."""
+    def go_on(self) -> bool:
+        """Swap the next shard, or report the install once all are swapped. Returns False if it has to wait for one."""
         while self._left:
             if not self._machine.here(self._left[-1:]):
-                return None
+                return False
             shard = self._left.pop()
             if self._machine.to_swap([shard]):
-                slots = self._exchange.slots
-                self._swapped[shard] = (self._machine.step, slots[shard], self._model[shard])
-                return shard
-        return -1
-
-    def swap(self, shard: int) -> None:
-        """Some time has passed since `next` named the shard. No link has written to its slot."""
-        slots = self._exchange.slots
-        _, slot, model = self._swapped[shard]
-        assert (slots[shard], self._model[shard]) == (slot, model), f"the slot of shard {shard} has changed meanwhile"
-        slots[shard], self._model[shard] = model, slot
-
-    def installed(self) -> None:
-        """All of the version is in the model."""
+                self._swapped[shard] = self._exchange.slots[shard], self._model[shard]
+                self._exchange.node.later(self._swap_s * self._random.random(), partial(self._swap, shard))
+                return True
+        self._exchange.apply(self._exchange.shell.installed())
         self.runs = False
         self._swapped.clear()
         self._check()
+        self._told()
+        return True
+
+    def _swap(self, shard: int) -> None:
+        """Some time has passed: no link has written to the slot meanwhile."""
+        slots = self._exchange.slots
+        before = slot, model = self._swapped[shard]
+        assert (slots[shard], self._model[shard]) == before, f"the slot of shard {shard} has changed meanwhile"
+        slots[shard], self._model[shard] = model, slot
+        self._told()
 
     def give_up(self) -> None:
         """The replica ends: swap back what an early pass has swapped."""
-        for shard, (_, slot, model) in self._swapped.items():
+        for shard, (slot, model) in self._swapped.items():
             self._exchange.slots[shard], self._model[shard] = slot, model
         if self.runs and self._machine.step >= 0:
             self._check()
