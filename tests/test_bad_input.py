@@ -197,20 +197,6 @@ def test_an_own_optimizer_that_is_set_on_one_worker_alone_ends_the_job(run: Call
 
 
 @pytest.mark.parametrize(
-    ("setting", "sentence"),
-    [
-        ("batch=lots", "the job's configuration is wrong: Expected `int`, got `str` - at `$.batch`"),
-    ],
-)
-def test_a_wrong_setting_is_named(run: Callable[..., Outcome], setting: str, sentence: str) -> None:
-    outcome = run("train", "--set", setting)
-    assert outcome.status == 1
-    assert outcome.text.count(sentence) == 1
-    assert f"failed: worker0: {sentence}" in outcome.text
-    assert outcome.tracebacks == 0
-
-
-@pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         (["run", "--wokers", "3", "x.py"], "there is no option --wokers: did you mean --workers? (the script's own"),
@@ -230,13 +216,34 @@ def test_a_misspelt_option_is_not_taken_for_the_script(tmp_path: Path, arguments
 
 
 @pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["--workers", "4", "--set=x=1"], "hint: --workers, --set after x.py goes to x.py; if the cluster is meant: "),
+        (["--mine", "4", "workers"], ""),
+    ],
+)
+def test_an_option_of_ours_after_the_script_is_the_script_s_and_is_told(
+    tmp_path: Path, arguments: list[str], hint: str
+) -> None:
+    (tmp_path / "x.py").write_text("import sys; print(sys.argv[1:], flush=True)")
+    outcome = rallypoint("run", "--workers", "1", "--servers", "1", "x.py", *arguments, cwd=tmp_path)
+    assert str(arguments) in outcome.text
+    assert outcome.text.count("hint:") == bool(hint)
+    assert hint in outcome.text
+
+
+@pytest.mark.parametrize(
     ("setting", "sentence"),
     [
         ("stepz=3", "error: stepz is no setting: did you mean steps?"),
         ("optimizer.learning=1", "error: optimizer.learning is no setting of optimizer: there are "),
+        ("batch=lots", "error: batch is 'lots': it must be a whole number of at least 1"),
+        ("clip=nan", "error: clip is nan: it must be a number above 0, or none"),
+        ("optimizer.lr=inf", "error: optimizer.lr is inf: it must be a number of at least 0, or a part with"),
+        ("sync=async", "error: sync is 'async': it must be a part with a type (sync, bounded-staleness, async, "),
     ],
 )
-def test_a_misspelt_setting_is_named_before_anything_starts(
+def test_a_wrong_setting_is_named_before_anything_starts(
     run: Callable[..., Outcome], setting: str, sentence: str
 ) -> None:
     outcome = run("train", "--set", setting)
@@ -285,6 +292,34 @@ def test_a_nan_stops_the_job_and_names_the_replica_and_the_step(run: Callable[..
     assert "the loss of replica 1 at step 2 is nan: nothing of that step was applied" in outcome.text
     assert "set nonfinite to 'skip' or 'continue'" in outcome.text
     assert outcome.tracebacks == 0
+
+
+@pytest.mark.parametrize(("how", "step"), [("nan", 2), ("bug", 1)])
+def test_a_run_that_fails_stores_its_newest_version_and_goes_on_from_it_with_other_settings(
+    run: Callable[..., Outcome], tmp_path: Path, how: str, step: int
+) -> None:
+    failed = run(how, workers=2)
+    assert failed.status == 1
+    assert f"snapshot of step {step}: " in failed.text
+    assert f"to go on from step {step}, the last snapshot: rallypoint resume {tmp_path / 'run'}" in failed.text
+
+    refused = rallypoint("resume", "run", "--set", "replicas=4", cwd=tmp_path)
+    assert refused.text == (
+        "error: replicas is 2 and cannot become 4: it decides which samples every step takes, and the steps before the "
+        "snapshot have taken theirs\n"
+    )
+    (tmp_path / "script.py").write_text(SCRIPT.replace('what == "bug"', "False"))
+    resumed = rallypoint("resume", "run", "--set", "nonfinite=skip", "--set", "optimizer.lr=1e-4", cwd=tmp_path)
+    assert resumed.status == 0, resumed.text
+    assert f"going on from step {step}: snapshot step-0000000{step}-" in resumed.text
+    changes = ["nonfinite is skip (it was stop)", "optimizer.lr is 0.0001 (it was 0.001)"]
+    assert all(f"from step {step} on, {change}" in resumed.text for change in changes)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["changes"] == [
+        f"from step {step} on, {change}" for change in changes
+    ]
+    said = [str(event["text"]) for event in events(tmp_path) if event["type"] == "Say"]
+    assert sum("with another setting: " in text for text in said) == 2
+    assert events(tmp_path)[-1]["type"] == "Finished"
 
 
 def test_a_nan_skips_its_step_and_the_job_goes_on(run: Callable[..., Outcome], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from rallypoint.launch.console import RunConsole
-from rallypoint.net.messages import Finished, Message, Planned, StepDone
+from rallypoint.net.messages import Finished, Message, Planned, Skipped, StepDone
 
 
 def _planned(done: int) -> Planned:
@@ -30,10 +30,36 @@ def _steps(first: int, last: int) -> list[Message]:
     ([_planned(4), *_steps(4, 7), _planned(7), *_steps(7, 10)], 48),
 ], ids=["undisturbed", "rolled-back", "taken-over", "resumed", "resumed-and-taken-over"])  # fmt: skip
 def test_the_total_counts_each_sample_of_this_run_once(messages: list[Message], items: int) -> None:
+    here = ", of them 6 now" if items == 48 else ""
+    assert f"done: 10 steps{here}, {items} samples in" in _shown(messages)
+
+
+def _shown(messages: list[Message]) -> str:
     said = io.StringIO()
     console = RunConsole(Console(file=said, width=200, highlight=False))
     for message in [*messages, Finished("w0")]:
         console.show(message)
     console.close()
-    here = ", of them 6 now" if items == 48 else ""
-    assert f"done: 10 steps{here}, {items} samples in" in said.getvalue()
+    return said.getvalue()
+
+
+@pytest.mark.parametrize(("alone", "first", "rest"), [
+    (False, "step 0 skipped", "{} steps skipped"),
+    (True, "a contribution to step 0 dropped", "{} contributions dropped"),
+])  # fmt: skip
+def test_of_many_skipped_steps_few_lines_tell_and_the_summary_says_how_many(alone: bool, first: str, rest: str) -> None:
+    skipped = [Skipped(step, (0, 1), alone=alone) for step in range(123)]
+    lines = [line for line in _shown([_planned(0), *skipped, *_steps(0, 10)]).splitlines() if "not finite" in line]
+    assert len(lines) == 4
+    assert lines[0] == f"{first}: the loss of replicas 0 and 1 is not finite"
+    assert [line.split("; ")[-1] for line in lines[1:3]] == [f"{rest.format(count)} so far" for count in (10, 100)]
+    assert lines[3] == f"{rest.format(123)}: a loss or a gradient was not finite"
+
+
+def test_one_skipped_step_is_one() -> None:
+    said = _shown([_planned(0), Skipped(3, ()), *_steps(0, 10)])
+    assert "1 step skipped: a loss or a gradient was not finite" in said
+
+
+def test_without_skipped_steps_the_summary_has_no_word_of_them() -> None:
+    assert "finite" not in _shown([_planned(0), *_steps(0, 10)])

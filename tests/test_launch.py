@@ -344,7 +344,7 @@ def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
         in played.said
     )
     assert re.search(
-        rf"to go on from version \d+, the last snapshot: rallypoint resume {played.folder}", played.said
+        rf"to go on from step \d+, the last snapshot: rallypoint resume {played.folder}", played.said
     )
 
 
@@ -440,7 +440,8 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
     assert played.run(until(at_step(5), by_hand, lambda run: "mine" in run.supervisor.took_part, drop_one, computes,
                             opens(gate, 99))) == 0, played.said  # fmt: skip
     output, _ = started[0].communicate(timeout=60)
-    assert (started[0].returncode, output) == (0, "")
+    assert started[0].returncode == 0
+    assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
     assert (played.folder / "hash").read_text() == undisturbed
 
 
@@ -459,7 +460,8 @@ def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_pat
 
     assert played.run(until(at_step(5), by_hand, stands_by, opens(gate, 99))) == 0, played.said
     output, _ = started[0].communicate(timeout=60)
-    assert (started[0].returncode, output) == (0, "")
+    assert started[0].returncode == 0
+    assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
     assert (played.folder / "hash").read_text() == undisturbed
 
 
@@ -517,6 +519,20 @@ def test_a_script_that_fails_before_it_joins_ends_the_run_with_one_traceback(tmp
     assert "waiting for" not in played.said
 
 
+def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_run, "_LAST_SNAPSHOT_S", 60.0)
+    loss = "            micro.backward("
+    quits = "            if micro.step == 20 and job.id == 'worker1':\n                os._exit(3)\n"
+    played = Played(tmp_path, "import os" + LONG_RUN.replace(loss, quits + loss), workers=2)
+    assert played.run() == 1
+    assert "failed: worker1 ended with status 3" in played.said
+    (stored,) = re.findall(r"snapshot of step (\d+)", played.said)
+    assert int(stored) >= 20
+    assert f"to go on from step {stored}, the last snapshot: rallypoint resume {played.folder} (--set" in played.said
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_is_one_sentence(tmp_path: Path, number: int) -> None:
     with running(tmp_path, LONG_RUN) as (launcher, _):
@@ -524,11 +540,11 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, number: int) -> None:
         output, _ = launcher.communicate(timeout=30)
     assert launcher.returncode == 130
     rest = [line for line in output.splitlines() if not line.startswith("step ")]
-    taken = rest[0].startswith("snapshot of version ")  # unless the machine is too busy for a quick one
+    taken = rest[0].startswith("snapshot of step ")  # unless the machine is too busy for a quick one
     assert rest[taken] == "interrupted: every process has been ended"
     version = rest[0].split()[3].removesuffix(":") if taken else "0"
     assert rest[taken + 1 :] == [
-        f"to go on from version {version}, the last snapshot: rallypoint resume {tmp_path / 'run'}"
+        f"to go on from step {version}, the last snapshot: rallypoint resume {tmp_path / 'run'}"
     ]
     assert any(folder.name.startswith(f"step-{int(version):08d}") for folder in (tmp_path / "run/snapshots").iterdir())
 

@@ -36,6 +36,7 @@ LAYERS = {
     "recipes": 13,
     "testing": 14,
     "cli": 15,
+    "__main__": 16,
 }
 NOT_IN_CORE = {
     "asyncio", "concurrent", "io", "multiprocessing", "numpy", "os", "pathlib", "queue", "random", "secrets",

@@ -34,6 +34,11 @@ def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: Tabl
         simulate(seed, policy)
 
 
+def test_nobody_is_told_to_leave_while_the_only_other_worker_sleeps_and_was_told_before() -> None:
+    """The simulated launcher counted the sleeper among those that stay, and no worker was left."""
+    simulate(359152051, Tables(Sync(quorum=2)))
+
+
 _answered, _ready = Requests.answered, RowPulls.ready
 
 

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
-import signal
 import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
+from rallypoint.config import overrides_from
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
-from rallypoint.launch.options import Advertise, Bind, RunFolder, RunOptions, with_run_options
+from rallypoint.launch.options import (
+    Advertise,
+    Bind,
+    ConfigFile,
+    CoordinatorOptions,
+    JobAddress,
+    RunFolder,
+    RunOptions,
+    Sets,
+    with_options,
+)
 from rallypoint.net.tcp import TcpTransport
 
 app = typer.Typer(
@@ -28,8 +36,9 @@ app = typer.Typer(
 )  # fmt: skip
 
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-_START, _RUNNING, _AFTER = "Start a job", "While a job runs", "Afterwards"
+_START, _RUNNING, _AFTER, _BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
 _CHAOS = RunOptions(standby=1, replication=2, snapshot_seconds=10.0)
+_ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
 _FAULTS = "Faults"
 
 
@@ -49,7 +58,7 @@ def common(
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
-@with_run_options()
+@with_options(RunOptions)
 def run(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
@@ -65,11 +74,12 @@ def run(
     _refuse_option(context, str(script), "script")
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
+    _hint_at_misplaced(context, context.args, f"{script}")
     _launch([sys.executable, str(script), *context.args], options, script=str(script))
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
-@with_run_options()
+@with_options(RunOptions)
 def train(
     context: typer.Context,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to the recipe.")],
@@ -81,11 +91,12 @@ def train(
     """
     _refuse_option(context, recipe, "recipe")
     arguments, settings = _without_settings(context.args)
+    _hint_at_misplaced(context, arguments, recipe)
     _launch(_recipe_argv(recipe, arguments), options, settings=settings)
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_START)
-@with_run_options(_CHAOS)
+@with_options(RunOptions, _CHAOS)
 def chaos(
     context: typer.Context, options: RunOptions,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to it.")] = "gpt",
@@ -120,7 +131,7 @@ def chaos(
     _refuse_option(context, recipe, "recipe")
     faults = parse_faults(schedule) or random_faults(kills, _sizes(resizes), stops, everything, options.servers, seed)
     arguments, settings = _without_settings(context.args)
-    plan = options.plan(_recipe_argv(recipe, arguments), more_settings=settings)
+    plan = options.run(_recipe_argv(recipe, arguments), more_settings=settings)
     raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
 
 
@@ -157,34 +168,23 @@ def resume(
     original: Annotated[bool, typer.Option(
         "--original", help="Run the code as it was when the run began, not as it is now.",
     )] = False,
-    bind: Bind = "", advertise: Advertise = "",
+    bind: Bind = "", advertise: Advertise = "", config: ConfigFile = None, sets: Sets = None,
 ) -> None:  # fmt: skip
     """Go on with a run from its newest usable snapshot: nothing else is needed.
 
-    Example: [bold]rallypoint resume runs/20260131-235959[/bold]
-    """
-    from rallypoint.launch.console import RunConsole
-    from rallypoint.launch.folder import refuse_a_finished_run, refuse_a_running_run
-    from rallypoint.launch.launcher import launch
-    from rallypoint.launch.plan import parse_workers, read_plan, resized
-    from rallypoint.store.snapshots import SnapshotStore
+    Settings may change: a lower learning rate or [bold]--set clip=1.0[/bold] after a loss that was not finite, more
+    steps. What the snapshot depends on (replicas, batch, seed, groups, sync, ...) cannot.
 
-    plan = read_plan(run)
-    refuse_a_running_run(run)
-    refuse_a_finished_run(run)
-    if not plan.snapshots:
-        raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
-    manifest = SnapshotStore(plan.snapshots).latest_usable(lambda text: print(text, file=sys.stderr))
-    if manifest is None:
-        raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
-    plan = msgspec.structs.replace(
-        plan, resume=manifest.id, folder=str(run), bind=bind or plan.bind, advertise=advertise or plan.advertise
+    Example: [bold]rallypoint resume runs/20260131-235959 --set optimizer.lr=1e-4[/bold]
+    """
+    from rallypoint.launch.commands.resume import Wishes, going_on
+    from rallypoint.launch.console import RunConsole
+    from rallypoint.launch.launcher import launch
+
+    wishes = Wishes(
+        workers=workers, servers=servers, bind=bind, advertise=advertise, settings=overrides_from(config, sets or [])
     )
-    if workers:
-        limits, start = parse_workers(workers)
-        plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
-    plan = resized(plan, 0, servers)
-    print(f"going on from {manifest.id}, version {manifest.version}")
+    plan = going_on(run, wishes, lambda text: print(text, flush=True))
     raise typer.Exit(launch(plan, RunConsole(), original=original))
 
 
@@ -202,67 +202,78 @@ def export(
     print(export_snapshot(snapshot, to))
 
 
-@app.command(hidden=True)
+@app.command(rich_help_panel=_BY_HAND)
+@with_options(CoordinatorOptions, _ALONE)
 def coordinator(
-    terms: Annotated[str, typer.Option(help="How the cluster is to behave (Terms), as JSON.")] = "{}",
-    join_info: Annotated[str, typer.Option(help="What members are told (JoinInfo), as JSON.")] = "{}",
-    resume: Annotated[str, typer.Option(help="The snapshot to begin with.")] = "",
-    bind: Bind = "127.0.0.1:0",
-    advertise: Advertise = "",
+    options: CoordinatorOptions,
+    resume: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to begin with, of --snapshots.")] = "",
+    terms: Annotated[str, typer.Option(hidden=True, help="All of how the cluster behaves (Terms), as JSON.")] = "",
+    join_info: Annotated[str, typer.Option(hidden=True, help="All that members are told (JoinInfo), as JSON.")] = "",
 ) -> None:
-    """Run the coordinator of one job. The token comes in RALLYPOINT_TOKEN; without one, a new one is made and told."""
-    from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+    """Run the coordinator of one job. Start it first: it prints where it listens.
+
+    The job's token comes in RALLYPOINT_TOKEN; without one, a new one is made, and the way to it is printed. With
+    --folder it keeps a journal there: started again at the same address, it goes on.
+
+    Example: [bold]rallypoint coordinator --bind 10.0.0.7:4700 --workers 2 --servers 2[/bold]
+    """
+    from rallypoint.coordinator.service import JoinInfo
     from rallypoint.core.cluster.terms import Terms
-    from rallypoint.launch.folder import Where, token_file
-    from rallypoint.launch.lifeline import hold_lifeline
-    from rallypoint.net.handshake import new_token
-    from rallypoint.store.snapshots import SnapshotStore
+    from rallypoint.launch.commands.by_hand import decoded, described, run_coordinator
 
-    hold_lifeline()
-    about = msgspec.json.decode(join_info, type=JoinInfo)
-    given = os.environ.get(environment.TOKEN, "")
-    token = given or new_token()  # on loopback too: other users of this machine can connect
-    start = None
-    if resume:
-        manifest = SnapshotStore(about.snapshots).load(resume)
-        start = (manifest.job, manifest.id, manifest.version)
-    service = CoordinatorService(
-        terms=msgspec.json.decode(terms, type=Terms), bind=bind, advertise=advertise, join_info=about,
-        resume=start, token=token, transport=TcpTransport(),
-    )  # fmt: skip
-    service.start()
-    with contextlib.ExitStack() as stack:
-        stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
-        _announce(service.address)
-        if not given:
-            print(stack.enter_context(token_file(Path(about.folder or "."), Where(service.address, token))), flush=True)
-        failure = service.wait()
-    raise typer.Exit(0 if failure is None else 3)
+    known, about = described(options.plan([], folder=str(options.folder or "")))
+    if terms or join_info:  # from a launcher
+        known = decoded(terms or "{}", Terms, "--terms")
+        about = decoded(join_info or "{}", JoinInfo, "--join-info")
+    raise typer.Exit(
+        run_coordinator(known, about, bind=options.bind, advertise=options.advertise, resume=resume)
+    )
 
 
-@app.command(hidden=True)
+@app.command(rich_help_panel=_BY_HAND)
 def server(
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
-    coordinator: Annotated[str, typer.Option(help="host:port; by default RALLYPOINT_COORDINATOR.")] = "",
-    id: Annotated[str, typer.Option(help="This server's id; by default RALLYPOINT_ID.")] = "",
+    coordinator: JobAddress = "",
+    id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
     advertise: Advertise = "",
 ) -> None:
-    """Run one server of one job. The token comes in RALLYPOINT_TOKEN. On SIGTERM it hands its shards over and ends."""
-    from rallypoint.launch.lifeline import hold_lifeline
-    from rallypoint.server.service import ServerService, run_servers
+    """Run one server of one job. On SIGTERM it hands its shards over and ends.
 
-    hold_lifeline()
-    address = coordinator or os.environ.get(environment.COORDINATOR, "")
-    if not address:
-        raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
-    name = id or os.environ.get(environment.ID) or f"server-{os.getpid()}"
-    token = os.environ.get(environment.TOKEN, "")
+    The job's token comes in RALLYPOINT_TOKEN.
+
+    Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0[/bold]
+    """
+    from rallypoint.launch.commands.by_hand import address_of, run_server
+    from rallypoint.server.service import ServerService
+
+    address = address_of(coordinator)
     service = ServerService(
-        id=name, coordinator=address, token=token, bind=bind, advertise=advertise, transport=TcpTransport()
-    )
-    signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
-    failure = run_servers([service])
-    raise typer.Exit(0 if failure is None else 3)
+        id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
+        token=os.environ.get(environment.TOKEN, ""), bind=bind, advertise=advertise, transport=TcpTransport(),
+    )  # fmt: skip
+    raise typer.Exit(run_server(service, address))
+
+
+@app.command(context_settings=_PASS_ON, rich_help_panel=_BY_HAND)
+def worker(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
+    coordinator: JobAddress = "",
+    id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or worker-PID.")] = "",
+    threads: Annotated[int, typer.Option(
+        min=1, metavar="N", help="Intra-op threads: as many as the other workers have, or the bytes differ.",
+    )] = 1,
+) -> None:  # fmt: skip
+    """Run a script as one worker of one job. On SIGTERM it hands its replicas over and ends.
+
+    The job's token comes in RALLYPOINT_TOKEN.
+
+    Example: [bold]rallypoint worker --coordinator 10.0.0.7:4700 train.py --my-option 3[/bold]
+    """
+    from rallypoint.launch.commands.by_hand import start_worker
+
+    _refuse_option(context, str(script), "script")
+    start_worker(script, context.args, coordinator=coordinator, id=id, threads=threads)
 
 
 def main() -> None:
@@ -312,7 +323,7 @@ def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings:
     from rallypoint.launch.console import RunConsole
     from rallypoint.launch.launcher import launch
 
-    plan = options.plan(argv, script=script, more_settings=settings)
+    plan = options.run(argv, script=script, more_settings=settings)
     raise typer.Exit(launch(plan, RunConsole(), overwrite=options.overwrite))
 
 
@@ -328,20 +339,21 @@ def _refuse_option(context: typer.Context, first: str, what: str) -> None:
     )
 
 
+def _hint_at_misplaced(context: typer.Context, given: list[str], first: str) -> None:
+    """Say which of our options stand after the script or the recipe: they are passed on to it, as everything there."""
+    known = {option for parameter in context.command.params for option in parameter.opts if option.startswith("--")}
+    found = list(dict.fromkeys(name for argument in given if (name := argument.partition("=")[0]) in known))
+    if found:
+        print(
+            f"hint: {', '.join(found)} after {first} goes to {first}; if the cluster is meant: "
+            f"rallypoint {context.info_name} {found[0]} ... {first}", file=sys.stderr,
+        )  # fmt: skip
+
+
 def _sizes(text: str) -> list[int]:
     if not all(part.strip().isdigit() for part in text.split(",") if part.strip()):
         raise ConfigError(f"'{text}' is not a list of numbers of workers: write it as 4,1,3")
     return [int(part) for part in text.split(",") if part.strip()]
-
-
-def _announce(address: str) -> None:
-    """Tell whoever started us where we listen: through the pipe it gave, else as a line."""
-    fd = os.environ.pop(environment.ANNOUNCE, "")
-    if fd.isdigit():
-        with open(int(fd), "w") as pipe:
-            pipe.write(f"{address}\n")
-    else:
-        print(f"{environment.LISTENS_AT}{address}", flush=True)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@
     ├── LinkError          a connection could not be made, or ended
     │   ├── AddressInUse   somebody listens there already
     │   ├── LinkClosed     the process at the other end has closed it, or has ended
-    │   ├── LinkReset      the system at the other end knows nothing of it (any more)
+    │   ├── LinkReset      the system at the other end answers, and knows nothing of it: the process has died
     │   ├── UnprovenPeer   who answered has not proved that it knows the job token: nothing of it is believed
     │   └── CorruptFrame   bytes changed on the way
     ├── SnapshotError      no snapshot where one was expected, or one that cannot be used
@@ -69,7 +69,7 @@ class LinkClosed(LinkError):
 
 
 class LinkReset(LinkError):
-    """The other end's system has reset the connection: its process has died, or its TCP had given the connection up."""
+    """The other end's system has reset the connection, and had answered until then: its process has died."""
 
 
 class AddressInUse(LinkError):

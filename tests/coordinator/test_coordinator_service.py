@@ -36,6 +36,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
@@ -129,7 +130,9 @@ class House:
     def call(self, role: str, id: str, incarnation: int = 0) -> Channel:
         """A bare connection: it has said hello, and nothing speaks for it."""
         connection = self.transport.connect(self.coordinator.address, PATIENCE_S)
-        _, keys = introduce(connection, Hello(role, id, "here", incarnation=incarnation, to=COORDINATOR), "")
+        secret = ticket(self.coordinator._journal.secret, role, id, incarnation) if incarnation else b""
+        hello = Hello(role, id, "here", incarnation=incarnation, to=COORDINATOR)
+        _, keys = introduce(connection, hello, "", secret)
         connection.set_timeout(PATIENCE_S)
         self.channels.append(Channel(connection, id, keys))
         return self.channels[-1]

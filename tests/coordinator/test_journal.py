@@ -94,7 +94,7 @@ def test_the_last_state_counts_and_none_before_it_is_kept(tmp_path: Path) -> Non
         tables = {name: db.execute(f"select count(*) from {name}").fetchone()[0] for (name,) in db.execute(
             "select name from sqlite_master where type = 'table'").fetchall()}  # fmt: skip
     db.close()
-    assert tables == {"record": 1, "state": 1}, "a long job's journal does not grow"
+    assert tables == {"record": 1, "state": 1, "secret": 1}, "a long job's journal does not grow"
 
 
 def test_a_record_may_be_replaced_until_the_job_has_begun(tmp_path: Path) -> None:
@@ -206,6 +206,17 @@ def test_every_error_of_the_disk_is_tried_again_ever_more_rarely(error: str) -> 
     assert tries[-1] - tries[-2] == 60.0
     with pytest.raises(DataError, match=error):
         persistence.save(state(), clock, needed=True)
+
+
+def test_the_job_s_secret_is_made_once_and_kept(tmp_path: Path) -> None:
+    secrets = set()
+    for _ in range(2):
+        journal = Journal(str(tmp_path))
+        secrets.add(journal.secret)
+        journal.close()
+    assert len(secrets) == 1
+    assert len(secrets.pop()) == 32
+    assert Journal("").secret != Journal("").secret
 
 
 # ---- a journal that cannot be read -----------------------------------------------------------------------------

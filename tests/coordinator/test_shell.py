@@ -62,6 +62,7 @@ class Play:
         self.done: list[acts.Act] = []
         self.incarnations: dict[str, int] = {}
         self.known: dict[str, View] = {}  # the newest view that each member was sent
+        self.views: list[View] = []  # all that were sent
         self.shell = CoordinatorShell(
             Terms(**{"workers_start": 1, "workers_max": 2, "heartbeat": 1000.0, **terms}), self.now,
             recovered=recovered, resume=resume,
@@ -75,6 +76,7 @@ class Play:
                 self.incarnations[str(act.connection)] = act.message.incarnation
             if isinstance(act, acts.Send) and isinstance(act.message, NewView):
                 self.known[str(act.connection)] = act.message.view
+                self.views.append(act.message.view)
         self.done += todo
         return todo
 
@@ -261,6 +263,24 @@ def test_the_plan_says_how_many_items_a_step_uses_and_how_many_steps_are_behind_
     assert (plan.items, plan.done) == (2 * 4, 3), "the coordinator died, and the next one goes on"
 
 
+def test_workers_without_a_replica_are_told_about_once_with_what_to_do() -> None:
+    def idle(play: Play) -> list[str]:
+        said = [act.message.text for act in play.done if isinstance(act, acts.Log) and isinstance(act.message, Say)]
+        return [text for text in said if "nothing" in text]
+
+    play = Play(workers_start=4, workers_max=4)
+    play.begin("w0", "w1", "w2", "w3")
+    assert idle(play) == [
+        "w2, w3 compute nothing: the job has 2 replicas, and each is computed by one worker. Use --workers 2, or a new "
+        "run with more replicas (their number is fixed for a run)"
+    ]
+    play.begin("w4")
+    assert len(idle(play)) == 1
+    standing_by = Play(workers_start=2, workers_max=2)  # as many as replicas: the third is a standby by wish
+    standing_by.begin("w0", "w1", "w2")
+    assert idle(standing_by) == []
+
+
 def test_a_resumed_job_has_the_steps_of_its_snapshot_behind_it() -> None:
     play = Play(resume=(record(), "step-00000010-1", 10))
     play.begin()
@@ -337,7 +357,7 @@ def test_each_of_many_coordinators_that_die_at_once_goes_on_where_the_one_before
     last = Play(state)
     last.incarnations = dict(play.incarnations)
     last.join("s0", "w0")
-    assert last.sent(NewView) == [NewView(view)] * 2
+    assert last.views == [view] * 2
 
 
 # ---- a journal that fell behind (its disk was full) -------------------------------------------------------------
@@ -371,7 +391,7 @@ def test_the_next_coordinator_goes_on_from_the_newest_view_that_a_member_knows()
     assert not after.sent(NewView), "w1 may know of a newer one"
     after.join("w1")
     assert after.view.number == newest.number
-    assert after.sent(NewView) == [NewView(newest)] * 3
+    assert after.views == [newest] * 3
     assert {member.id for member in after.view.servers} == {"s0"}, "s1 was given up, and stays so"
     assert after.shell.machine.state().incarnations == play.shell.machine.state().incarnations
     after.join("w2")
@@ -385,7 +405,7 @@ def test_a_view_that_reached_one_member_of_the_one_before_counts_too() -> None:
     after.known |= {"s0": old, "s1": old, "w0": newest, "w1": newest}
     after.join("s0", "s1", "w0", "w1")
     assert after.view.number == newest.number
-    assert after.sent(NewView) == [NewView(newest)] * 4, "those who had missed it hear it now"
+    assert after.views == [newest] * 4, "those who had missed it hear it now"
 
 
 def test_a_view_that_only_a_newcomer_was_sent_had_no_effect_and_costs_nothing() -> None:
@@ -393,12 +413,37 @@ def test_a_view_that_only_a_newcomer_was_sent_had_no_effect_and_costs_nothing() 
     old = next(view for view in (after.shell.machine.view,) if view is not None)
     after.known |= {"s0": old, "s1": old, "w0": old, "w1": newest}
     after.join("s0", "s1", "w0")
-    assert after.sent(NewView) == [NewView(old)] * 3
+    assert after.views == [old] * 3
     after.join("w1")
     after.say("w1", Propose(after.record))
     assert after.view.generation == old.generation, "no step is lost"
     assert after.view.number > newest.number
     assert [member.id for member in after.view.workers] == ["w0", "w1"]
+
+
+def test_an_incarnation_that_only_its_member_knows_is_not_given_again() -> None:
+    """The journal had no room for w1's joining; it had not proposed yet, so it is in no view."""
+    play = Play(servers=2, replication=2)
+    play.begin("w0")
+    play.join("s1")
+    play.steps(0, 3)
+    journaled = play.shell.machine.state()
+    play.join("w1")
+    after = Play(journaled, servers=2, replication=2)
+    after.incarnations, after.known = dict(play.incarnations), dict(play.known)
+    after.join("w1", "s0", "s1", "w0")
+    after.join("w2")
+    given = list(after.incarnations.values())
+    assert len(set(given)) == len(given), given
+    assert min(after.incarnations["w1"], after.incarnations["w2"]) > play.incarnations["w1"]
+
+
+def test_nobody_is_believed_an_incarnation_that_cannot_have_been_given() -> None:
+    _, after, newest = after_a_full_disk()
+    after.known |= dict.fromkeys(("s0", "s1", "w0", "w1"), newest)
+    after.take(inbox.Opened("w9", Hello("worker", "w9", "here", "", 2**63)))
+    after.join("s0", "s1", "w0", "w1")
+    assert after.shell.machine.state().incarnations < 100
 
 
 def test_who_does_not_come_back_is_not_waited_for_longer_than_three_seconds() -> None:
@@ -478,7 +523,7 @@ _MODES: dict[str, dict[str, Any]] = {"servers-hold-the-state": {}, "workers-hold
 
 
 @pytest.mark.parametrize("settings", _MODES.values(), ids=_MODES.keys())
-@pytest.mark.parametrize("phase", Phase)
+@pytest.mark.parametrize("phase", [phase for phase in Phase if phase is not Phase.FAILING])
 def test_a_coordinator_killed_in_any_phase_is_followed_by_one_that_ends_the_job(
     phase: Phase, settings: dict[str, Any]
 ) -> None:

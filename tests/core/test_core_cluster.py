@@ -49,8 +49,8 @@ from rallypoint.core.cluster.events import (
     Tick,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_change import AHEAD
 from rallypoint.core.job import JobRecord, disagreement
@@ -1339,6 +1339,7 @@ def test_the_job_is_over_when_all_are_done_and_the_last_version_is_stored() -> N
     (capture,) = _of(Capture, effects)
     assert capture.version == STEPS
     assert job.done("w1") == []
+    assert job.machine.waiting_for() == "a snapshot of the last version, which s0, s1 hold"
     assert job.store(capture)[-1] == Finish("w0")
 
 

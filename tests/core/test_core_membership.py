@@ -23,6 +23,12 @@ def test_every_process_that_joins_has_an_incarnation_of_its_own_even_under_a_kno
     assert not members.is_taken("w0", "server")
 
 
+def test_a_process_that_joins_as_new_is_never_given_the_incarnation_that_it_has_already() -> None:
+    members = _joined("s0", "w0")
+    assert members.join(Member("w1", "here", incarnation=3), "worker") == 4
+    assert members.join(Member("w2", "here", incarnation=3), "worker") == 5
+
+
 def test_nothing_is_known_any_more_of_a_member_that_is_gone() -> None:
     members = _joined("s0", "w0")
     members.propose("w0")

@@ -167,6 +167,18 @@ def test_a_server_that_cannot_hand_its_shards_over_is_given_up_only_if_there_are
     assert (FindSnapshot() in effects) == snapshots
 
 
+def test_a_server_whose_shards_still_move_is_waited_for_and_given_up_when_they_no_longer_do() -> None:
+    job = _job("s0", "s1", "w0", workers_start=1, replication=1, snapshots=True)
+    beats, missed = _Beats(job), {"w0": ["s1"]}
+    beats.play(3.5 * HB, missed)
+    own = job.view.shards_of("s1")
+    assert len(own) > 1
+    for shard in own[:-1]:
+        job.caught_up(shard)
+        assert _of(Refuse, beats.play(3 * HB, missed)) == []
+    assert [refuse.member for refuse in _of(Refuse, beats.play(3 * HB, missed))] == ["s1"]
+
+
 def test_a_link_that_breaks_while_the_worker_computes_is_no_reason() -> None:
     job = _job()
     assert _Beats(job).play(10 * HB, {"w0": ["s1"]}, busy=["w0"]) == []

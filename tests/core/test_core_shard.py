@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.policy import Async, BoundedStaleness, Sync
+from rallypoint.core.policy import Async, BoundedStaleness, Policy, Sync
 from rallypoint.core.policy import Verdict as Admission
 from rallypoint.core.shard.effects import (
     Abandon,
@@ -693,6 +693,15 @@ def test_a_version_is_captured_before_it_is_published_and_even_while_the_backup_
     restored = ShardMachine(Sync(), 1)
     restored.handle(CaptureAt(3))
     assert restored.handle(Loaded(3)) == [Capture(3), Publish(3)]
+
+
+@pytest.mark.parametrize("policy", [Async(), BoundedStaleness(2)], ids=repr)
+def test_a_capture_that_comes_while_a_shard_of_a_streaming_job_is_restored_is_made_when_it_is(policy: Policy) -> None:
+    """Versions count updates there: the version that names the snapshot may never be one of the shard."""
+    machine = ShardMachine(policy, 2, rounds=9)
+    assert machine.handle(CaptureAt(4)) == []
+    assert Capture(9) in machine.handle(Loaded(9, (5, 4)))
+    assert not [effect for effect in machine.handle(Contribute(5, 0, 1.0, 1)) if isinstance(effect, Capture)]
 
 
 def test_a_capture_is_forgotten_with_the_role() -> None:

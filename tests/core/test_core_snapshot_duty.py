@@ -6,7 +6,7 @@ import pytest
 
 from rallypoint.config import JobConfig, record_of
 from rallypoint.core.cluster.events import SnapshotLost
-from rallypoint.core.cluster.snapshot_duty import (
+from rallypoint.core.cluster.storing.snapshot_duty import (
     CAPTURE_AHEAD,
     SNAPSHOT_PATIENCE,
     SnapshotDuty,

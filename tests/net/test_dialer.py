@@ -10,15 +10,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from rallypoint.core.view import Member, ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
 from rallypoint.net import dialer
 from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
@@ -26,6 +27,7 @@ from rallypoint.observe.trace import Tracer
 
 PATIENCE_S = 20.0
 TOKEN = "a token that nobody guesses"
+SECRET = b"the secret of server0 alone"
 
 
 @dataclass
@@ -38,7 +40,7 @@ class Host:
     came: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        me = Identity("server", "server0", self.token)
+        me = Identity("server", "server0", self.token, secret=SECRET)
         self.gate = Gate(self.transport, self.address, me, lambda hello: Welcome(), self._serve)
         self.address = self.gate.address
 
@@ -54,6 +56,15 @@ class Host:
             channel.receive_header()
 
 
+def credentials(server: Member) -> Credentials:
+    """Those of worker0, with a ticket for this server."""
+    known = Credentials(Identity("worker", "worker0", TOKEN))
+    known.admitted(5, b"")
+    view = View(ViewNumber(), ViewNumber(), (), (server,), (), {})
+    known.given(view, {server.id: ticket(SECRET, "worker", "worker0", 5)})
+    return known
+
+
 class Caller:
     """This side: what the dialer has called, in order, and from which thread."""
 
@@ -63,8 +74,9 @@ class Caller:
         self.serving = threading.Semaphore(0)
         self.fault: RallypointError | None = None
         self.fault_when_down: Exception | None = None
+        peer = Member("server0", "there", address)
         self.dialer = Dialer(
-            transport=transport, peer=Member("server0", "there", address), me=Identity("worker", "worker0", TOKEN),
+            transport=transport, peer=peer, credentials=credentials(peer),
             tracer=Tracer("worker0"),
             calls=Calls(
                 view, up=lambda channel: self._called("up", channel), serve=self._serve,

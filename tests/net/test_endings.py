@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 
 import pytest
 
 from rallypoint.errors import LinkClosed, LinkError, LinkReset
+from rallypoint.net import tcp
 from rallypoint.net.tcp import TcpConnection
 
 
@@ -46,6 +48,28 @@ def test_a_reset_that_the_sending_thread_was_told_of_is_no_closing(ends: tuple[T
     with pytest.raises(LinkError):
         here.send(b"x")  # this takes the socket's error with it
     assert type(_ending(here)) is LinkReset
+
+
+@pytest.mark.parametrize(("answered", "kind"), [(0.9, LinkReset), (3.1, LinkError), (math.inf, LinkError)])
+def test_a_reset_by_a_system_that_had_not_answered_for_seconds_is_no_death(
+    ends: tuple[TcpConnection, socket.socket], answered: float, kind: type[LinkError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its TCP had given the connection up while the network did not carry."""
+    here, there = ends
+    monkeypatch.setattr(tcp, "_state_of", lambda sock: (tcp._TCP_CLOSE, answered))
+    there.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    there.close()
+    assert type(_ending(here)) is kind
+
+
+def test_the_system_tells_how_long_ago_the_other_one_has_answered(ends: tuple[TcpConnection, socket.socket]) -> None:
+    here, there = ends
+    established, seconds = tcp._state_of(here._socket)
+    there.close()
+    assert (established, here._socket.recv(1)) == (1, b"")
+    assert 0.0 <= seconds < 60.0
+    here.close()
+    assert tcp._state_of(here._socket) == (0, math.inf)
 
 
 def test_a_time_out_is_neither(ends: tuple[TcpConnection, socket.socket]) -> None:

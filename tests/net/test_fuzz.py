@@ -24,7 +24,7 @@ from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net import messages
 from rallypoint.net.frames import HEADER_BYTES, PROTOCOL, SKIP, Header, Kind, pack, unpack
 from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.keys import LinkKeys
+from rallypoint.net.keys import LinkKeys, ticket
 from rallypoint.net.messages import encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport
@@ -127,6 +127,7 @@ class Fuzzer:
         self.rng, self.damage = random.Random(seed), random.Random(seed + 1)
         self.keys: LinkKeys | None = None  # of the connection, once it is greeted
         self.ports = cluster.ports
+        self.listening = {server.id: server._gate for server in cluster.servers}
         self.transport = TcpTransport()
         reducer, view = cluster.servers[0]._reducer, cluster.servers[0]._views.view
         assert reducer is not None
@@ -171,7 +172,7 @@ class Fuzzer:
     def _at_the_coordinator(self, connection: TcpConnection) -> None:
         role = self.rng.choice(["worker", "server", "observer", "king"])
         id = self.rng.choice(["worker0", "server0", f"stranger{self.connections}"])
-        if not self._enter(connection, COORDINATOR, role, id):
+        if not self._enter(connection, "", role, id):
             return
         if role == "observer":
             self._throw(connection, self._frame(self._kind()), last=True)
@@ -185,7 +186,7 @@ class Fuzzer:
 
     def _at_a_server_as_a_worker(self, connection: TcpConnection, who: str) -> None:
         id = self.rng.choice(["worker0", f"stranger{self.connections}"])
-        if not self._enter(connection, ("server", who), "worker", id):
+        if not self._enter(connection, who, "worker", id):
             return
         for _ in range(self.rng.randrange(40)):
             self._throw(connection, self._harmless(who))
@@ -199,7 +200,7 @@ class Fuzzer:
     def _at_a_server_as_a_server(self, connection: TcpConnection, who: str) -> None:
         peer = next(server for server in SERVERS if server != who)
         id = self.rng.choice([peer, f"stranger{self.connections}"])
-        if not self._enter(connection, ("server", who), "server", id):
+        if not self._enter(connection, who, "server", id):
             return
         for _ in range(self.rng.randrange(20)):
             self._throw(connection, self._old_measures(peer))
@@ -366,9 +367,18 @@ class Fuzzer:
         view = ViewNumber(self.rng.randrange(2**32), self.rng.randrange(2**32))
         return pack(Header(kind, view, weight=self.rng.uniform(-9, 9), **{**random_fields, **fields}))
 
-    def _enter(self, connection: TcpConnection, to: tuple[str, str], role: str, id: str) -> bool:
+    def _enter(self, connection: TcpConnection, server: str, role: str, id: str) -> bool:
+        """Come to a server with the ticket that a member of this name has; to the coordinator ("") as somebody new."""
+        hello, known = messages.Hello(role, id, "nowhere", to=COORDINATOR), b""
+        if server:
+            me = self.listening[server].me
+            members = self.view.servers if role == "server" else self.view.workers
+            incarnation = next((member.incarnation for member in members if member.id == id), 7)
+            to = ("server", server, me.incarnation)
+            hello = messages.Hello(role, id, "nowhere", incarnation=incarnation, to=to)
+            known = ticket(me.secret, role, id, incarnation)
         try:
-            _, keys = introduce(connection, messages.Hello(role, id, "nowhere", to=to), TOKEN)
+            _, keys = introduce(connection, hello, TOKEN, known)
         except (AccessDenied, LinkError):  # a member may be refused here: taken id, unknown role, the job is full
             self.thrown += 1
             return False

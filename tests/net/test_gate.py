@@ -16,14 +16,13 @@ import pytest
 from rallypoint.errors import AccessDenied, LinkError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, pack
-from rallypoint.net.gate import Gate
+from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, Identity, introduce
 from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Hello, Welcome, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
 from rallypoint.net.transport import Connection, Listener
-from rallypoint.net.unproven import Unproven
 from rallypoint.testing.contracts.transports import receive
 
 TOKEN = "correct horse battery staple"

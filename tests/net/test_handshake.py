@@ -32,14 +32,16 @@ from rallypoint.net.handshake import (
     new_token,
 )
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import LinkKeys
+from rallypoint.net.keys import LinkKeys, ticket, token_keys
 from rallypoint.net.messages import Challenge, Hello, Welcome, encode
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.testing.contracts.transports import Beside, receive
 
 TOKEN = "correct horse battery staple"
-ME = Identity("coordinator", "", TOKEN)
+SECRET = bytes(range(100, 132))
+ME = Identity("coordinator", "", TOKEN, secret=SECRET)
+SERVER = Identity("server", "server1", TOKEN, incarnation=2, secret=SECRET)
 HELLO = Hello("worker", "w0", "here", "127.0.0.1:7", to=COORDINATOR)
 WELCOME = Welcome({"steps": 3}, "runs/1", (5, 7))
 
@@ -102,8 +104,10 @@ class Listener:
             raise
 
 
-def join(connection: Connection, token: str = TOKEN, hello: Hello = HELLO) -> tuple[Welcome, LinkKeys]:
-    return introduce(connection, hello, token)
+def join(
+    connection: Connection, token: str = TOKEN, hello: Hello = HELLO, ticket: bytes = b""
+) -> tuple[Welcome, LinkKeys]:
+    return introduce(connection, hello, token, ticket)
 
 
 def frame(kind: Kind, data: bytes) -> bytes:
@@ -139,15 +143,18 @@ def test_the_keys_of_two_connections_differ() -> None:
     assert len({keys.sending for keys in found} | {keys.receiving for keys in found}) == 4
 
 
+@pytest.mark.parametrize(("incarnation", "known"), [
+    (0, "a2fcf34d17fe4caa265fca61e8b3c1bd4d49505e029cc68e9654a565ff575e50"),
+    (7, "395cf6c18b402cc6e689de57c3d940f01f9d2e8a1e0e74b53d94aab4fb3855be"),
+], ids=["somebody new", "with a ticket"])  # fmt: skip
 def test_the_greeting_is_byte_for_byte_what_the_documents_say(
-    ends: tuple[Tapped, Tapped], monkeypatch: pytest.MonkeyPatch
+    ends: tuple[Tapped, Tapped], monkeypatch: pytest.MonkeyPatch, incarnation: int, known: str
 ) -> None:
-    """Known answers: the proofs and keys, computed here from RFC 2104 and RFC 5869 and from nothing of ours."""
+    """Known answers: the proofs, keys and tickets, computed here from RFC 2104 and RFC 5869 and from nothing of ours.
+    """
     nonces = iter([bytes(range(32)), bytes(range(32, 64))])
     monkeypatch.setattr("rallypoint.net.handshake.secrets.token_bytes", lambda count: next(nonces))
     near, far = ends
-    with Beside(listener := Listener(far)):
-        _, keys = join(near)
 
     def mac(key: bytes, data: bytes) -> bytes:
         return hmac.new(key, data, hashlib.sha256).digest()
@@ -155,10 +162,18 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
     def expand(key: bytes, info: bytes) -> bytes:  # one block of HKDF-Expand
         return mac(key, info + b"\x01")
 
-    root = mac(b"rallypoint/9", TOKEN.encode())
-    challenge = frame(Kind.CHALLENGE, encode(Challenge(bytes(range(32)), "coordinator", "")))
+    root = mac(b"rallypoint/10", TOKEN.encode())
+    known_ticket = b""
+    if incarnation:
+        known_ticket = expand(SECRET, b"ticket" + bytes([0x93, 0xA6]) + b"worker" + bytes([0xA2]) + b"w0" + bytes([7]))
+        root = mac(root, known_ticket)
+    with Beside(listener := Listener(far)):
+        _, keys = join(near, hello=msgspec.structs.replace(HELLO, incarnation=incarnation), ticket=known_ticket)
+    challenge = frame(Kind.CHALLENGE, encode(Challenge(bytes(range(32)), "coordinator", "", 0)))
     nonce = bytes(range(32, 64))
-    hello_data = encode(Hello("worker", "w0", "here", "127.0.0.1:7", to=COORDINATOR, nonce=nonce))
+    hello_data = encode(
+        Hello("worker", "w0", "here", "127.0.0.1:7", incarnation, to=COORDINATOR, nonce=nonce)
+    )
     hello = pack(Header(Kind.HELLO, length=len(hello_data) + 32)) + hello_data
     hello += mac(expand(root, b"dialer"), hashlib.sha256(challenge + hello).digest())
     welcome_data = encode(Welcome({"steps": 3}, "runs/1", (5, 7)))
@@ -169,13 +184,13 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
     session = mac(hashlib.sha256(challenge + hello + welcome).digest(), expand(root, b"session"))
     assert keys == LinkKeys(expand(session, b"from the dialer"), expand(session, b"from the listener"))
     assert listener.keys == keys.other_side()
-    assert keys.sending.hex() == "53f47a4629cae693ef8f48a87ce80e7e8a51e6a38ec4f788891a02f1b5719cc4"
+    assert keys.sending.hex() == known
 
 
 # ---- the wrong token -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", ["", "correct horse battery stapl", TOKEN + " ", "x" * 1000])
+@pytest.mark.parametrize("wrong", ["correct horse battery stapl", TOKEN + " ", "x" * 1000])
 def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Tapped, Tapped], wrong: str) -> None:
     near, far = ends
     with Beside(Listener(far)) as listening:
@@ -185,7 +200,17 @@ def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Tapped, Tapped], wron
     assert isinstance(denied, AccessDenied)
     assert str(denied) == "a thread, for gate came with a wrong token"
     assert TOKEN.encode() not in near.sent + near.received
-    assert not wrong or wrong.encode() not in near.sent + near.received
+    assert wrong.encode() not in near.sent + near.received
+
+
+def test_a_missing_token_is_told_from_a_wrong_one_on_both_sides(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far)) as listening:
+        with pytest.raises(UnprovenPeer, match=r"either there is none here \(RALLYPOINT_TOKEN is empty\), or somebody"):
+            join(near, "")
+        denied = listening.outcome()
+    assert isinstance(denied, AccessDenied)
+    assert str(denied) == "a thread, for gate came without a token"
 
 
 def test_a_refusal_that_is_proved_is_believed(ends: tuple[Tapped, Tapped]) -> None:
@@ -220,12 +245,85 @@ def test_a_stranger_s_answer_is_a_failed_attempt_and_nothing_more(ends: tuple[Ta
 
 def test_a_listener_that_is_not_meant_is_left_before_anything_is_proved(ends: tuple[Tapped, Tapped]) -> None:
     near, far = ends
-    with Beside(Listener(far, Identity("server", "server1", TOKEN))) as listening:
+    with Beside(Listener(far, SERVER)) as listening:
         with pytest.raises(UnprovenPeer, match=r"^gate is server server1, not server server0$"):
-            join(near, hello=Hello("worker", "w0", "here", to=("server", "server0")))
+            join(near, hello=Hello("worker", "w0", "here", to=("server", "server0", 1)))
         near.close()
         assert isinstance(listening.outcome(), LinkError)
     assert near.sent == b""
+
+
+# ---- tickets ---------------------------------------------------------------------------------------------------------
+
+W0 = Hello("worker", "w0", "here", incarnation=7, to=("server", "server1", 2))
+
+
+@pytest.mark.parametrize(("listens", "hello"), [(SERVER, W0), (ME, msgspec.structs.replace(HELLO, incarnation=7))])
+def test_who_has_the_ticket_comes_in(ends: tuple[Tapped, Tapped], listens: Identity, hello: Hello) -> None:
+    near, far = ends
+    known = ticket(SECRET, "worker", "w0", 7)
+    with Beside(listener := Listener(far, listens)) as listening:
+        _, keys = join(near, hello=hello, ticket=known)
+        listening.raise_if_failed()
+    assert listener.hello is not None
+    assert (listener.hello.id, listener.hello.incarnation) == ("w0", 7)
+    assert listener.keys == keys.other_side()
+    assert known not in near.sent + near.received
+
+
+@pytest.mark.parametrize("listens", [SERVER, ME], ids=["a server", "the coordinator"])
+@pytest.mark.parametrize(
+    "known",
+    [
+        b"", bytes(32), ticket(SECRET, "worker", "w1", 7), ticket(SECRET, "worker", "w0", 6),
+        ticket(SECRET, "server", "w0", 7), ticket(b"another server's", "worker", "w0", 7),
+    ],
+    ids=["none", "zeros", "another worker's", "an earlier incarnation's", "another role's", "for another server"],
+)  # fmt: skip
+def test_the_token_alone_is_not_enough_to_be_a_member(
+    ends: tuple[Tapped, Tapped], listens: Identity, known: bytes
+) -> None:
+    near, far = ends
+    hello = msgspec.structs.replace(W0, to=(listens.role, listens.id, listens.incarnation))
+    with Beside(Listener(far, listens)) as listening:
+        with pytest.raises(UnprovenPeer, match=r"refuses worker w0 without proving that it knows the job token"):
+            join(near, hello=hello, ticket=known)
+        denied = listening.outcome()
+    assert isinstance(denied, AccessDenied)
+    assert str(denied).endswith("came with a wrong token or ticket")
+
+
+def test_nobody_comes_to_a_server_as_somebody_new(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far, SERVER)) as listening:
+        with pytest.raises(UnprovenPeer):
+            join(near, hello=msgspec.structs.replace(W0, incarnation=0))
+        assert isinstance(listening.outcome(), AccessDenied)
+
+
+def test_a_token_holder_cannot_listen_as_a_server_or_as_the_coordinator_of_members(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    fake = Identity("server", "server1", TOKEN, incarnation=2, secret=b"made up")
+    with Beside(Listener(far, fake)), pytest.raises(UnprovenPeer, match="and what it is to know of worker w0"):
+        join(near, hello=W0, ticket=ticket(SECRET, "worker", "w0", 7))
+
+
+def test_a_server_takes_nobody_before_it_is_admitted_itself(ends: tuple[Tapped, Tapped]) -> None:
+    """Else the tickets of an empty secret would do, and everybody can compute those."""
+    near, far = ends
+    hello = msgspec.structs.replace(W0, to=("server", "server1", 0))
+    with Beside(Listener(far, Identity("server", "server1", TOKEN))) as listening:
+        with pytest.raises(LinkError):
+            join(near, hello=hello, ticket=ticket(b"", "worker", "w0", 7))
+        assert "server server1 is not admitted to the job yet" in str(listening.outcome())
+
+
+def test_another_incarnation_of_a_server_is_not_the_one_that_is_meant(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far, SERVER)):
+        with pytest.raises(UnprovenPeer, match=r"^gate is server server1, not its incarnation 1$"):
+            join(near, hello=msgspec.structs.replace(W0, to=("server", "server1", 1)), ticket=b"old")
+        near.close()
 
 
 # ---- bytes that change, repeat or come back --------------------------------------------------------------------------
@@ -242,14 +340,14 @@ def test_relay_a_greeting_cannot_be_led_to_another_listener() -> None:
         head = receive(relay_far, HEADER_BYTES)
         receive(relay_far, int.from_bytes(head[40:44], "little"))
         nonce = bytes(NONCE_BYTES)
-        relay_near.send(frame(Kind.CHALLENGE, encode(Challenge(nonce, "server", "server0"))))
+        relay_near.send(frame(Kind.CHALLENGE, encode(Challenge(nonce, "server", "server0", 1))))
         for source, sink in ((relay_near, relay_far), (relay_far, relay_near)):
             head = receive(source, HEADER_BYTES)
             sink.send(head + receive(source, int.from_bytes(head[40:44], "little")))
 
-    with Beside(Listener(far, Identity("server", "server1", TOKEN))) as listening, Beside(relay):
+    with Beside(Listener(far, SERVER)) as listening, Beside(relay):
         with pytest.raises(UnprovenPeer):
-            join(near, hello=Hello("worker", "w0", "here", to=("server", "server0")))
+            join(near, hello=msgspec.structs.replace(W0, to=("server", "server0", 1)), ticket=b"for server0")
         assert isinstance(listening.outcome(), AccessDenied)
     for end in (near, far, relay_near, relay_far, listener):
         end.close()
@@ -476,8 +574,8 @@ def test_the_deadline_of_a_greeting_is_for_the_welcome_too(monkeypatch: pytest.M
             far.set_deadline(0.3)  # `welcome` takes it away, when it has come to its end
 
     with Beside(listen) as listening:
-        transcript = _Transcript(near, TOKEN)
-        transcript.receive(transcript.receive_header(), None)
+        transcript = _Transcript(near, token_keys(TOKEN))
+        transcript.receive(transcript.receive_header(), proof=False)
         hello = msgspec.structs.replace(HELLO, nonce=bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
         assert isinstance(listening.outcome(), LinkError)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 
-from rallypoint.net.keys import dialers_keys, expand, extract, token_keys
+from rallypoint.net.keys import dialers_keys, expand, extract, ticket, token_keys
 
 
 @pytest.mark.parametrize(
@@ -41,14 +42,22 @@ def test_hkdf_gives_the_answers_of_rfc_5869(
 
 def test_every_purpose_direction_token_and_greeting_has_a_key_of_its_own() -> None:
     found = []
-    for token in ("", "a token", "another token"):
-        keys = token_keys(token)
+    for token, known in itertools.product(("", "a token", "another token"), (b"", b"a ticket", b"another")):
+        keys = token_keys(token, known)
         found += [keys.dialer, keys.listener, keys.session]
         for transcript in (bytes(32), bytes(31) + b"\1"):
             link = dialers_keys(keys, transcript)
             found += [link.sending, link.receiving]
     assert len(set(found)) == len(found)
     assert {len(key) for key in found} == {32}
+
+
+def test_every_member_has_a_ticket_of_its_own_for_each_listener() -> None:
+    who = [("worker", "w1", 1), ("worker", "w11", 1), ("worker", "w1", 11), ("server", "w1", 1), ("worker", "w", 11)]
+    found = [ticket(secret, *one) for secret in (b"a secret", b"another") for one in who]
+    assert len(set(found)) == len(found)
+    assert {len(one) for one in found} == {32}
+    assert ticket(b"a secret", "worker", "w1", 1) == found[0]
 
 
 def test_keys_are_not_shown() -> None:

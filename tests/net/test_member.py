@@ -19,6 +19,7 @@ from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Admitted,
@@ -42,6 +43,7 @@ from rallypoint.testing.contracts.transports import Beside, receive
 
 PATIENCE_S = 20.0
 TOKEN = "a token that nobody guesses"
+SECRET = b"the secret of this coordinator"
 LONG = 1000.0  # a heartbeat that never comes, so that only what a test is about is heard
 
 
@@ -59,7 +61,7 @@ class Coordinator:
 
     def __post_init__(self) -> None:
         welcome = Welcome(heartbeat=self.heartbeat)
-        me = Identity("coordinator", "", self.token)
+        me = Identity("coordinator", "", self.token, secret=SECRET)
         self.gate = Gate(self.transport, self.address, me, lambda hello: welcome, self._serve)
         self.address = self.gate.address
 
@@ -120,10 +122,15 @@ def me(coordinator: Coordinator) -> Iterator[Member]:
     me.link.close()
 
 
+def admission(incarnation: int) -> Admitted:
+    """The coordinator's word that admits worker0."""
+    return Admitted(incarnation, ticket(SECRET, "worker", "worker0", incarnation))
+
+
 def admit(coordinator: Coordinator, me: Member, incarnation: int) -> tuple[Channel, bool]:
     """The member's next joining is accepted: its channel, and whether it takes itself for somebody new."""
     channel, _ = coordinator.member()
-    channel.send_message(Admitted(incarnation))
+    channel.send_message(admission(incarnation))
     return channel, me.admissions.get(timeout=PATIENCE_S)
 
 
@@ -142,7 +149,7 @@ def until(happened: Callable[[], bool]) -> None:
 def test_it_joins_and_hands_over_what_comes_in_order(coordinator: Coordinator, me: Member) -> None:
     channel, hello = coordinator.member()
     assert (hello.role, hello.id, hello.address, hello.incarnation) == ("worker", "worker0", "127.0.0.1:7", 0)
-    channel.send_message(Admitted(3))
+    channel.send_message(admission(3))
     assert me.admissions.get(timeout=PATIENCE_S) is True, "it had no birth number: it is new"
     for text in "abc":
         channel.send_message(Say(text))
@@ -158,7 +165,7 @@ def test_it_gives_signs_of_life_once_it_is_admitted(transport: Transport) -> Non
     channel.send_message(Say("not admitted yet"))
     assert me.messages.get(timeout=PATIENCE_S) == Say("not admitted yet")
     assert coordinator.heard.empty(), "whoever is not admitted has nothing to say"
-    channel.send_message(Admitted(1))
+    channel.send_message(admission(1))
     assert [coordinator.hear() for _ in range(4)] == [Say("before anything else"), Beat(), Beat(), Beat()]
     me.link.close()
     coordinator.close()
@@ -185,7 +192,7 @@ def test_what_is_said_before_the_admission_waits_for_it(coordinator: Coordinator
     me.says_when_admitted = [Say("first of all")]
     me.link.send(Say("one"))
     me.link.send(Say("two"))
-    channel.send_message(Admitted(1))
+    channel.send_message(admission(1))
     me.admissions.get(timeout=PATIENCE_S)
     me.link.send(Say("three"))
     assert [coordinator.hear() for _ in range(4)] == [Say("one"), Say("two"), Say("first of all"), Say("three")]
@@ -201,7 +208,7 @@ def test_a_coordinator_that_comes_back_at_its_address_finds_its_member_again(
     again = Coordinator(coordinator.transport, coordinator.address)
     channel, hello = again.member()
     assert hello.incarnation == 4
-    channel.send_message(Admitted(4))
+    channel.send_message(admission(4))
     assert me.admissions.get(timeout=PATIENCE_S) is False, "the same process as before"
     assert again.hear() == Knows(None), "before anything else: which view it knows"
     assert again.hear() == Say("said to nobody")
@@ -289,7 +296,7 @@ def test_a_corrupt_frame_is_no_farewell_it_comes_back_before_it_closes(coordinat
     again, hello = coordinator.member()
     assert hello.incarnation == 1
     assert coordinator.ended.empty(), "the first connection still stands"
-    again.send_message(Admitted(1))
+    again.send_message(admission(1))
     assert me.admissions.get(timeout=PATIENCE_S) is False
     assert coordinator.ended.get(timeout=PATIENCE_S) is channel
     assert me.lost.empty()
@@ -384,7 +391,7 @@ def test_squatter_a_member_keeps_waiting_for_the_coordinator_of_its_job(
     again = Coordinator(coordinator.transport, coordinator.address)
     channel, hello = again.member()
     assert hello.incarnation == 4
-    channel.send_message(Admitted(4))
+    channel.send_message(admission(4))
     assert me.admissions.get(timeout=PATIENCE_S) is False, "the same member as before"
     assert me.messages.empty()
     assert me.lost.empty()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
-from rallypoint.core.typed import LONGEST_NAME
+from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
@@ -27,15 +27,16 @@ VIEW = View(
 )  # fmt: skip
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32, "server", "s0"),
-    m.Hello("worker", "w0", "here", "", 7, ViewNumber(1, 2), ("server", "s0"), b"\1" * 32),
+    m.Hello("worker", "w0", "here", "", 7, ViewNumber(1, 2), ("server", "s0", 3), b"\1" * 32),
     m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"), m.Propose(RECORD),
     m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25, ViewNumber(2, 1)), m.Applied(3, 2, 1e9, {"w0": 0.5}, ViewNumber(2, 1)),
     m.Accounted(7, 2, 1, 3, {0: 4, 5: 6}, ViewNumber(2, 1)), m.CaughtUp({0: ViewNumber(2, 1), 4: ViewNumber(3, 4)}),
     m.Leaving(), m.Stored("step-00000004-1", {"s0.shards": 9}, {0: ("s0.shards", 0, 9, "00ff")}),
     m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
     m.Say("words"), m.Skipped(4, (0, 1), ViewNumber(2)),
-    m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7), m.Prepare(RECORD),
-    m.NewView(VIEW), m.Assist(3, 1), m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
+    m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7, b"\1" * 32), m.Prepare(RECORD),
+    m.NewView(VIEW, {"s0": b"\2" * 32}), m.Assist(3, 1),
+    m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
     m.Knows(VIEW), m.Held("here"), m.Release(),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
@@ -64,7 +65,7 @@ def test_every_message_has_an_example_here() -> None:
 def test_any_greeting_survives_the_wire(
     role: str, id: str, host: str, nonce: bytes, address: str, incarnation: int, view: ViewNumber
 ) -> None:
-    hello = m.Hello(role, id, host, address, incarnation, view, (role, id), nonce)
+    hello = m.Hello(role, id, host, address, incarnation, view, (role, id, incarnation), nonce)
     assert m.expect(m.encode(hello), m.Hello) == hello
 
 
@@ -121,7 +122,7 @@ def test_text_that_is_shown_has_no_control_characters(kind: type[m.Say]) -> None
     text = getattr(got, field)
     assert text.isprintable()
     assert text.startswith("one two \\x1b[2J")
-    assert len(text) < m.LONGEST_TEXT + 200
+    assert len(text) < LONGEST_TEXT + 200
 
 
 NAMED = {

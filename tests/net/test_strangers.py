@@ -21,13 +21,15 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import BoundedStaleness, Mode, Sync
 from rallypoint.core.shard.events import EVERYTHING
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import AccessDenied, LinkError, RallypointError
+from rallypoint.errors import AccessDenied, LinkError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
 from rallypoint.net.messages import (
     Aborted,
+    Admitted,
     Beat,
     CaughtUp,
     Done,
@@ -95,23 +97,32 @@ class Job:
         while not isinstance(message := decode(self.member.receive_bytes(self.member.receive_header())), NewView):
             if isinstance(message, Refused | Aborted):
                 raise LinkError(message.reason)
-        self.view = message.view
+            if isinstance(message, Admitted):
+                self.admitted = message
+        self.view, self.tickets = message.view, message.tickets
         for server in self.servers:  # as the member itself they wait until they have heard of the view
             self.enter(server._gate.address, "worker", "worker0").send(Header(Kind.FOLLOW, self.view.number))
             until(lambda server=server: server._reducer is not None and len(server._reducer.shell.followers) == 1)  # type: ignore[misc]
 
     def enter(self, address: str, role: str, id: str) -> Channel:
         connection = self.transport.connect(address, PATIENCE_S)
-        _, keys = introduce(connection, Hello(role, id, "here", to=self._listening(address)), "")
+        _, keys = introduce(connection, *self._proof(address, role, id))
         connection.set_timeout(PATIENCE_S)
         channel = Channel(connection, id, keys)
         self.channels.append(channel)
         return channel
 
-    def _listening(self, address: str) -> tuple[str, str]:
-        """Who listens there."""
-        servers = {server._gate.address: ("server", server.id) for server in self.servers}
-        return servers.get(address, COORDINATOR)
+    def _proof(self, address: str, role: str, id: str) -> tuple[Hello, str, bytes]:
+        """What this member says and has for whoever listens there. A stranger has stolen a server's secret."""
+        for server in self.servers:
+            if server._gate.address == address:
+                until(lambda server=server: bool(server._gate.me.secret))  # type: ignore[misc]
+                me = server._gate.me
+                members = self.view.servers if role == "server" else self.view.workers
+                incarnation = next((member.incarnation for member in members if member.id == id), 7)
+                hello = Hello(role, id, "here", incarnation=incarnation, to=("server", me.id, me.incarnation))
+                return hello, "", ticket(me.secret, role, id, incarnation)
+        return Hello(role, id, "here", to=COORDINATOR), "", b""
 
     def stranger_says(self, *messages: Message) -> None:
         """A worker with another model comes, and says all this in one breath: it is there before a refusal."""
@@ -224,6 +235,32 @@ def test_a_stranger_is_shown_out_of_a_server(job: Job, role: str) -> None:
     assert f"{role} stranger is not in view {job.view.number}" in refusal(stranger)
     job.settle()
     assert job.version(0, shard) == -1
+
+
+@pytest.mark.parametrize(("role", "id"), [("worker", "worker0"), ("server", "server1")])
+@pytest.mark.parametrize("known", [b"", bytes(32), b"of its own"], ids=["no ticket", "zeros", "another member's"])
+def test_a_token_holder_cannot_come_to_a_server_as_a_member(job: Job, role: str, id: str, known: bytes) -> None:
+    """Else it could end that member's own connection, and push in its name."""
+    hello, token, _ = job._proof(job.servers[0]._gate.address, role, id)
+    own = ticket(job.servers[0]._gate.me.secret, "worker", "stranger", 9) if known == b"of its own" else known
+    connection = job.transport.connect(job.servers[0]._gate.address, PATIENCE_S)
+    with pytest.raises(UnprovenPeer, match=f"refuses {role} {id} without proving"):
+        introduce(connection, hello, token, own)
+    connection.close()
+    job.settle()
+    assert len(reducer(job).shell.workers) == 1, "the member's own connection stands"
+
+
+def test_a_member_is_told_its_own_secret_and_tickets_alone(job: Job) -> None:
+    secret = job.coordinator._journal.secret
+    assert job.admitted.secret == ticket(secret, "worker", "worker0", job.admitted.incarnation)
+    assert job.tickets.keys() == {"server0", "server1"}
+    for server in job.servers:
+        me = server._gate.me
+        assert me.secret == ticket(secret, "server", server.id, me.incarnation)
+        assert job.tickets[server.id] == ticket(me.secret, "worker", "worker0", job.admitted.incarnation)
+    known = {job.admitted.secret, *job.tickets.values(), *(server._gate.me.secret for server in job.servers)}
+    assert len(known) == 5
 
 
 def test_measures_of_unknown_shards_do_not_end_the_job(job: Job) -> None:
@@ -447,12 +484,11 @@ def test_a_wish_for_an_impossible_number_of_processes_reaches_nobody(job: Job, w
 
 
 @pytest.mark.parametrize(("role", "id"), [("worker", "server0"), ("server", "worker0"), ("worker", "worker0")])
-def test_a_guessed_incarnation_does_not_take_a_members_place(job: Job, role: str, id: str) -> None:
+@pytest.mark.parametrize("incarnation", [1, 2, 3, 777])
+def test_a_guessed_incarnation_does_not_take_a_members_place(job: Job, role: str, id: str, incarnation: int) -> None:
     connection = job.transport.connect(job.coordinator.address, PATIENCE_S)
-    _, keys = introduce(connection, Hello(role, id, "here", "here:1", 777, to=COORDINATOR), "")
-    stranger = Channel(connection, id, keys)
-    job.channels.append(stranger)
-    assert f"the id {id} is taken" in refusal(stranger)
+    with pytest.raises(UnprovenPeer, match=f"refuses {role} {id} without proving"):
+        introduce(connection, Hello(role, id, "here", "here:1", incarnation, to=COORDINATOR), "", b"a guess")
     job.settle()
     job.member.send_message(Beat())
     assert job.runs()

@@ -36,7 +36,7 @@ class Context:
     def sentences(self) -> list[str]:
         return [message.text for message in list(self.said) if isinstance(message, Say)]
 
-    def not_finite(self, verdict: clip.Verdict, view: View, *, alone: bool) -> None:
+    def not_finite(self, verdict: clip.Verdict, *, alone: bool) -> None:
         pytest.fail("nothing here is not finite")
 
 

@@ -11,6 +11,7 @@ from one_server import FIRST, OneServer
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.view import Member
 from rallypoint.errors import LinkError, ProtocolError
+from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import GiveUp, Hello, Message
 from rallypoint.observe.trace import Tracer
@@ -43,8 +44,8 @@ def test_what_could_not_be_sent_to_another_server_ends_the_job() -> None:
     put: list[inbox.Event | None] = []
     failed: list[Exception] = []
     peers = Peers(
-        PeerLinks("s", decides=False), Views(), put.append, transport=InprocTransport(), token="", tracer=Tracer("s"),
-        failed=failed.append,
+        PeerLinks("s", decides=False), Views(), put.append, transport=InprocTransport(), tracer=Tracer("s"),
+        credentials=Credentials(Identity("server", "s")), failed=failed.append,
     )  # fmt: skip
     other = Member("s1", "there", "s1:1", 2)
     calls = peers._dial(other)._calls

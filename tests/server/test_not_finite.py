@@ -139,6 +139,20 @@ def test_skip_leaves_the_step_out_in_every_shard_and_the_bytes_are_those_of_plai
     assert (skipped.replicas, skipped.alone) == ((), False)
 
 
+@pytest.mark.parametrize("mute", [0, 1])
+def test_a_skipped_step_is_said_once_whichever_server_dies_before_it_has_said_so(
+    mute: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with gathering(2) as cluster:
+        link = cluster.servers[mute]._link
+        says = link.send
+        monkeypatch.setattr(link, "send", lambda message: isinstance(message, Skipped) or says(message))
+        poison = Poison()
+        assert cluster.add_worker(poison.at, loss=poison, nonfinite="skip").result()
+        until(lambda: bool(cluster.heard(Finished)))
+        assert [skipped.step for skipped in cluster.heard(Skipped)] == [STEP]
+
+
 @pytest.mark.parametrize("sync", [
     AllReduce(), Sync(quorum=4), BoundedStaleness(1), Async(), Async(fold=3), Async(delay_compensation=0.1)
 ], ids=repr)  # fmt: skip

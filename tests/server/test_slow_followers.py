@@ -17,6 +17,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce
+from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, NewView, Propose, decode
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.server.reducer.reducer import Reducer
@@ -60,8 +61,13 @@ class Cluster:
 
     def enter(self, address: str, id: str, view: ViewNumber = FIRST_VIEW) -> Channel:
         connection = TcpTransport().connect(address, PATIENCE_S)
-        to = COORDINATOR if view == FIRST_VIEW else ("server", "server0")
-        _, keys = introduce(connection, Hello("worker", id, "here", view=view, to=to), "")
+        hello, known = Hello("worker", id, "here", to=COORDINATOR), b""
+        if view != FIRST_VIEW:
+            me = self.server._gate.me
+            incarnation = next(worker.incarnation for worker in self.view.workers if worker.id == id)
+            to, known = ("server", "server0", me.incarnation), ticket(me.secret, "worker", id, incarnation)
+            hello = Hello("worker", id, "here", incarnation=incarnation, view=view, to=to)
+        _, keys = introduce(connection, hello, "", known)
         connection.set_timeout(PATIENCE_S)
         channel = Channel(connection, id, keys)
         self._stack.callback(channel.close)

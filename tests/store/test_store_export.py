@@ -171,6 +171,15 @@ def test_pt_loads_without_unpickling_code(run: Path, trained: Trained, tmp_path:
     assert loaded["optimizer"]["stem.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.parametrize("name", ["m.safetensors", "m.pt"])
+def test_one_snapshot_exported_again_and_again_is_the_same_bytes(run: Path, tmp_path: Path, name: str) -> None:
+    def exported(folder: str) -> bytes:
+        export_snapshot(str(run), tmp_path / folder / name)
+        return (tmp_path / folder / name).read_bytes()
+
+    assert len({exported(str(n)) for n in range(20)}) == 1
+
+
 def test_frozen_parameters_are_named(tmp_path: Path, trained: Trained) -> None:
     frozen = dict.fromkeys(("e.w", "a.w", "b.w", "d.w", "c.w"), "0")
     save(SnapshotStore(str(tmp_path / "s")), trained.layout, list(trained.records()), frozen)

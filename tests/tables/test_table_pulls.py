@@ -57,6 +57,15 @@ def begin(job: Job, channel: Channel, steps: int) -> None:
     push(job, channel, range(steps))
 
 
+def begin_one_by_one(job: Job, channel: Channel, steps: int) -> None:
+    """Like `begin`, each version published before the next is made: until then more than the last two are kept."""
+    begin(job, channel, 0)
+    for newest in range(1, steps + 1):
+        push(job, channel, [newest - 1])
+        pull(job, channel, newest)
+        assert answer(channel)[0].step == newest
+
+
 def push(job: Job, channel: Channel, steps: Iterable[int]) -> None:
     for step in steps:
         gradient = encode_gradient(torch.tensor([3]), torch.ones(1, COLUMNS))
@@ -90,7 +99,7 @@ def test_the_last_two_versions_are_told_exactly(job: Job, channel: Channel, vers
 
 
 def test_a_version_that_is_not_kept_any_more_is_said_to_be_gone(job: Job, channel: Channel) -> None:
-    begin(job, channel, 4)
+    begin_one_by_one(job, channel, 4)
     pull(job, channel, 1)
     header, rows = answer(channel)
     assert (header.step, header.flags, rows.size) == (1, SKIP, 0)
@@ -98,11 +107,7 @@ def test_a_version_that_is_not_kept_any_more_is_said_to_be_gone(job: Job, channe
 
 @pytest.mark.parametrize("version", [0, 1, LATEST])
 def test_the_newest_will_do_where_that_is_said(job: Job, channel: Channel, version: int) -> None:
-    begin(job, channel, 0)
-    for newest in range(1, 5):  # one by one: until the backup holds a version, more than two are kept
-        push(job, channel, [newest - 1])
-        pull(job, channel, newest)
-        assert answer(channel)[0].step == newest
+    begin_one_by_one(job, channel, 4)
     pull(job, channel, version, flags=NEWEST)
     header, rows = answer(channel)
     assert (header.step, header.flags) == (4, 0)

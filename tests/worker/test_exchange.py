@@ -21,8 +21,9 @@ from rallypoint.errors import JobAborted, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.gate import Gate
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange import locked as module
@@ -43,13 +44,30 @@ def _view(count: int, assigned: dict[str, tuple[int, ...]], generation: int = 1)
     return View(number, began, workers, (SERVER,), (Assignment(0, assigned),), primary, {}, uploader="x")
 
 
+SECRET = b"the secret of every server here"
+
+
+def credentials() -> Credentials:
+    """Those of worker "w"."""
+    known = Credentials(Identity("worker", "w"))
+    known.admitted(2, b"")
+    return known
+
+
+def _adopt(exchange: Exchange, view: View) -> None:
+    """A view comes, with tickets for its servers."""
+    given = {server.id: ticket(SECRET, "worker", "w", 2) for server in view.servers}
+    exchange._links._context.credentials.given(view, given)
+    exchange.adopt(view)
+
+
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
     def only_when_told(changed: threading.Condition, ready: Callable[[], bool], *_: Any) -> None:
         changed.wait_for(ready)
 
     monkeypatch.setattr(module, "wait_until", only_when_told)
-    context = Context("w", "", InprocTransport(), Tracer("w"), lambda text: None)
+    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}), context)
     yield exchange
     exchange.finish()
@@ -179,7 +197,8 @@ class _Home:
 
     def __init__(self, transport: InprocTransport, id: str) -> None:
         self.channels: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self.gate = Gate(transport, f"{id}:1", Identity("server", id), lambda hello: Welcome(), self._serve)
+        me = Identity("server", id, incarnation=1, secret=SECRET)
+        self.gate = Gate(transport, f"{id}:1", me, lambda hello: Welcome(), self._serve)
         self.member = Member(id, "here", self.gate.address, 1)
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
@@ -201,13 +220,13 @@ def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange
     slot = exchange.buffer[LAYOUT.shards[0].start : LAYOUT.shards[0].stop]
     half = LAYOUT.shards[0].slot_bytes // 2
     try:
-        exchange.adopt(_at(1, {0: "old", 1: "new", 2: "new"}, homes))
+        _adopt(exchange, _at(1, {0: "old", 1: "new", 2: "new"}, homes))
         sender, other = (home.channels.get(timeout=PATIENCE_S) for home in homes)
         values = torch.full_like(slot, 1.0).numpy().tobytes()
         header = Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)
         sender.connection.send(sender._sealer.seal(header, memoryview(values)) + values[:half])
         _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDING)
-        exchange.adopt(_at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
+        _adopt(exchange, _at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
         values = torch.full_like(slot, 6.0).numpy().tobytes()
         other.send(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half), memoryview(values))
         _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDED)
@@ -224,7 +243,7 @@ def _one_home(exchange: Exchange) -> tuple[_Home, Channel]:
     transport = exchange._links._context.transport
     assert isinstance(transport, InprocTransport)
     home = _Home(transport, "home")
-    exchange.adopt(_at(1, dict.fromkeys((0, 1, 2), "home"), [home]))
+    _adopt(exchange, _at(1, dict.fromkeys((0, 1, 2), "home"), [home]))
     return home, home.channels.get(timeout=PATIENCE_S)
 
 
@@ -255,7 +274,7 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
         def send(self, header: Header, payload: memoryview, sent_: Callable[[], None]) -> None:
             sent.append(header.shard)
 
-    link = ServerLink(transport=InprocTransport(), server=SERVER, me="w", token="", window=2, receiver=_Deaf(),
+    link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=2, receiver=_Deaf(),
         view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
     channel: Any = _Channel()
     link._up(channel)
@@ -270,7 +289,7 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
 
 
 def test_a_link_that_is_closed_lets_go_of_what_waits_for_credit() -> None:
-    link = ServerLink(transport=InprocTransport(), server=SERVER, me="w", token="", window=1, receiver=_Deaf(),
+    link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=1, receiver=_Deaf(),
         view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
     channel: Any = _Deaf()
     link._up(channel)
@@ -330,7 +349,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
 
     monkeypatch.setattr(module, "wait_until", many_looks)
     settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
-    context = Context("w", "", InprocTransport(), Tracer("w"), lambda text: None)
+    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve(settings), context)
     resets: list[bool] = []
     recalls: list[tuple[int, bool]] = []
@@ -364,7 +383,8 @@ def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchang
     """The exchange of worker w, about to compute replica 0 of step 0; and what it has sent of codec states."""
     monkeypatch.setattr(module, "wait_until", lambda changed, ready, *_: changed.wait_for(ready))
     settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
-    exchange = Exchange(LAYOUT, resolve(settings), Context("w", "", InprocTransport(), Tracer("w"), lambda text: None))
+    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve(settings), context)
     frames: list[Header] = []
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     monkeypatch.setattr(exchange._links.get("s"), "send_codec_state", lambda header, _: frames.append(header))

@@ -19,6 +19,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.keys import ticket
 from rallypoint.net.messages import (
     Aborted,
     Admitted,
@@ -44,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash, until
 
 PATIENCE_S = 20.0
+SECRET = b"the secret of this coordinator"
 
 
 class Coordinator:
@@ -53,7 +55,7 @@ class Coordinator:
         self.transport = InprocTransport()
         self.joined: queue.SimpleQueue[Channel] = queue.SimpleQueue()
         self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        me, welcome = Identity("coordinator", ""), Welcome(heartbeat=1000.0)
+        me, welcome = Identity("coordinator", "", secret=SECRET), Welcome(heartbeat=1000.0)
         self.gate = Gate(self.transport, "coordinator:1", me, lambda hello: welcome, self._serve)
 
     def _serve(self, channel: Channel, hello: Hello) -> None:
@@ -63,7 +65,7 @@ class Coordinator:
 
     def admit(self, incarnation: int) -> Channel:
         channel = self.joined.get(timeout=PATIENCE_S)
-        channel.send_message(Admitted(incarnation))
+        channel.send_message(Admitted(incarnation, ticket(SECRET, "worker", "w", incarnation)))
         return channel
 
     def next(self, kind: type[Message]) -> Any:

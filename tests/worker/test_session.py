@@ -223,5 +223,5 @@ def test_links_share_what_may_be_in_flight_to_one_machine(monkeypatch: pytest.Mo
 
 
 def test_what_may_be_in_flight_is_not_negative() -> None:
-    with pytest.raises(ConfigError, match="in_flight_bytes is -1: it cannot be negative"):
+    with pytest.raises(ConfigError, match="in_flight_bytes is -1: it must be a whole number of at least 0"):
         train(torch.nn.Linear(3, 2), in_flight_bytes=-1)

@@ -12,6 +12,7 @@ import msgspec
 from rallypoint.config.cadence import cadence_of
 from rallypoint.config.checks import check, features_with
 from rallypoint.config.tree import JobConfig
+from rallypoint.config.values import wrong_value
 from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
@@ -26,7 +27,7 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
     Raises ConfigError naming the key when one is unknown, has the wrong type, or makes no sense.
     """
     base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
-    return parse(_merge(base, overrides or {}))
+    return parse(merged(base, overrides or {}))
 
 
 def parse(data: Mapping[str, Any]) -> JobConfig:
@@ -34,6 +35,8 @@ def parse(data: Mapping[str, Any]) -> JobConfig:
     sync = data.get("sync")
     if isinstance(sync, Mapping) and (why := of_another_mode(sync)):
         raise ConfigError(why)
+    if sentence := wrong_value(data):
+        raise ConfigError(sentence)
     try:
         config = msgspec.convert(data, JobConfig)
     except msgspec.ValidationError as error:
@@ -84,7 +87,7 @@ def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:
         nested: Any = _toml_value(value)
         for key in reversed(path.strip().split(".")):
             nested = {key: nested}
-        tree = _merge(tree, nested)
+        tree = merged(tree, nested)
     return tree
 
 
@@ -150,14 +153,14 @@ def _not_data(key: str, value: Any) -> str:
     return f"{key} is a {kind}: settings are data, such as numbers, texts, and rallypoint's own rp.Sync() or rp.AdamW()"
 
 
-def _merge(base: Any, over: Any) -> dict[str, Any]:
-    merged = dict(base)
-    if "type" in over and over["type"] != merged.get("type"):
-        merged = {}  # the kind changed: the old kind's settings mean nothing for it
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested settings: those of `base`, replaced by those of `over` where it has any."""
+    # If the kind changes, the old kind's settings mean nothing for it
+    tree = {} if "type" in over and over["type"] != base.get("type") else dict(base)
     for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merge(merged[key], value) if both else value
-    return merged
+        both = isinstance(value, Mapping) and isinstance(tree.get(key), Mapping)
+        tree[key] = merged(tree[key], value) if both else value
+    return tree
 
 
 def _toml_value(text: str) -> Any:

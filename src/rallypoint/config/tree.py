@@ -100,7 +100,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """The learning rate of `optimizer`, over the job's steps."""
         return schedule_of(self.optimizer)
 
-    @property
+    @cached_property
     def policy(self) -> ServerPolicy:
         """When the servers apply contributions."""
         return server_policy(self.sync)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -15,8 +14,8 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
 from rallypoint.net.messages import Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
+from rallypoint.observe.lines import Once
 
-_REMEMBERED = 64  # skipped steps
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
 
@@ -38,19 +37,19 @@ class Announcer:
         self.planned: Planned | None = None
         self.config = JobConfig()
         self._late = Lateness()
-        self._skipped: deque[tuple[object, ...]] = deque(maxlen=_REMEMBERED)
+        self._skipped = Once()
         self._announced: Members | None = None
+        self._said_idle = False
         self.last_news = self._last_said = now
 
     # ---- announcements ----
 
     def announce(self, message: Message, now: float) -> list[Act]:
         """Send `message` to all observers and append it to the event log; a skipped step once, who says it first."""
-        if isinstance(message, Skipped):  # each server says which contributions it has dropped
+        if isinstance(message, Skipped):  # each server says it: any of them may die before it has
             name = (message.generation, message.step, message.replicas, message.gradients)
-            if name in self._skipped:
+            if not self._skipped.is_new(name):
                 return []
-            self._skipped.append(name)
         self._last_said = now
         if not isinstance(message, Say):  # a member that says what it waits for is still waiting
             self.last_news = now
@@ -96,7 +95,20 @@ class Announcer:
         if told == self._announced:
             return []
         self._announced = told
-        return self.announce(told, now)
+        return [*self.announce(told, now), *self._idle_workers(told, now)]
+
+    def _idle_workers(self, members: Members, now: float) -> list[Act]:
+        """Say once that there are more workers than replicas, beside those that were to stand by."""
+        replicas, wanted = self.config.replicas, self._machine.course.workers_max
+        if self._said_idle or len(members.workers) < replicas or len(members.standby) == 0 or wanted <= replicas:
+            return []
+        self._said_idle = True
+        idle = ", ".join(members.standby[: wanted - replicas])
+        compute, has = "computes" if wanted - replicas == 1 else "compute", f"replica{'s' * (replicas != 1)}"
+        return self.announce(Say(
+            f"{idle} {compute} nothing: the job has {replicas} {has}, and each is computed by one worker. Use "
+            f"--workers {replicas}, or a new run with more replicas (their number is fixed for a run)"
+        ), now)  # fmt: skip
 
     def report(self, report: Report, now: float) -> list[Act]:
         """Count a replica's report; announce the step if the report completes it."""

@@ -18,18 +18,18 @@ ROLES = ("worker", "server", "observer")
 
 
 class Connections:
-    """Listens at `bind` as soon as it is constructed. Raises AddressInUse when another process listens there.
+    """Listens at `bind`, as `me`, as soon as it is constructed. Raises AddressInUse when another process listens there.
 
     `put(event)` and `refusal(hello)` are called on each connection's own thread. `refusal` returns why a member may not
     connect, "" if it may; it is then sent `welcome`.
     """
 
     def __init__(
-        self, transport: Transport, bind: str, token: str, *, put: Callable[[inbox.Event], None],
+        self, transport: Transport, bind: str, me: Identity, *, put: Callable[[inbox.Event], None],
         refusal: Callable[[Hello], str], welcome: Welcome,
     ) -> None:  # fmt: skip
         self._put, self._refusal, self._welcome = put, refusal, welcome
-        self._gate = Gate(transport, bind, Identity("coordinator", "", token), self._admit, self._serve)
+        self._gate = Gate(transport, bind, me, self._admit, self._serve)
 
     @property
     def address(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
@@ -13,12 +14,14 @@ import msgspec
 from rallypoint.config.kept import kept_record
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError
+from rallypoint.net.keys import KEY_BYTES
 
 JOURNAL = "journal.sqlite"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 _SCHEMA = """
 create table if not exists record (id integer primary key check (id = 1), body blob not null);
 create table if not exists state (id integer primary key check (id = 1), body blob not null);
+create table if not exists secret (id integer primary key check (id = 1), body blob not null);
 drop table if exists views;
 """
 
@@ -37,6 +40,10 @@ class Journal:
     """The journal in `folder`; with "" it is in memory only. Raises DataError when it cannot be opened or read.
 
     Any thread may use it, but only one at a time.
+
+    Attributes:
+        secret: the job's secret, from which the secrets of members follow. It is made with the journal, and never
+            changes.
     """
 
     def __init__(self, folder: str) -> None:
@@ -52,6 +59,7 @@ class Journal:
             self._db.execute("pragma journal_mode=wal")
             self._db.execute("pragma synchronous=full")  # views are rare; the number of a lost one would be used twice
             self._db.executescript(_SCHEMA)
+            self.secret = self._secret()
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise self._unreadable(error) from None
@@ -82,6 +90,14 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):  # a full disk has rolled it back already
                 self._db.execute("rollback")
             raise
+
+    def _secret(self) -> bytes:
+        known = self._db.execute("select body from secret where id = 1").fetchone()
+        if known is not None:
+            return bytes(known[0])
+        made = secrets.token_bytes(KEY_BYTES)
+        self._db.execute("insert into secret values (1, ?)", (made,))
+        return made
 
     def load(self) -> ClusterState | None:
         """The state that an earlier coordinator wrote; None if there is none.

@@ -22,6 +22,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
+from rallypoint.net.handshake import Identity
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
@@ -81,7 +82,8 @@ class CoordinatorService:
         self._journal = Journal(self._join_info.folder)
         self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.Said(text)))
         self._shell = CoordinatorShell(
-            self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume
+            self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume,
+            secret=self._journal.secret,
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
@@ -92,8 +94,8 @@ class CoordinatorService:
         self._owner.start()
         try:
             self._connections = Connections(
-                self._transport, self._bind, self._token, put=self._owner.put, refusal=self._refusal,
-                welcome=self._welcome(),
+                self._transport, self._bind, Identity("coordinator", "", self._token, secret=self._journal.secret),
+                put=self._owner.put, refusal=self._refusal, welcome=self._welcome(),
             )  # fmt: skip
         except BaseException:
             self._stop()
@@ -118,6 +120,10 @@ class CoordinatorService:
     def abort(self, reason: str) -> None:
         """End the job from outside (a child process died, Ctrl-C); all members are told why. Any thread may call it."""
         self._owner.put(inbox.Ended(reason))
+
+    def say(self, text: str) -> None:
+        """Tell the observers a sentence, and write it into the event log. Any thread may call it."""
+        self._owner.put(inbox.Said(text))
 
     def close(self) -> None:
         """End every connection and thread; wait up to 2 s for members to receive the last word."""

@@ -22,9 +22,10 @@ from rallypoint.coordinator.acts import (
 from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer
 from rallypoint.coordinator.claims import Claims, claim_of
-from rallypoint.coordinator.evaluations import Evaluations
 from rallypoint.coordinator.inbox import Connection
+from rallypoint.coordinator.progress import Evaluations
 from rallypoint.coordinator.take_over import TakeOver, knows_truly, needed
+from rallypoint.coordinator.tickets import Tickets
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -35,7 +36,6 @@ from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
-    Admitted,
     Applied,
     Assist,
     Beat,
@@ -46,7 +46,6 @@ from rallypoint.net.messages import (
     Knows,
     Message,
     Metrics,
-    NewView,
     NotStored,
     Prepare,
     Release,
@@ -71,7 +70,7 @@ class CoordinatorShell:
 
     `handle` takes one event of `coordinator.inbox` at the time `now` (seconds of a clock that never goes back) and
     returns the acts to do, in order. Only one thread may call it. A `Save` comes before the messages that depend on it:
-    the next coordinator must know at least as much as the members (I7).
+    the next coordinator must know at least as much as the members (I7). `secret` is the job's: see `Journal.secret`.
 
     Attributes:
         machine: decides about views, snapshots and the end of the job.
@@ -83,9 +82,10 @@ class CoordinatorShell:
 
     def __init__(
         self, terms: Terms, now: float, *, recovered: ClusterState | None = None,
-        resume: tuple[JobRecord, str, int] | None = None,
+        resume: tuple[JobRecord, str, int] | None = None, secret: bytes = b"",
     ) -> None:  # fmt: skip
         self.machine = ClusterMachine(terms, recovered, resume)
+        self._tickets = Tickets(secret)
         self.members: dict[str, Connection] = {}
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now)
@@ -280,7 +280,8 @@ class CoordinatorShell:
             case cluster_effects.Dismiss(server=server):
                 return self._send(Finished(), server)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
-                return self._send(Admitted(incarnation), member)
+                workers = self.machine.course.members.workers
+                return self._send(self._tickets.admitted(member, incarnation, workers), member)
             case cluster_effects.Prepare(server=server, record=record):
                 return self._send(Prepare(record), server)
             case cluster_effects.Publish(view=view, members=members):
@@ -317,7 +318,8 @@ class CoordinatorShell:
             else:
                 tally.rewind(self.machine.course.furthest, view.generation)
                 self.evaluations.rewind(self.announcer.config.steps_at(self.machine.course.furthest + 1))
-        acts += self._send(NewView(view), *members)
+        for member, news in self._tickets.views(view, members):
+            acts += self._send(news, member)
         # New workers in the view have to be asked for the snapshot in progress too.
         return [*acts, *self.announcer.members(view, self._now), *self._ask_workers_for_codec_states()]
 

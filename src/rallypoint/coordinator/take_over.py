@@ -17,6 +17,8 @@ from rallypoint.core.cluster.view_change import still_caught_up
 from rallypoint.core.view import Member, View
 from rallypoint.net.messages import Hello, Knows, Release, Resize, SnapshotWanted
 
+_MOST_UNWRITTEN = 10_000  # incarnations given while the journal could not be written; nobody is believed more
+
 
 def needed(recovered: ClusterState | None) -> bool:
     """True if members of an earlier coordinator may come back and know more than its journal."""
@@ -55,7 +57,8 @@ class TakeOver:
             case inbox.Received(message=Resize() | SnapshotWanted() | Release()):
                 pass
             case inbox.Opened(hello=hello):
-                self._incarnations = max(self._incarnations, hello.incarnation)
+                if hello.incarnation <= self.journaled.incarnations + _MOST_UNWRITTEN:
+                    self._incarnations = max(self._incarnations, hello.incarnation)
                 if not hello.incarnation:  # who had this id is gone, or never heard that it was admitted
                     self._replaced.add(hello.id)
             case inbox.Received(hello=hello, message=Knows(view=view)):
@@ -83,10 +86,11 @@ class TakeOver:
         return {_key(member) for member in awaited} <= self._came
 
     def state(self) -> ClusterState | None:
-        """What to go on from instead of the journal's state; None if no member knows a newer view."""
+        """What to go on from instead of the journal's state; None if members know neither a newer view nor a higher
+        incarnation."""
         before, view = self.journaled, self._newest
         assert before.view is not None
-        if view.number == before.view.number:
+        if view.number == before.view.number and self._incarnations <= before.incarnations:
             return None
         same = view.generation == before.view.generation
         return msgspec.structs.replace(

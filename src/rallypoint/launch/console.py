@@ -6,7 +6,7 @@ import os
 import queue
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -74,6 +74,7 @@ class RunConsole:
         self._task: TaskID | None = None
         self._recent: deque[tuple[float, int]] = deque()
         self._metrics: dict[str, float] = {}
+        self._skipped = Counter[bool]()  # contributions (True), or whole steps
         self._start = time.monotonic()
         self._last_plain = 0.0
         self.steps_done = 0
@@ -84,7 +85,7 @@ class RunConsole:
         self.snapshots = 0
         self.version = -1  # of the last snapshot; -1: none so far
         self._said_done = False
-        self.holding = False  # the last version cannot be stored, and members hold it
+        self.holding = False  # members hold the newest version, which is not stored yet
         self.heard = time.monotonic()  # when the coordinator last sent something, or we last reported its silence
 
     def relay(self, process: str, line: str) -> None:
@@ -118,10 +119,8 @@ class RunConsole:
             case Held(text=text):
                 self.holding = True
                 self._say(f"[bold yellow]{escape(text)}[/bold yellow]")
-            case Skipped(step=step, alone=alone):
-                why = phrase(message.replicas, message.gradients, message.parameter)
-                what = f"a contribution to {self._named(step)} dropped" if alone else f"{self._named(step)} skipped"
-                self.console.print(f"[yellow]{what}: {escape(why)}[/yellow]", soft_wrap=True)
+            case Skipped():
+                self._skipped_shown(message)
             case Members():
                 self._members_shown(message)
             case Resize(workers=workers, servers=servers):
@@ -134,7 +133,7 @@ class RunConsole:
                 if message.version > 0:
                     size = message.nbytes / 1e6
                     self.console.print(
-                        f"[dim]snapshot of version {message.version}: {size:.1f} MB in {message.seconds:.1f} s[/dim]"
+                        f"[dim]snapshot of step {self.steps_stored}: {size:.1f} MB in {message.seconds:.1f} s[/dim]"
                     )
             case Accounted():
                 self._accounted = message
@@ -155,13 +154,23 @@ class RunConsole:
                 "overloaded? Steps go on without it, but nobody can join or be replaced", soft_wrap=True,
             )  # fmt: skip
 
-    def say_how_to_go_on(self, plan: Launch) -> None:
-        """Name the command that continues this run, if the run has a snapshot."""
+    @property
+    def steps_stored(self) -> int:
+        """The steps of training in the last snapshot; -1 if there is none so far."""
+        every, steps = (1, self.version) if self._plan is None else (self._plan.steps_per_round, self._plan.steps)
+        return min(self.version * every, steps) if self.version >= 0 else -1
+
+    def say_how_to_go_on(self, plan: Launch, *, failed: bool) -> None:
+        """Name the command that continues this run and the step it begins with, or say that there is no snapshot."""
         began = age(plan.resume)
-        version = self.version if self.version >= 0 or began is None else began[0]
-        if plan.snapshots and version >= 0:
-            way = f"rallypoint resume {escape(plan.folder)}"
-            self.console.print(f"to go on from version {version}, the last snapshot: {way}", soft_wrap=True)
+        if self.version < 0 and began is not None:
+            self.version = began[0]
+        if not plan.snapshots or self.steps_stored < 0:
+            if self.steps_done > 0:
+                self._say("there is no snapshot of this run to go on from")
+            return
+        way = f"to go on from step {self.steps_stored}, the last snapshot: rallypoint resume {escape(plan.folder)}"
+        self._say(f"{way} (--set KEY=VALUE changes settings)" if failed else way)
 
     def close(self) -> None:
         """Remove the live line, and print what the run did."""
@@ -180,6 +189,8 @@ class RunConsole:
                 f"[bold]done[/bold]: {steps}, {items:,} {escape(self._plan.item)} "
                 f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
             )
+            for alone in sorted(self._skipped):
+                self.console.print(f"[yellow]{self._left_out(alone)}: a loss or a gradient was not finite[/yellow]")
             if self._accounted is not None:
                 self.console.print(account(self._accounted))
 
@@ -214,6 +225,18 @@ class RunConsole:
         for sentence in changes(before, members):
             self._say(f"[dim]{escape(sentence)}[/dim]")
 
+    def _skipped_shown(self, skipped: Skipped) -> None:
+        """Show the first one, and the 10th, the 100th and so on: many of them say no more than their number."""
+        self._skipped[skipped.alone] += 1
+        count = self._skipped[skipped.alone]
+        if str(count).rstrip("0") != "1":
+            return
+        why = phrase(skipped.replicas, skipped.gradients, skipped.parameter)
+        named = self._named(skipped.step)
+        what = f"a contribution to {named} dropped" if skipped.alone else f"{named} skipped"
+        rest = f"; {self._left_out(skipped.alone)} so far" if count > 1 else ""
+        self.console.print(f"[yellow]{what}: {escape(why)}{rest}[/yellow]", soft_wrap=True)
+
     def _say(self, sentence: str) -> None:
         """Print a sentence: in a terminal wrapped between words, in a file as one line."""
         self.console.print(sentence, soft_wrap=not self.console.is_terminal)
@@ -242,6 +265,14 @@ class RunConsole:
         """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""
         every = self._plan.steps_per_round if self._plan is not None else 1
         return f"step {round}" if every == 1 else f"the round of {every} steps from step {round * every} on"
+
+    def _left_out(self, alone: bool) -> str:
+        """How many steps were skipped, or (`alone`) contributions dropped, as a phrase."""
+        count, unit = self._skipped[alone], "step"
+        if self._plan is not None and self._plan.steps_per_round > 1:
+            unit = "round"
+        unit, what = ("contribution", "dropped") if alone else (unit, "skipped")
+        return f"{count:,} {unit}{'s' * (count != 1)} {what}"
 
     def _rate(self) -> str:
         if len(self._recent) < 2 or self._plan is None:

@@ -15,6 +15,7 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Transport
 from rallypoint.worker.loop.session import Job
 
 
@@ -27,15 +28,32 @@ def join() -> Job:
     coordinator = os.environ.get(environment.COORDINATOR)
     if not coordinator:
         return EmbeddedJob(console=RunConsole())
-    hold_lifeline()
+    by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
-    job = Job(
+    job = (_JoinedByHand if by_hand else Job)(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
         token=os.environ.get(environment.TOKEN, ""), transport=TcpTransport(),
     )  # fmt: skip
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: job.leave())
     return job
+
+
+class _JoinedByHand(Job):
+    """A worker that no launcher has started: it says itself how it gets on."""
+
+    def __init__(self, *, id: str, coordinator: str, token: str, transport: Transport) -> None:
+        super().__init__(id=id, coordinator=coordinator, token=token, transport=transport)
+        print(f"{id} has joined the job at {coordinator}; it waits for the other members", flush=True)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        if error is None:
+            print(f"{self.id}: the job is over", flush=True)
+        elif isinstance(error, JobAborted):
+            print(f"{self.id}: the job failed: {error}", flush=True)
+        elif isinstance(error, SystemExit) and not error.code:
+            print(f"{self.id} has left the job", flush=True)
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

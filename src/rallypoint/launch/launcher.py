@@ -52,7 +52,7 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
     except (KeyboardInterrupt, Interrupted):
         console.close()
         console.console.print("[yellow]interrupted: every process has been ended[/yellow]")
-        console.say_how_to_go_on(plan)
+        console.say_how_to_go_on(plan, failed=False)
         return INTERRUPTED
     except OutputClosed:
         return CLOSED

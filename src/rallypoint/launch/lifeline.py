@@ -9,11 +9,13 @@ import threading
 from rallypoint.launch.environment import LIFELINE
 
 
-def hold_lifeline() -> None:
-    """If the launcher gave this process a lifeline, exit at once when it breaks. Does nothing without one."""
+def hold_lifeline() -> bool:
+    """If the launcher gave this process a lifeline, exit at once when it breaks. Returns False without one."""
     text = os.environ.pop(LIFELINE, "")
-    if text.isdigit():
-        threading.Thread(target=_watch, args=(int(text),), name="lifeline", daemon=True).start()
+    if not text.isdigit():
+        return False
+    threading.Thread(target=_watch, args=(int(text),), name="lifeline", daemon=True).start()
+    return True
 
 
 def _watch(fd: int) -> None:

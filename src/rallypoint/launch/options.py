@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+import msgspec
 import typer
 
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
+from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
@@ -27,6 +29,15 @@ Bind = Annotated[str, typer.Option(
 Advertise = Annotated[str, typer.Option(
     metavar="HOST[:PORT]", rich_help_panel=_CLUSTER, help="What others connect to, where --bind is 0.0.0.0.",
 )]  # fmt: skip
+ConfigFile = Annotated[Path | None, typer.Option(
+    "--config", metavar="FILE", rich_help_panel=_FILES, help="A TOML file of settings, over the script's own.",
+)]  # fmt: skip
+Sets = Annotated[list[str] | None, typer.Option(
+    "--set", metavar="KEY=VALUE", rich_help_panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
+)]  # fmt: skip
+JobAddress = Annotated[str, typer.Option(
+    metavar="HOST:PORT", help="Where the job's coordinator listens; by default RALLYPOINT_COORDINATOR.",
+)]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
 
@@ -35,8 +46,8 @@ def _option(*names: str, help: str, metavar: str | None, panel: str, **limits: A
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """The options that ``run``, ``train`` and ``chaos`` share."""
+class CoordinatorOptions:
+    """The options that say how a cluster behaves."""
 
     workers: Annotated[str, _option(
         "--workers", "-w", metavar="N[:M]", panel=_CLUSTER,
@@ -45,9 +56,6 @@ class RunOptions:
     servers: Annotated[int, _option(
         "--servers", "-s", min=1, metavar="N", panel=_CLUSTER, help="Server processes; they own the parameters.",
     )] = 2  # fmt: skip
-    standby: Annotated[int, _option(
-        min=0, metavar="N", panel=_CLUSTER, help="More workers, imported and connected, to take over at once.",
-    )] = 0  # fmt: skip
     replication: Annotated[int, _option(
         min=1, max=2, metavar="1|2", panel=_CLUSTER,
         help="2: every shard is on two servers, and either may die without a step lost.",
@@ -63,9 +71,6 @@ class RunOptions:
         "--backup-tasks", metavar=None, panel=_CLUSTER,
         help="Give a slow worker's replica to an idle worker too; the first result counts.",
     )] = False  # fmt: skip
-    threads: Annotated[int, _option(
-        min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
-    )] = 1  # fmt: skip
     bind: Bind = "127.0.0.1:0"
     advertise: Advertise = ""
     snapshot_seconds: Annotated[float, _option(
@@ -90,15 +95,48 @@ class RunOptions:
     keep_best: Annotated[str, _option(
         metavar="NAME", panel=_SNAPSHOTS, help="... and the one with the lowest value of this metric.",
     )] = ""  # fmt: skip
-    config: Annotated[Path | None, _option(
-        "--config", metavar="FILE", panel=_FILES, help="A TOML file of settings, over the script's own.",
+    config: ConfigFile = None
+    sets: Sets = None
+    folder: Annotated[Path | None, _option(
+        metavar="FOLDER", panel=_FILES, help="For the journal and the event log; without it there are none.",
     )] = None  # fmt: skip
-    sets: Annotated[list[str] | None, _option(
-        "--set", metavar="KEY=VALUE", panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
-    )] = None  # fmt: skip
+
+    def plan(self, worker: list[str], *, folder: str | None = None) -> Launch:
+        """Return the plan that these options make for workers of this argv. Raises ConfigError for invalid options.
+
+        `folder` is the run's folder; None: the one of these options, or else a new one.
+        """
+        limits, start = parse_workers(self.workers)
+        folder = str(self.folder or new_folder(Path("runs"))) if folder is None else folder
+        where = self.snapshots or str((Path(folder) / SNAPSHOTS).resolve())
+        if self.compression not in _COMPRESSIONS:
+            raise ConfigError(f"'{self.compression}' is no compression: choose zstd, zstd-planes or none")
+        if self.replication > self.servers:
+            raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
+        overrides = overrides_from(self.config, self.sets or [])
+        check_keys(overrides)
+        check_values(overrides)
+        same = {name: getattr(self, name) for name in Launch.__struct_fields__ if name in _SAME and hasattr(self, name)}
+        return Launch(
+            worker=tuple(worker), workers=limits, workers_start=start, folder=folder,
+            snapshots="" if where == "none" else where, overrides=overrides,
+            retention=Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best), **same,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(CoordinatorOptions):
+    """The options that ``run``, ``train`` and ``chaos`` share."""
+
     folder: Annotated[Path | None, _option(
         metavar="FOLDER", panel=_FILES, help="The run's folder; by default a new one under runs/.",
     )] = None  # fmt: skip
+    standby: Annotated[int, _option(
+        min=0, metavar="N", panel=_CLUSTER, help="More workers, imported and connected, to take over at once.",
+    )] = 0  # fmt: skip
+    threads: Annotated[int, _option(
+        min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
+    )] = 1  # fmt: skip
     overwrite: Annotated[bool, _option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
@@ -109,25 +147,11 @@ class RunOptions:
         metavar="A:B", panel=_FILES, help="Which steps to trace, from A to before B.",
     )] = "5:7"  # fmt: skip
 
-    def plan(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
-        """Return the plan that these options make for workers of this argv. Raises ConfigError for invalid options."""
-        limits, start = parse_workers(self.workers)
-        folder = self.folder or new_folder(Path("runs"))
-        where = self.snapshots or str((folder / SNAPSHOTS).resolve())
-        if self.compression not in _COMPRESSIONS:
-            raise ConfigError(f"'{self.compression}' is no compression: choose zstd, zstd-planes or none")
-        if self.replication > self.servers:
-            raise ConfigError("--replication 2 needs at least two servers: add --servers 2")
-        overrides = overrides_from(self.config, [*(self.sets or []), *(more_settings or [])])
-        check_keys(overrides)
-        same = {name: getattr(self, name) for name in Launch.__struct_fields__ if name in _SAME}
-        return Launch(
-            worker=tuple(worker), script=script, workers=limits, workers_start=start, folder=str(folder),
-            snapshots="" if where == "none" else where,
-            overrides=overrides,
-            retention=Retention(keep_last=self.keep_last, keep_every=self.keep_every, keep_best=self.keep_best),
-            trace=str(self.trace or ""), trace_steps=_steps(self.trace_steps), **same,
-        )  # fmt: skip
+    def run(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
+        """Return the plan of a run with workers of this argv: see `plan`. `more_settings` come after the options'."""
+        both = replace(self, sets=[*(self.sets or []), *(more_settings or [])])
+        steps = _steps(self.trace_steps)
+        return msgspec.structs.replace(both.plan(worker), script=script, trace=str(self.trace or ""), trace_steps=steps)
 
 
 # Options that a plan has under the same name, with the same meaning.
@@ -137,10 +161,12 @@ _SAME = {
 }  # fmt: skip
 
 
-def with_run_options(defaults: RunOptions | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command all options of `RunOptions`, as one argument, `options`."""
-    start = defaults or RunOptions()
-    hints = get_type_hints(RunOptions, include_extras=True)
+def with_options(
+    kind: type[CoordinatorOptions], defaults: CoordinatorOptions | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:  # fmt: skip
+    """Give a command all options of `kind`, as one argument, `options`."""
+    start = defaults or kind()
+    hints = get_type_hints(kind, include_extras=True)
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own_hints = get_type_hints(command, include_extras=True)
@@ -152,12 +178,12 @@ def with_run_options(defaults: RunOptions | None = None) -> Callable[[Callable[.
             inspect.Parameter(
                 f.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(start, f.name), annotation=hints[f.name]
             )
-            for f in fields(RunOptions)
+            for f in fields(kind)
         ]
 
         @wraps(command)
         def called(**given: Any) -> None:
-            options = RunOptions(**{f.name: given.pop(f.name) for f in fields(RunOptions)})
+            options = kind(**{f.name: given.pop(f.name) for f in fields(kind)})
             command(options=options, **given)
 
         called.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *shared)}

@@ -27,6 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         bind: ``host:port`` at which the coordinator listens. Servers listen at the same host, each at a free port.
         advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
         resume: the snapshot to continue from; "" for a new run.
+        changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
     worker: tuple[str, ...]
@@ -53,6 +54,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
     trace_steps: tuple[int, int] = (5, 7)
     resume: str = ""
+    changes: tuple[str, ...] = ()
 
 
 def parse_workers(text: str) -> tuple[tuple[int, int], int]:
@@ -107,24 +109,33 @@ def coordinator_arguments(plan: Launch, address: str = "", earlier: int = 0) -> 
     `address`: where members connected to an earlier coordinator of this run. Then its journal is continued. `earlier`:
     how many were started before.
     """
-    first, last = plan.trace_steps if plan.trace else (0, 0)
-    terms = {
+    return (
+        "--bind", _bind_again(plan.bind, address) if address else plan.bind,
+        *(["--advertise", plan.advertise] if plan.advertise else []),
+        "--terms", msgspec.json.encode(terms_of(plan, earlier)).decode(),
+        "--join-info", msgspec.json.encode(join_info_of(plan)).decode(),
+        *(["--resume", plan.resume] if plan.resume and not address else []),
+    )  # fmt: skip
+
+
+def terms_of(plan: Launch, earlier: int = 0) -> dict[str, Any]:
+    """Return how the plan's cluster is to behave, as data: see `Terms`. `earlier`: see `coordinator_arguments`."""
+    return {
         "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
         "servers": plan.servers, "replication": plan.replication, "heartbeat": plan.heartbeat,
         "hang_after": plan.hang_after, "backup_tasks": plan.backup_tasks, "snapshot_steps": plan.snapshot_steps,
         "snapshot_seconds": plan.snapshot_seconds, "snapshots": bool(plan.snapshots), "earlier": earlier,
     }  # fmt: skip
-    join_info = {
+
+
+def join_info_of(plan: Launch) -> dict[str, Any]:
+    """Return what members are told when they join, as data: see `JoinInfo`."""
+    first, last = plan.trace_steps if plan.trace else (0, 0)
+    return {
         "overrides": plan.overrides, "folder": str(Path(plan.folder).resolve()), "trace": [first, last],
-        "snapshots": plan.snapshots, "compression": plan.compression, "retention": plan.retention,
+        "snapshots": plan.snapshots, "compression": plan.compression,
+        "retention": msgspec.to_builtins(plan.retention),
     }  # fmt: skip
-    return (
-        "--bind", _bind_again(plan.bind, address) if address else plan.bind,
-        *(["--advertise", plan.advertise] if plan.advertise else []),
-        "--terms", msgspec.json.encode(terms).decode(),
-        "--join-info", msgspec.json.encode(join_info).decode(),
-        *(["--resume", plan.resume] if plan.resume and not address else []),
-    )  # fmt: skip
 
 
 def server_arguments(plan: Launch) -> tuple[str, ...]:

@@ -109,16 +109,18 @@ class ClusterRun:
                     self.console.warn_of_silence(2 * _SILENCE_S)
                     intervene(self)
                 time.sleep(_POLL_S)
+            if self.failure and self.of_role("worker") and self.of_role(COORDINATOR):
+                _take_last_snapshot(self, interrupts)
         self._wait()
         return self._verdict()
 
     def _release(self, interrupts: list[int]) -> bool:
-        """The first Ctrl-C while members hold the last version lets the job end without storing it."""
+        """The first Ctrl-C while members hold the newest version lets the job end without storing it."""
         if not self.console.holding or self._observer is None:
             return False
         self.console.holding = False
         interrupts.clear()
-        self.console.console.print("ending without the last version stored: scripts go on (again Ctrl-C ends them)")
+        self.console.console.print("ending without the last version stored (again Ctrl-C ends every process)")
         self._observer.send(Release())
         return True
 
@@ -160,7 +162,7 @@ class ClusterRun:
                     self.handles[name].signal(signal.SIGTERM)
                 case Warn(text=text):
                     self.console.console.print(f"[yellow]{escape(text)}[/yellow]", soft_wrap=True)
-                case Fail(reason=reason):
+                case Fail(reason=reason) if not self.console.holding:  # the coordinator ends the job, and says why
                     self.failure = reason
                 case Over():
                     self._over = True
@@ -181,6 +183,7 @@ class ClusterRun:
     def _start(self, name: str, role: str) -> None:
         match role:
             case "coordinator":
+                self.console.holding = False  # it would say so again
                 arguments = coordinator_arguments(self.plan, self._address, self._coordinators)
                 self._coordinators += 1
                 argv = (sys.executable, "-m", "rallypoint.cli", "coordinator", *arguments)
@@ -317,21 +320,21 @@ class ClusterRun:
             return 0
         self.console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
         if not self._is_over:
-            self.console.say_how_to_go_on(self.plan)
+            self.console.say_how_to_go_on(self.plan, failed=True)
         return 1
 
 
 def _take_last_snapshot(run: ClusterRun, interrupts: list[int]) -> None:
-    """After Ctrl-C: take a snapshot if that is quick, so that `resume` loses little; Ctrl-C again ends the wait."""
-    steps, before = run.console.steps_done, run.console.version
-    if run._observer is None or not run.plan.snapshots or not before < steps:
+    """After Ctrl-C, or when a process has failed: take a snapshot if that is quick. Ctrl-C again ends the wait."""
+    steps = run.console.steps_done
+    if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
         return
     run._observer.send(SnapshotWanted())
     interrupts.clear()
     deadline = time.monotonic() + _LAST_SNAPSHOT_S
     # One that was under way already may be complete first: the next one is of what was computed until now
-    while run.console.version < steps and time.monotonic() < deadline and not interrupts:
-        if run._is_over or run.console.failure or run.failure:
+    while run.console.steps_stored < steps and time.monotonic() < deadline and not interrupts:
+        if run._is_over or run.console.failure:
             return
         run._look()
         time.sleep(_POLL_S)

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import CorruptFrame, LinkError, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
-from rallypoint.net.handshake import Identity, introduce
-from rallypoint.net.messages import Hello
+from rallypoint.net.handshake import Credentials, introduce
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.observe.trace import Tracer
 
@@ -46,11 +45,16 @@ class Calls:
 
 
 class Dialer:
-    """Keeps a channel to `peer`, in its own thread, from `start` to `close`. It connects as `me`."""
+    """Keeps a channel to the server `peer`, in its own thread, from `start` to `close`.
 
-    def __init__(self, *, transport: Transport, peer: Member, me: Identity, calls: Calls, tracer: Tracer) -> None:
+    It proves itself with `credentials`, as they are at each attempt.
+    """
+
+    def __init__(
+        self, *, transport: Transport, peer: Member, credentials: Credentials, calls: Calls, tracer: Tracer
+    ) -> None:
         self.peer = peer
-        self._transport, self._me, self._calls, self._tracer = transport, me, calls, tracer
+        self._transport, self._credentials, self._calls, self._tracer = transport, credentials, calls, tracer
         self._closed = threading.Event()
         self._connection: Connection | None = None  # set before the handshake, so that `close` can end it
         self.trouble = ""  # why there is no connection now; empty if there is one
@@ -106,10 +110,8 @@ class Dialer:
         if self._closed.is_set():
             connection.close()  # `close` came before the connection existed
         try:
-            hello = Hello(
-                self._me.role, self._me.id, socket.gethostname(), view=self._calls.view(), to=("server", self.peer.id)
-            )
-            _, keys = introduce(connection, hello, self._me.token)
+            hello, ticket = self._credentials.hello(self.peer, socket.gethostname(), self._calls.view())
+            _, keys = introduce(connection, hello, self._credentials.me.token, ticket)
         except BaseException:
             connection.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import logging
 import threading
@@ -15,13 +16,13 @@ from rallypoint.net.handshake import Identity, check_exposure, greet
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.transport import Connection, Transport
-from rallypoint.net.unproven import Unproven
 from rallypoint.observe.lines import Sparingly, printable
 from rallypoint.observe.trace import Tracer
 
 log = logging.getLogger("rallypoint")
 
 _MOST_WAITING, _MOST_WAITING_IN_ALL = 256 << 20, 1 << 30  # bytes that members have not read; a server sets its own
+MOST, MOST_FROM_ONE = 256, 128  # connections in their handshake: a launcher's members may all join at once
 _PAUSE_S = 0.05  # after a connection that could not be taken
 _LETTING_GO_S = 1.0  # seconds to wait for the thread of a connection that was closed to make room
 
@@ -32,6 +33,8 @@ class Gate:
     `admit` gets a Hello whose token was right. It returns the Welcome, or raises RallypointError to refuse. Then
     `serve` runs in the connection's own thread until it returns or raises. A ProtocolError closes only that connection,
     with a sentence to both sides (I9).
+
+    `me` is replaced when the coordinator admits a server: it has an incarnation and a secret then.
 
     Strangers cost little: `unproven` bounds how many connections may be in their handshake, the handshake has one
     deadline, and few log lines tell of them. Nothing but `close` ends the accepting.
@@ -45,7 +48,8 @@ class Gate:
         check_exposure(transport, bind, me.token)
         self._listener = transport.listen(bind)
         self.address = self._listener.address
-        self._me, self._admit, self._serve, self._tracer = me, admit, serve, tracer
+        self.me = me
+        self._admit, self._serve, self._tracer = admit, serve, tracer
         self._unproven = Unproven() if unproven is None else unproven
         self.backlog = Backlog(_MOST_WAITING, _MOST_WAITING_IN_ALL)  # of all connections
         self._of_strangers, self._of_members = Sparingly(), Sparingly()  # so that a crowd does not hide a member's
@@ -125,7 +129,7 @@ class Gate:
                 self._open.pop(connection, None)
 
     def _greet_and_serve(self, connection: Connection, number: int) -> None:
-        greeting = greet(connection, self._me)
+        greeting = greet(connection, self.me)
         hello = greeting.hello
         if not self._unproven.remove(connection):
             raise LinkError(f"{connection.peer} made room for another connection")
@@ -152,3 +156,76 @@ def _check_names(hello: Hello) -> None:
     for name in (hello.role, hello.id, hello.host, hello.address):
         if not can_name(name):
             raise ProtocolError(f"the name {printable(name, 40)!r} has control characters, or more than {LONGEST_NAME}")
+
+
+# ---- who has not proved itself yet --------------------------------------------------------------------------------
+
+
+class Unproven:
+    """At most `most` connections, at most `most_from_one` of them from one address. Thread-safe.
+
+    If there are too many, the oldest of the address with the most goes first: so who comes from elsewhere is not pushed
+    out by a crowd. An address is a host; of IPv6 it is the network of 64 bits, because a host may use all of it. Where
+    the process may open few files, the numbers are smaller: a quarter, and an eighth, of its limit.
+    """
+
+    def __init__(self, most: int = MOST, most_from_one: int = MOST_FROM_ONE) -> None:
+        files = _files()
+        self.most = max(4, min(most, files // 4))
+        self.most_from_one = max(2, min(most_from_one, files // 8))
+        self._by_host: dict[str, dict[Connection, None]] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, connection: Connection) -> bool:
+        with self._lock:
+            return connection in self._by_host.get(_host(connection), ())
+
+    def add(self, connection: Connection) -> Connection | None:
+        """Note a new connection. Returns the one to close for it, if there are too many; that one is forgotten."""
+        with self._lock:
+            own = self._by_host.setdefault(_host(connection), {})
+            own[connection] = None
+            if len(own) <= self.most_from_one and self._count() <= self.most:
+                return None
+            crowd = own if len(own) > self.most_from_one else max(self._by_host.values(), key=len)
+            oldest = next(iter(crowd))
+            self._remove(oldest)
+            return oldest
+
+    def remove(self, connection: Connection) -> bool:
+        """It has proved itself, or has ended. Returns False if `add` has returned it already."""
+        with self._lock:
+            return self._remove(connection)
+
+    def _remove(self, connection: Connection) -> bool:
+        host = _host(connection)
+        own = self._by_host.get(host, {})
+        if connection not in own:
+            return False
+        del own[connection]
+        if not own:
+            del self._by_host[host]
+        return True
+
+    def _count(self) -> int:
+        return sum(map(len, self._by_host.values()))
+
+
+def _host(connection: Connection) -> str:
+    """The host of its peer, "host:port"."""
+    host = connection.peer.rpartition(":")[0].strip("[]")
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host  # not of TCP
+    return str(ipaddress.ip_network((address, 64), strict=False)) if address.version == 6 else host
+
+
+def _files() -> int:
+    """How many files this process may open."""
+    try:
+        import resource
+    except ImportError:  # not a Unix
+        return 4 * MOST
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 4 * MOST if soft == resource.RLIM_INFINITY else soft

@@ -9,6 +9,10 @@ A proof is an HMAC-SHA256 over every byte of the greeting before it, in both dir
 sides prove with different keys (`keys.py`). So a proof is good for one connection, one direction, these two members and
 these settings. Whoever stands between two members can only pass a greeting on unchanged. The frames that follow carry
 tags under keys derived from this greeting and the token. `docs/security.md` has the state diagram.
+
+A member that the coordinator has admitted also has a ticket for each listener that it connects to. The proofs' keys
+depend on it, so each side proves that it is the one that the coordinator admitted, not only that it knows the token.
+Without a ticket one can only join the coordinator, as somebody new or as an observer.
 """
 
 from __future__ import annotations
@@ -16,14 +20,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UnprovenPeer, UsageError
 from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, Header, Kind, pack, unpack
-from rallypoint.net.keys import LinkKeys, dialers_keys, token_keys
+from rallypoint.net.keys import LinkKeys, TokenKeys, dialers_keys, token_keys
+from rallypoint.net.keys import ticket as ticket_for
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
 from rallypoint.net.transport import Connection, Transport, receive_bytes
 from rallypoint.observe.lines import printable
@@ -37,20 +43,58 @@ _MIN_TOKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects or listens: the role, the member's name, and the job's token.
+    """Who connects or listens: the role, the member's name, the job's token.
 
-    Workers, servers and observers connect. Servers and the coordinator (its name is "") listen.
+    Workers, servers and observers connect. Servers and the coordinator (its name is "") listen. `incarnation` and
+    `secret` come from the coordinator when it admits a member; the coordinator's own secret is in its journal.
     """
 
     role: str
     id: str
     token: str = field(default="", repr=False)
+    incarnation: int = 0
+    secret: bytes = field(default=b"", repr=False)
 
     def __str__(self) -> str:
         return _named(self.role, self.id)
 
 
-COORDINATOR = ("coordinator", "")  # whom a member of the job means to reach when it joins
+COORDINATOR = ("coordinator", "", 0)  # whom a member of the job means to reach when it joins
+
+
+class Credentials:
+    """One member's credentials. The link to the coordinator keeps them up to date; any thread may read them.
+
+    Attributes:
+        me: who this member is; its incarnation is 0, and its secret empty, before the coordinator has admitted it.
+    """
+
+    def __init__(self, me: Identity) -> None:
+        self.me = me
+        self._tickets: tuple[ViewNumber, dict[Member, bytes]] = (ViewNumber(), {})
+
+    def admitted(self, incarnation: int, secret: bytes) -> None:
+        """The coordinator has admitted this member. Tickets of another incarnation are dropped."""
+        if incarnation != self.me.incarnation:
+            self._tickets = (ViewNumber(), {})
+        self.me = replace(self.me, incarnation=incarnation, secret=secret)
+
+    def given(self, view: View, tickets: Mapping[str, bytes]) -> None:
+        """The coordinator has sent a view, with this member's tickets for its servers. An older view is ignored."""
+        if view.number >= self._tickets[0]:
+            known = {server: tickets[server.id] for server in view.servers if server.id in tickets}
+            self._tickets = (view.number, known)
+
+    def hello(self, server: Member, host: str, view: ViewNumber) -> tuple[Hello, bytes]:
+        """How this member introduces itself to a server, and its ticket for that server.
+
+        LinkError if it has none (yet): views and links change at different moments.
+        """
+        me, ticket = self.me, self._tickets[1].get(server)
+        if ticket is None:
+            raise LinkError(f"no ticket for {server.id} has come yet")
+        to = ("server", server.id, server.incarnation)
+        return Hello(me.role, me.id, host, incarnation=me.incarnation, view=view, to=to), ticket
 
 
 def new_token() -> str:
@@ -89,34 +133,48 @@ class Greeting:
 def greet(connection: Connection, me: Identity) -> Greeting:
     """The listener's side of the handshake, until `welcome` or `refuse`. One deadline covers both.
 
-    AccessDenied if the token is wrong; ProtocolError for anything that is not a Hello to this listener.
+    AccessDenied if the token or the ticket is wrong; ProtocolError for anything that is not a Hello to this listener.
+    LinkError if this is a server that the coordinator has not admitted yet.
     """
     connection.set_deadline(GREETING_TIMEOUT_S)
-    transcript = _Transcript(connection, me.token)
-    transcript.send(Kind.CHALLENGE, Challenge(secrets.token_bytes(NONCE_BYTES), me.role, me.id))
+    transcript = _Transcript(connection)
+    transcript.send(Kind.CHALLENGE, Challenge(secrets.token_bytes(NONCE_BYTES), me.role, me.id, me.incarnation))
     header = transcript.receive_header()
     if header.kind is not Kind.HELLO:
         raise ProtocolError(f"{connection.peer} sent a {header.kind.name} frame before its HELLO")
-    data, proved = transcript.receive(header, transcript.keys.dialer)
-    if not proved:
+    hello = expect(transcript.receive(header), Hello)  # nothing of it is believed before it is proved
+    ticket = _ticket_of(hello, me)
+    transcript.keys = token_keys(me.token, ticket)
+    if not transcript.proved(transcript.keys.dialer):
         # No proof goes with this refusal: nobody gets a proof for a greeting that is not his.
-        transcript.send(Kind.REFUSE, Refused("the job token is wrong"))
-        raise AccessDenied(f"{connection.peer} came with a wrong token")
-    hello = expect(data, Hello)
-    if hello.to != (me.role, me.id) or len(hello.nonce) != NONCE_BYTES:
-        raise ProtocolError(f"{_named(hello.role, hello.id)} means {_named(*hello.to)}, and this is {me}")
+        transcript.send(Kind.REFUSE, Refused("the job token is wrong" + (", or the ticket" if ticket else "")))
+        none = transcript.proved(token_keys("", ticket).dialer)
+        wrong = "with a wrong token or ticket" if ticket else "with a wrong token"
+        raise AccessDenied(f"{connection.peer} came {'without a token' if none else wrong}")
+    if hello.to != (me.role, me.id, me.incarnation) or len(hello.nonce) != NONCE_BYTES:
+        raise ProtocolError(f"{_named(hello.role, hello.id)} means {_named(*hello.to[:2])}, and this is {me}")
     return Greeting(transcript, hello)
 
 
-def introduce(connection: Connection, hello: Hello, token: str) -> tuple[Welcome, LinkKeys]:
+def _ticket_of(hello: Hello, me: Identity) -> bytes:
+    """The ticket that the dialer must have; b"": none, because it joins the coordinator as somebody new."""
+    if me.role == COORDINATOR[0] and not hello.incarnation:
+        return b""
+    if not me.secret:
+        raise LinkError(f"{me} is not admitted to the job yet")
+    return ticket_for(me.secret, hello.role, hello.id, hello.incarnation)
+
+
+def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = b"") -> tuple[Welcome, LinkKeys]:
     """The connecting side of the handshake. Returns the listener's Welcome, and the keys for the frames that follow.
 
-    This function fills in the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved
-    that it knows the token, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
+    `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. This function fills in
+    the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved that it knows the
+    token, and the ticket, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
     connection breaks.
     """
     connection.set_deadline(GREETING_TIMEOUT_S)
-    transcript, me = _Transcript(connection, token), _named(hello.role, hello.id)
+    transcript, me = _Transcript(connection, token_keys(token, ticket)), _named(hello.role, hello.id)
     try:
         _find(transcript, hello)
         hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
@@ -124,13 +182,16 @@ def introduce(connection: Connection, hello: Hello, token: str) -> tuple[Welcome
         header = transcript.receive_header()
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
             raise ProtocolError(f"{connection.peer} answered the greeting with a {header.kind.name} frame")
-        data, proved = transcript.receive(header, transcript.keys.listener)
+        data = transcript.receive(header)
     except ProtocolError as error:
         raise UnprovenPeer(str(error)) from None
-    if not proved:
+    if not transcript.proved(transcript.keys.listener):
+        admitted = f", and what it is to know of {me}" if ticket else ""
+        empty = "there is none here (RALLYPOINT_TOKEN is empty)"
+        why = "the token here is wrong (RALLYPOINT_TOKEN)" if token else empty
         raise UnprovenPeer(
             f"{connection.peer} {'refuses' if header.kind is Kind.REFUSE else 'welcomes'} {me} without proving that it "
-            "knows the job token: either the token here is wrong (RALLYPOINT_TOKEN), or somebody else listens there"
+            f"knows the job token{admitted}: either {why}, or somebody else listens there"
         )
     if header.kind is Kind.REFUSE:
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
@@ -144,17 +205,35 @@ def _find(transcript: _Transcript, hello: Hello) -> None:
     peer, header = transcript.connection.peer, transcript.receive_header()
     if header.kind is not Kind.CHALLENGE:
         raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE")
-    challenge = expect(transcript.receive(header, None)[0], Challenge)
-    if (challenge.role, challenge.id) != hello.to or len(challenge.nonce) != NONCE_BYTES:
-        raise ProtocolError(f"{peer} is {printable(_named(challenge.role, challenge.id), 80)}, not {_named(*hello.to)}")
+    challenge = expect(transcript.receive(header, proof=False), Challenge)
+    who = challenge.role, challenge.id, challenge.incarnation
+    if who != hello.to or len(challenge.nonce) != NONCE_BYTES:
+        names = [printable(_named(*name[:2]), 80) for name in (who, hello.to)]
+        other = names[1] if names[0] != names[1] else f"its incarnation {hello.to[2]}"
+        raise ProtocolError(f"{peer} is {names[0]}, not {other}")
 
 
 class _Transcript:
-    """Sends and receives greeting frames, and digests all of their bytes. `digest` is the digest up to now."""
+    """Sends and receives greeting frames, and digests all of their bytes. `digest` is the digest up to now.
 
-    def __init__(self, connection: Connection, token: str) -> None:
-        self.connection, self.keys = connection, token_keys(token)
+    A listener sets `keys` when it knows who connects.
+    """
+
+    def __init__(self, connection: Connection, keys: TokenKeys | None = None) -> None:
+        self.connection = connection
+        self._keys = keys
         self._hash = hashlib.sha256()
+        self._claim = b"", b""  # the last proof that came, and the digest of what it is to prove
+
+    @property
+    def keys(self) -> TokenKeys:
+        """The keys of the proofs."""
+        assert self._keys is not None
+        return self._keys
+
+    @keys.setter
+    def keys(self, keys: TokenKeys) -> None:
+        self._keys = keys
 
     @property
     def digest(self) -> bytes:
@@ -167,7 +246,7 @@ class _Transcript:
         head = pack(Header(kind, length=len(data) + room))
         self._hash.update(head + data)
         if room:
-            proof = bytes(PROOF_BYTES) if key is None else self._proof(key)
+            proof = bytes(PROOF_BYTES) if key is None else _proof(key, self.digest)
             self._hash.update(proof)
             data += proof
         self.connection.send(head, memoryview(data))
@@ -182,25 +261,28 @@ class _Transcript:
         self._hash.update(head)
         return header
 
-    def receive(self, header: Header, key: bytes | None) -> tuple[memoryview, bool]:
-        """Receive the rest of a greeting frame: the message, and whether the proof behind it is right.
-
-        Without a `key` there is no proof.
-        """
+    def receive(self, header: Header, *, proof: bool = True) -> memoryview:
+        """Receive the rest of a greeting frame: the message. Ask `proved` about the proof behind it, if it has one."""
         data = memoryview(receive_bytes(self.connection, header.length, GREETING_LIMIT))
-        if key is None:
+        if not proof:
             self._hash.update(data)
-            return data, False
+            return data
         if header.length < PROOF_BYTES:
             raise ProtocolError(f"a {header.kind.name} frame of {header.length} bytes: it has no proof")
-        message, proof = data[:-PROOF_BYTES], data[-PROOF_BYTES:]
+        message, came = data[:-PROOF_BYTES], data[-PROOF_BYTES:]
         self._hash.update(message)
-        proved = hmac.compare_digest(self._proof(key), proof)
-        self._hash.update(proof)
-        return message, proved
+        self._claim = bytes(came), self.digest
+        self._hash.update(came)
+        return message
 
-    def _proof(self, key: bytes) -> bytes:
-        return hmac.digest(key, self.digest, "sha256")
+    def proved(self, key: bytes) -> bool:
+        """Was the last proof that came made with this key?"""
+        came, digest = self._claim
+        return hmac.compare_digest(_proof(key, digest), came)
+
+
+def _proof(key: bytes, digest: bytes) -> bytes:
+    return hmac.digest(key, digest, "sha256")
 
 
 def _named(role: str, id: str) -> str:

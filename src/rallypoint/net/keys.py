@@ -1,4 +1,11 @@
-"""Keys from the job's token: HKDF-SHA256 (RFC 5869), one key for each purpose and direction.
+"""Keys from the job's token and from tickets: HKDF-SHA256 (RFC 5869), one key for each purpose and direction.
+
+A *ticket* is what a member proves itself with to one listener. The listener computes it from its own secret and from
+who the member says it is, so it keeps no list:
+
+    the coordinator's secret   random, one for each job; in its journal
+    a member's secret          its ticket for the coordinator
+    a ticket for a server      from that server's secret and the dialer's role, id and incarnation
 
 No key is used for two purposes, so nothing that one side has proved can be sent back to it as a proof of the other.
 """
@@ -7,7 +14,9 @@ from __future__ import annotations
 
 import hmac
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+
+import msgspec
 
 from rallypoint.net.frames import PROTOCOL
 
@@ -31,7 +40,7 @@ def expand(key: bytes, info: bytes, length: int = KEY_BYTES) -> bytes:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TokenKeys:
-    """The keys of all who know one token.
+    """The keys of all who know one token, or of the two who also know one ticket.
 
     Attributes:
         dialer: for the proof of the side that connects.
@@ -61,11 +70,17 @@ class LinkKeys:
         return LinkKeys(self.receiving, self.sending)
 
 
-@cache
-def token_keys(token: str) -> TokenKeys:
-    """The keys that belong to a token."""
+@lru_cache(maxsize=1024)
+def token_keys(token: str, ticket: bytes = b"") -> TokenKeys:
+    """The keys that belong to a token; with a ticket, to both."""
     root = extract(_NAME, token.encode())
+    root = extract(root, ticket) if ticket else root
     return TokenKeys(*(expand(root, label) for label in (b"dialer", b"listener", b"session")))
+
+
+def ticket(secret: bytes, role: str, id: str, incarnation: int) -> bytes:
+    """The ticket of this member for the listener that has this secret."""
+    return expand(secret, b"ticket" + msgspec.msgpack.encode((role, id, incarnation)))
 
 
 def dialers_keys(keys: TokenKeys, transcript: bytes) -> LinkKeys:

@@ -15,7 +15,7 @@ from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
-from rallypoint.net.handshake import COORDINATOR, Identity, introduce
+from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
 from rallypoint.net.messages import Admitted, Beat, Hello, Knows, Message, NewView, Refused, decode
 from rallypoint.net.transport import Connection, Transport
 
@@ -57,16 +57,19 @@ class CoordinatorLink:
 
     When the link breaks, its thread connects again, to the same or a restarted coordinator. Messages sent meanwhile
     wait. They are dropped if the coordinator has given this member up and admits it as a new one. Nothing is believed
-    of whoever listens at the coordinator's address and does not prove that it knows the token: the link tries again.
+    of whoever listens at the coordinator's address and does not prove that it knows the token (and, once this member is
+    admitted, its secret): the link tries again.
+
+    `credentials` are those of this member, for its links to servers too.
     """
 
     def __init__(
         self, *, transport: Transport, address: str, me: Identity, handlers: Handlers, listening_at: str = "",
         patience: float | None = None,
     ) -> None:  # fmt: skip
-        self._transport, self._address, self._me, self._handlers = transport, address, me, handlers
+        self._transport, self._address, self._handlers = transport, address, handlers
         self._listening_at = listening_at
-        self.incarnation = 0
+        self.credentials = Credentials(me)
         self._admitted = me.role == "observer"
         self._view: View | None = None  # the newest that came
         self._unsent: deque[Message] = deque()
@@ -76,6 +79,15 @@ class CoordinatorLink:
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
         self._thread = threading.Thread(target=self._receive_all, name="from the coordinator", daemon=True)
         self._beat_thread = threading.Thread(target=self._beat, name="signs of life", daemon=True)
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation that the coordinator gave this member; 0 before that."""
+        return self._me.incarnation
+
+    @property
+    def _me(self) -> Identity:
+        return self.credentials.me
 
     def start(self) -> None:
         """Begin to receive messages and to send heartbeats."""
@@ -105,10 +117,11 @@ class CoordinatorLink:
     def _join(self, patience: float) -> Channel:
         connection = connect_patiently(self._transport, self._address, patience, self._closed)
         try:
+            me = self._me
             hello = Hello(
-                self._me.role, self._me.id, socket.gethostname(), self._listening_at, self.incarnation, to=COORDINATOR
+                me.role, me.id, socket.gethostname(), self._listening_at, me.incarnation, to=COORDINATOR
             )
-            self.welcome, keys = introduce(connection, hello, self._me.token)
+            self.welcome, keys = introduce(connection, hello, me.token, me.secret)
         except BaseException:
             connection.close()
             raise
@@ -157,9 +170,10 @@ class CoordinatorLink:
             self._corrupt.close()
             self._corrupt = None
 
-    def _take_admission(self, incarnation: int) -> None:
+    def _take_admission(self, admitted: Admitted) -> None:
         self._forget()
-        before, self.incarnation = self.incarnation, incarnation
+        before, incarnation = self.incarnation, admitted.incarnation
+        self.credentials.admitted(incarnation, admitted.secret)
         if before and before != incarnation:
             self._view = None
             with self._lock:
@@ -216,11 +230,13 @@ class CoordinatorLink:
             if header.kind not in (Kind.CONTROL, Kind.REFUSE):
                 raise ProtocolError(f"a {header.kind.name} frame from the coordinator")
             message = decode(self._channel.receive_bytes(header))
-            if isinstance(message, NewView) and (self._view is None or message.view.number > self._view.number):
-                self._view = message.view
+            if isinstance(message, NewView):
+                self.credentials.given(message.view, message.tickets)
+                if self._view is None or message.view.number > self._view.number:
+                    self._view = message.view
             match message:
-                case Admitted(incarnation=incarnation):
-                    self._hand_over(message, lambda incarnation=incarnation: self._take_admission(incarnation))  # type: ignore[misc]
+                case Admitted():
+                    self._hand_over(message, lambda message=message: self._take_admission(message))  # type: ignore[misc]
                 case Refused(reason=reason, final=False) if self.incarnation:
                     raise LinkError(reason)  # given up by mistake: join again as a new member
                 case _:

@@ -2,103 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from rallypoint.core.job import JobRecord
-from rallypoint.core.typed import LONGEST_TEXT, MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Replicas, Seconds
+from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.observe.lines import printable
-
-
-class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    pass
-
-
-class _Shown(_Message, frozen=True):
-    """A message whose text people see: it is one line of limited length, without control characters."""
-
-    def __post_init__(self) -> None:
-        for field in ("text", "reason"):
-            if (text := getattr(self, field, None)) is not None:
-                msgspec.structs.force_setattr(self, field, printable(" ".join(text.splitlines()), LONGEST_TEXT))
-
-
-# ---- greeting --------------------------------------------------------------------------------------------------
-
-
-class Challenge(_Message, frozen=True):
-    """The listener's nonce, and who listens: its role (coordinator or server) and id ("" for the coordinator)."""
-
-    nonce: bytes
-    role: str = ""
-    id: str = ""
-
-
-class Hello(_Message, frozen=True):
-    """Who connects, and to whom.
-
-    `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
-    coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id) of
-    the listener that it means. `nonce` makes the listener's proof good for this connection only.
-    """
-
-    role: str
-    id: str
-    host: str
-    address: str = ""
-    incarnation: int = 0
-    view: ViewNumber = ViewNumber()
-    to: tuple[str, str] = ("", "")
-    nonce: bytes = b""
-
-
-class Welcome(_Message, frozen=True):
-    """The listener accepts the connection.
-
-    `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
-    steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
-    may be silent.
-    """
-
-    overrides: dict[str, Any] = {}
-    folder: str = ""
-    trace: tuple[int, int] = (0, 0)
-    snapshots: str = ""
-    compression: str = "none"
-    heartbeat: float = 3.0
-
-
-class Refused(_Shown, frozen=True):
-    """The listener refuses the connection, or ends it. `reason` is a sentence.
-
-    `final`: connecting again would not help.
-    """
-
-    reason: str
-    final: bool = False
-
+from rallypoint.net.greetings import AnyMessage, Secret, Shown
+from rallypoint.net.greetings import Challenge as Challenge
+from rallypoint.net.greetings import Hello as Hello
+from rallypoint.net.greetings import Refused as Refused
+from rallypoint.net.greetings import Welcome as Welcome
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
 
-class Propose(_Message, frozen=True):
+class Propose(AnyMessage, frozen=True):
     """A worker's model and settings."""
 
     record: JobRecord
 
 
-class Beat(_Message, frozen=True):
+class Beat(AnyMessage, frozen=True):
     """A heartbeat, with what it says about its sender: see `core.cluster.events.Beat`."""
 
-    unreachable: dict[str, float] = {}
+    unreachable: dict[str, float] = msgspec.field(default_factory=dict)
     waited: float = 0.0
     activity: int = 0
 
 
-class Report(_Message, frozen=True):
+class Report(AnyMessage, frozen=True):
     """One replica's step: its loss, weight, number of samples and seconds, and the generation it was computed in.
 
     `settings` is a digest of the settings of the worker's own optimizer at that step; "" if it has none.
@@ -114,7 +49,7 @@ class Report(_Message, frozen=True):
     settings: Name = ""
 
 
-class Applied(_Message, frozen=True):
+class Applied(AnyMessage, frozen=True):
     """For the ledger: a primary or backup of the first shard has applied `step`, with `replicas` contributions.
 
     `at` is the unix time. `late` gives, for each worker, the seconds between the first contribution and its last one.
@@ -124,11 +59,13 @@ class Applied(_Message, frozen=True):
     step: Index
     replicas: Index
     at: Seconds
-    late: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MOST_MEMBERS)] = {}
+    late: Annotated[dict[Name, Seconds], msgspec.Meta(max_length=MOST_MEMBERS)] = msgspec.field(
+        default_factory=dict
+    )
     generation: ViewNumber = ViewNumber()
 
 
-class Accounted(_Message, frozen=True):
+class Accounted(AnyMessage, frozen=True):
     """What happened to the contributions to the first shard, since this server has been its primary.
 
     Each is counted once: as applied, folded into another's update, or dropped. `staleness` is a histogram of the number
@@ -139,11 +76,13 @@ class Accounted(_Message, frozen=True):
     folded: Count
     dropped: Count
     repeats: Count
-    staleness: Annotated[dict[Count, Count], msgspec.Meta(max_length=1 << 16)] = {}
+    staleness: Annotated[dict[Count, Count], msgspec.Meta(max_length=1 << 16)] = msgspec.field(
+        default_factory=dict
+    )
     generation: ViewNumber = ViewNumber()
 
 
-class CaughtUp(_Message, frozen=True):
+class CaughtUp(AnyMessage, frozen=True):
     """The shards whose backup has all published versions, and will have each later one before it is published.
 
     The value is the view that paired this primary with that backup.
@@ -152,11 +91,11 @@ class CaughtUp(_Message, frozen=True):
     backups: dict[Index, ViewNumber]
 
 
-class Leaving(_Message, frozen=True):
+class Leaving(AnyMessage, frozen=True):
     """This member was told to leave: assign its replicas, or move its shards, to others."""
 
 
-class Stored(_Message, frozen=True):
+class Stored(AnyMessage, frozen=True):
     """A server's part of a snapshot is stored.
 
     `files` gives each file's size in bytes; `shards` gives each shard's file, offset, length and checksum.
@@ -167,7 +106,7 @@ class Stored(_Message, frozen=True):
     shards: dict[Index, tuple[Name, Count, Count, Name]]
 
 
-class NotStored(_Shown, frozen=True):
+class NotStored(Shown, frozen=True):
     """A server could not store its part of a snapshot.
 
     If it was too late, `passed` is the version that a shard had already reached; else -1.
@@ -178,11 +117,11 @@ class NotStored(_Shown, frozen=True):
     passed: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
 
 
-class SnapshotWanted(_Message, frozen=True):
+class SnapshotWanted(AnyMessage, frozen=True):
     """An observer asks for a snapshot now."""
 
 
-class Resize(_Message, frozen=True):
+class Resize(AnyMessage, frozen=True):
     """An observer asks for this number of computing workers (others stand by) and of servers; 0: keep the number.
 
     The coordinator forwards it to all observers. One of them is the launcher: it starts processes, or tells some to
@@ -193,17 +132,17 @@ class Resize(_Message, frozen=True):
     servers: Count = 0
 
 
-class Held(_Message, frozen=True):
-    """For observers: the last version cannot be stored, and members hold it in memory. `text` says so in a sentence."""
+class Held(AnyMessage, frozen=True):
+    """For observers: the newest version is not stored yet, and members hold it in memory. `text` says why."""
 
     text: str
 
 
-class Release(_Message, frozen=True):
-    """From an observer: end the job although its last version is in no snapshot."""
+class Release(AnyMessage, frozen=True):
+    """From an observer: end the job although its newest version is in no snapshot."""
 
 
-class Metrics(_Message, frozen=True):
+class Metrics(AnyMessage, frozen=True):
     """The result of an evaluation after `step` steps of training, in that generation."""
 
     step: Index
@@ -211,13 +150,13 @@ class Metrics(_Message, frozen=True):
     generation: ViewNumber = ViewNumber()
 
 
-class Say(_Shown, frozen=True):
+class Say(Shown, frozen=True):
     """A line for the console and the event log."""
 
     text: str
 
 
-class Skipped(_Message, frozen=True):
+class Skipped(AnyMessage, frozen=True):
     """A step was skipped (`alone`: one contribution to it): losses or `gradients` of these replicas were not finite,
     or only their sum. `parameter` is the first such tensor."""
 
@@ -229,13 +168,13 @@ class Skipped(_Message, frozen=True):
     alone: bool = False
 
 
-class Done(_Message, frozen=True):
+class Done(AnyMessage, frozen=True):
     """This worker has the last version of `generation`."""
 
     generation: ViewNumber = ViewNumber()
 
 
-class GiveUp(_Shown, frozen=True):
+class GiveUp(Shown, frozen=True):
     """This member cannot continue. `reason` is a sentence."""
 
     reason: str
@@ -244,13 +183,18 @@ class GiveUp(_Shown, frozen=True):
 # ---- coordinator to member -------------------------------------------------------------------------------------
 
 
-class Admitted(_Message, frozen=True):
-    """The member's incarnation. If it differs from the earlier one, the member is new: what it held does not count."""
+class Admitted(AnyMessage, frozen=True):
+    """The member's incarnation. If it differs from the earlier one, the member is new: what it held does not count.
+
+    `secret` is this incarnation's own: see `net.keys`. With it the member proves itself when it comes back, and a
+    server knows the tickets of those who connect to it.
+    """
 
     incarnation: int
+    secret: Secret = b""
 
 
-class Knows(_Message, frozen=True):
+class Knows(AnyMessage, frozen=True):
     """A member has come back, and knows this view as the newest; the coordinator may have been restarted.
 
     It is a member's first message after each joining but its first. None: it has been sent no view.
@@ -259,26 +203,27 @@ class Knows(_Message, frozen=True):
     view: View | None = None
 
 
-class Prepare(_Message, frozen=True):
+class Prepare(AnyMessage, frozen=True):
     """To servers: the job."""
 
     record: JobRecord
 
 
-class NewView(_Message, frozen=True):
-    """The new view."""
+class NewView(AnyMessage, frozen=True):
+    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers."""
 
     view: View
+    tickets: dict[Name, Secret] = msgspec.field(default_factory=dict)
 
 
-class Assist(_Message, frozen=True):
+class Assist(AnyMessage, frozen=True):
     """To an idle worker: compute a slow worker's replica as a backup task."""
 
     step: int
     replica: int
 
 
-class Capture(_Message, frozen=True):
+class Capture(AnyMessage, frozen=True):
     """A snapshot begins.
 
     To servers: keep and store your shards at `version`. To stateful workers: worker number i of the n `writers` stores
@@ -290,13 +235,13 @@ class Capture(_Message, frozen=True):
     writers: tuple[str, ...] = ()
 
 
-class Finished(_Message, frozen=True):
+class Finished(AnyMessage, frozen=True):
     """The job is done: all members may exit. The worker `lead` saves the model."""
 
     lead: str = ""
 
 
-class Aborted(_Shown, frozen=True):
+class Aborted(Shown, frozen=True):
     """The job cannot continue."""
 
     reason: str
@@ -305,7 +250,7 @@ class Aborted(_Shown, frozen=True):
 # ---- coordinator to observer -----------------------------------------------------------------------------------
 
 
-class Planned(_Message, frozen=True):
+class Planned(AnyMessage, frozen=True):
     """The running job, for a progress line. A round is `steps_per_round` of the `steps`.
 
     Each step uses `items` of `item` (such as samples). `done` steps were already done when this was sent.
@@ -323,7 +268,7 @@ class Planned(_Message, frozen=True):
     done: int = 0
 
 
-class StepDone(_Message, frozen=True):
+class StepDone(AnyMessage, frozen=True):
     """All replicas have reported `step` (under local steps: the round that ends with it).
 
     `loss` is their weighted mean. `again` counts repeated reports so far: work that was done twice.
@@ -335,13 +280,13 @@ class StepDone(_Message, frozen=True):
     again: int = 0
 
 
-class Waiting(_Shown, frozen=True):
+class Waiting(Shown, frozen=True):
     """What the job waits for, as a sentence (I8)."""
 
     text: str
 
 
-class Members(_Message, frozen=True):
+class Members(AnyMessage, frozen=True):
     """The members of a new view, for observers. `exposed` counts the shards that only one server holds."""
 
     view: str
@@ -351,7 +296,7 @@ class Members(_Message, frozen=True):
     exposed: int = 0
 
 
-class Snapshotted(_Message, frozen=True):
+class Snapshotted(AnyMessage, frozen=True):
     """A snapshot is complete and durable. `nbytes` is its size; `seconds` is how long it took."""
 
     snapshot: str

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Hashable
 
 log = logging.getLogger("rallypoint")
 
@@ -19,6 +20,20 @@ def printable(text: str, longest: int = LONGEST) -> str:
     """
     cut = text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
+
+
+class Once:
+    """Tells whether something was named before; it remembers the last `most` names. Not thread-safe."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._names: deque[Hashable] = deque(maxlen=most)
+
+    def is_new(self, name: Hashable) -> bool:
+        """True the first time that this name is given."""
+        if name in self._names:
+            return False
+        self._names.append(name)
+        return True
 
 
 class Sparingly:

@@ -11,7 +11,7 @@ from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Kind
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import Credentials
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -27,10 +27,10 @@ class Peers:
 
     def __init__(
         self, links: PeerLinks, views: Views, put: Callable[[inbox.Event | None], None],
-        *, transport: Transport, token: str, tracer: Tracer, failed: Callable[[Exception], None],
+        *, transport: Transport, credentials: Credentials, tracer: Tracer, failed: Callable[[Exception], None],
     ) -> None:  # fmt: skip
         self._links, self._views, self._put, self._failed = links, views, put, failed
-        self._transport, self._token, self._tracer = transport, token, tracer
+        self._transport, self._credentials, self._tracer = transport, credentials, tracer
         self._dialers: dict[Key, Dialer] = {}
 
     def adopt(self, view: View) -> None:
@@ -67,8 +67,9 @@ class Peers:
         calls = Calls(
             lambda: self._views.number, up, lambda channel: self._receive_acks(member.id, channel), down, self._failed
         )
-        me = Identity("server", self._links.me, self._token)
-        return Dialer(transport=self._transport, peer=member, me=me, calls=calls, tracer=self._tracer)
+        return Dialer(
+            transport=self._transport, peer=member, credentials=self._credentials, calls=calls, tracer=self._tracer
+        )
 
     def _receive_acks(self, peer: str, channel: Channel) -> None:
         while True:

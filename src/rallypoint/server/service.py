@@ -37,7 +37,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
-from rallypoint.observe.lines import printable
+from rallypoint.observe.lines import Once, printable
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_heeding_signals
 from rallypoint.server.intake.intake import Intake
@@ -77,6 +77,7 @@ class ServerService:
         self._intake: Intake | None = None
         self._peers: Peers | None = None
         self._joined = threading.Event()
+        self._skipped = Once()  # of one contribution, each of its shards says so
 
     def start(self) -> None:
         """Listen, then join the coordinator.
@@ -91,7 +92,7 @@ class ServerService:
                 transport=self._transport, address=self._coordinator, me=me,
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
                 handlers=Handlers(
-                    self._on_message, self._on_coordinator_lost, lambda new: self._owner.put(inbox.Admitted(new)),
+                    self._on_message, self._on_coordinator_lost, self._on_admitted,
                     lambda: Beat() if self._peers is None else Beat(self._peers.unreachable()),
                 ),
             )  # fmt: skip
@@ -101,6 +102,11 @@ class ServerService:
             raise
         self._link.start()
         self._joined.set()
+
+    @property
+    def address(self) -> str:
+        """The address where workers and other servers connect, "host:port"."""
+        return self._gate.address
 
     def wait(self) -> str | None:
         """Block until the job is over. Returns None, or the sentence with which it failed."""
@@ -133,6 +139,10 @@ class ServerService:
 
     # ---- messages of the coordinator ----
 
+    def _on_admitted(self, new: bool) -> None:
+        self._gate.me = self._link.credentials.me
+        self._owner.put(inbox.Admitted(new))
+
     def _on_message(self, message: Message) -> None:
         match message:
             case Prepare(record=record):
@@ -162,7 +172,7 @@ class ServerService:
         self._intake = Intake(job, self._views, self._owner.put, self._tracer, about.trace)
         self._peers = Peers(
             PeerLinks(self.id, decides=job.config.decides), self._views, self._owner.put,
-            transport=self._transport, token=self._token, tracer=self._tracer, failed=self.failed,
+            transport=self._transport, credentials=self._link.credentials, tracer=self._tracer, failed=self.failed,
         )  # fmt: skip
         self._reducer = Reducer(self.id, job, self, self._owner.put, self._tracer, writer, about.snapshots)
         self._owner.reducer = self._reducer
@@ -180,10 +190,10 @@ class ServerService:
         """Send a message to the coordinator. Any thread may call it."""
         self._link.send(message)
 
-    def not_finite(self, verdict: clip.Verdict, view: View, *, alone: bool) -> None:
+    def not_finite(self, verdict: clip.Verdict, *, alone: bool) -> None:
         """Report a step that is skipped, or must stop the job.
 
-        Of a verdict that all servers share, one of them reports a skipped step; each of them may end the job.
+        Every server reports a verdict that all share: any of them may die before it has. The coordinator says it once.
         """
         assert self._reducer is not None
         job = self._reducer.job
@@ -197,7 +207,7 @@ class ServerService:
                     "rate, clip, or set nonfinite to 'skip' or 'continue'"
                 )
             )
-        elif alone or view.primary[0] == self.id:
+        elif self._skipped.is_new((verdict.generation, verdict.step, losses, gradients)):
             self._link.send(Skipped(verdict.step, losses, verdict.generation, gradients, parameter, alone))
 
     def failed(self, error: BaseException) -> None:
@@ -236,7 +246,7 @@ class ServerService:
         if view is None:
             return
         members = view.servers if hello.role == "server" else view.workers
-        if hello.id not in {member.id for member in members}:
+        if (hello.id, hello.incarnation) not in {(member.id, member.incarnation) for member in members}:
             raise ProtocolError(f"{hello.role} {hello.id} is not in view {view.number}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Callable
@@ -69,12 +70,12 @@ def export_snapshot(location: str, to: Path) -> str:
     model = flat.model()
     if to.suffix == ".pt":
         content = {"model": model, "optimizer": flat.optimizer(), "step": steps}
-        _write(to, lambda path: torch.save(content, path))
+        _write(to, lambda path: _save_all(content, path))
     else:
         about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}
         # Safetensors accepts no shared memory
         apart = model | {name: model[name].clone() for name in job.tied if name in model}
-        _write(to, lambda path: save_file(apart, path, metadata=about))
+        _write(to, lambda path: _save_model(apart, path, about))
     return "; ".join([f"wrote {_counted(model)} of {manifest.id} to {to}", *_frozen(job), *said])
 
 
@@ -179,6 +180,29 @@ def _find(location: str) -> tuple[SnapshotStore, Manifest, list[str]]:
             return store, manifest, said
     why = "".join(f"; {sentence}" for sentence in said)
     raise SnapshotError(f"{location} holds no usable snapshot: give a snapshot's folder or that of a run{why}")
+
+
+def _save_all(content: dict[str, object], path: Path) -> None:
+    """Write a torch file, the same bytes every time: given a path, torch writes its name into the file."""
+    with open(path, "wb") as file:
+        torch.save(content, file)
+
+
+def _save_model(model: dict[str, torch.Tensor], path: Path, about: dict[str, str]) -> None:
+    """Write a safetensors file, the same bytes every time.
+
+    The library writes metadata in any order. So this function sorts it, in the header: 8 bytes with its length, then
+    JSON, which spaces may fill up.
+    """
+    save_file(model, path, metadata=about)
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(about.items()))
+        text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+        if len(text) <= length:
+            file.seek(8)
+            file.write(text.ljust(length))
 
 
 def _write(to: Path, write: Callable[[Path], None]) -> None:

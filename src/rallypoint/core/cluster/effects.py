@@ -97,7 +97,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Tell the observers that the last version cannot be stored, and who holds it."""
+    """Tell the observers that members hold the newest version, which is not stored yet, and why."""
 
     text: str
 

@@ -101,8 +101,8 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Unlinked:
-    """A member's connection broke, and its process may live: the network does not carry, or (`reset`) its system sent
-    a reset. A dead process's system does that, and also one whose TCP has given the connection up."""
+    """A member's connection broke, and its process may live: the network does not carry. Or (`reset`) its system, which
+    had answered until then, has reset it: a dead process's system does that."""
 
     member: str
     reason: str

@@ -7,6 +7,7 @@ Its parts:
     membership  the workers and servers that are here
     succession  which view follows the one in force
     snapshots   when to take a snapshot
+    ending      the last snapshot of a job that fails
     assigner    which worker computes which replicas
 
 `state()` is what the next coordinator needs. The shell writes it to the journal whenever `revision` has risen, before
@@ -25,9 +26,10 @@ from rallypoint.core.cluster.health.apart import set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.snapshot_duty import SnapshotDuty
-from rallypoint.core.cluster.snapshots import Snapshots
 from rallypoint.core.cluster.state import ClusterState, Phase, awaited
+from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
+from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
+from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
@@ -52,6 +54,7 @@ class ClusterMachine:
     course: Course = field(init=False)
     _assigner: Assigner = field(default_factory=Assigner)
     _snapshots: Snapshots = field(init=False)
+    _ending: LastSnapshot = field(init=False)
     _succession: Succession = field(init=False)
     _silence: Silence = field(init=False)
     _reach: Reach = field(init=False)
@@ -63,6 +66,7 @@ class ClusterMachine:
         self.course = Course(self.terms, ViewSequence(epoch, self.terms.replication))
         self.course.workers_max = self.terms.workers_max
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
+        self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
@@ -145,8 +149,8 @@ class ClusterMachine:
     def waiting_for(self) -> str | None:
         """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
         course = self.course
-        if self._snapshots.duty.held and course.members.all_done and not self._snapshots.final:
-            return f"room for the last version, which {self._snapshots.holders} hold (Ctrl-C ends the job without it)"
+        if course.members.all_done and not self._snapshots.final:
+            return self._snapshots.awaited_at_the_end
         if self._silence.cut_off:
             return "members to be heard again (the coordinator presumes that it is cut off itself)"
         if course.phase is Phase.RECOVERING and (phrase := course.recovery.awaited(course.members, self.terms)):
@@ -167,6 +171,8 @@ class ClusterMachine:
         course = self.course
         if course.phase is Phase.OVER:
             return [Refuse(event.member.id, "the job is over")] if isinstance(event, events.Joined) else []
+        if course.phase is Phase.FAILING:
+            return self._ending.handle(event)
         match event:
             case events.Heard(member=member):
                 course.members.heard(member, course.now)
@@ -200,7 +206,7 @@ class ClusterMachine:
                 course.changed()
                 return self._succession.advance()
             case events.Failed(member=member, reason=reason):
-                return self.course.end(Abort(f"{member}: {reason}")) if member in course.members else []
+                return self._ending.begin(member, reason) if member in course.members else []
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Unlinked(member=member, reason=reason, reset=reset):

@@ -53,8 +53,9 @@ class Membership:
         self.awaited = {*self.workers, *self.servers}
 
     def join(self, member: Member, role: str) -> int:
-        """Add a process that joined as "worker" or "server". Returns its new incarnation."""
-        self.incarnations += 1
+        """Add a process that joined as "worker" or "server". Returns its new incarnation, never the one that it has:
+        it would not notice that it is new."""
+        self.incarnations += 1 + (member.incarnation == self.incarnations + 1)
         self._of(role)[member.id] = msgspec.structs.replace(member, incarnation=self.incarnations)
         return self.incarnations
 

@@ -18,6 +18,7 @@ class Phase(enum.Enum):
 
         GATHERING -> RUNNING -> OVER
                      RUNNING <-> RECOVERING
+                     RUNNING -> FAILING -> OVER
 
     A job also goes back to GATHERING if a new generation has no server, or no worker for the first weights, and ends
     (OVER) from every phase when it fails.
@@ -26,6 +27,7 @@ class Phase(enum.Enum):
     GATHERING = "gathering"  # waiting for members and for the job's record
     RUNNING = "running"
     RECOVERING = "recovering"  # the model's state was lost: waiting for a snapshot, or for members to upload or take it
+    FAILING = "failing"  # a member has failed: the last snapshot is being stored, then the job ends
     OVER = "over"
 
 
@@ -60,6 +62,8 @@ def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, se
             return " and ".join(missing) if missing else f"the model of {', '.join(silent)}"
         case Phase.RECOVERING:
             return " and ".join(_missing(1 - here, "server")) or "a snapshot to go back to"
+        case Phase.FAILING:
+            return "the newest version to be stored"
         case Phase.RUNNING if able < terms.workers_min:
             missing = _missing(terms.workers_min - able, "worker")
             return f"{missing[0]} (at least {terms.workers_min} are wanted)"

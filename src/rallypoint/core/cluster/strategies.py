@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.recovery import Recovery, ServersHoldState, WorkersHoldState
-from rallypoint.core.cluster.snapshot_duty import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
+from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, VersionRule, a_little_ahead, slowest_clock
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Feature, Holder, Pace

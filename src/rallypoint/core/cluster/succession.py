@@ -12,8 +12,8 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
-from rallypoint.core.cluster.snapshots import Snapshots
 from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.view_change import says_nothing_new
 from rallypoint.core.view import Assignment, View, ViewNumber
 

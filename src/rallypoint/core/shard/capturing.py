@@ -9,18 +9,20 @@ from rallypoint.core.shard.effects import Capture
 
 @dataclass(slots=True)
 class CapturePoint:
-    """The version that a snapshot waits for; -1 if there is none."""
+    """The version that a snapshot waits for; -1 if there is none. `any_version`: the first one that is here will do."""
 
     at: int = -1
+    any_version: bool = False
 
     def ask(self, at: int, now: int, *, primary: bool, any_version: bool) -> list[Capture]:
         """A snapshot wants version `at`; the shard is at version `now`.
 
         With `any_version` (streaming policies, where no version is common to all shards) the current version is
-        captured.
+        captured; if the shard is still being restored, the version that it is restored to.
         """
-        if primary and any_version and now >= 0:
-            return [Capture(now)]
+        if primary and any_version:
+            self.any_version = True
+            return self.reached(now)
         if not primary or now > at:
             return [Capture(max(now, at + 1), missed=True)]
         self.at = at
@@ -28,7 +30,7 @@ class CapturePoint:
 
     def reached(self, version: int) -> list[Capture]:
         """The shard is now at `version`. Returns a Capture if the snapshot waits for it."""
-        if self.at < 0 or version != self.at:
+        if version < 0 or not (self.any_version or version == self.at):
             return []
-        self.at = -1
+        self.at, self.any_version = -1, False
         return [Capture(version)]

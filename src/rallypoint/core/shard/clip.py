@@ -113,9 +113,15 @@ class Rule:
 def phrase(losses: Sequence[int], gradients: Sequence[int], parameter: str) -> str:
     """What is not finite, for a sentence: whose loss, or whose gradient and in which parameter first."""
     if losses:
-        return f"the loss of replica {', '.join(map(str, losses))} is not finite"
-    whose = f" of replica {', '.join(map(str, gradients))}" if gradients else ""
+        return f"the loss of {_listed(losses)} is not finite"
+    whose = f" of {_listed(gradients)}" if gradients else ""
     return f"the gradient{whose} is not finite" + (f", first in {parameter}" if parameter else "")
+
+
+def _listed(replicas: Sequence[int]) -> str:
+    """Return ``replica 3``, or ``replicas 0, 3 and 5``."""
+    *others, last = map(str, replicas)
+    return f"replicas {', '.join(others)} and {last}" if others else f"replica {last}"
 
 
 def _union(replicas: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

@@ -164,12 +164,20 @@ class ServerMachine:
         for index in (i for i in self.held if self.is_primary(i)):
             for effect in self.handle(index, shard_events.CaptureAt(self.plan.cadence.updates_before(index, version))):
                 match effect:
+                    case On(effect=shard_effects.Capture(missed=True)) if self._may_be_the_one_before(index, version):
+                        effects.append(On(index, shard_effects.Capture(self._machines[index].version - 1)))
                     case On(effect=shard_effects.Capture(missed=True)):
                         passed = self.plan.cadence.begun(index, self._machines[index].version)
                         effects.append(On(index, shard_effects.Capture(max(passed, version + 1), missed=True)))
                     case _:
                         effects.append(effect)
         return effects
+
+    def _may_be_the_one_before(self, index: int, version: int) -> bool:
+        """True for buffers one ahead of the job's version: they have one contributor, and their last versions are kept.
+        """
+        own = self._machines[index].version
+        return index not in self.plan.measured and own == self.plan.cadence.updates_before(index, version) + 1
 
     def unfollowed(self, follower: str) -> list[Effect]:
         """A follower disconnected."""

@@ -12,7 +12,6 @@ from rallypoint.core.shard import clip
 from rallypoint.core.shard.effects import Finish
 from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import ServerShell
-from rallypoint.core.view import View
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Message
@@ -26,11 +25,8 @@ class Context(Protocol):
     def say(self, message: Message) -> None:
         """Send a message to the coordinator."""
 
-    def not_finite(self, verdict: clip.Verdict, view: View, *, alone: bool) -> None:
-        """A step was skipped, or must stop the job. `view` is the one in which the verdict was reached.
-
-        `alone`: only this server has decided so, about one shard.
-        """
+    def not_finite(self, verdict: clip.Verdict, *, alone: bool) -> None:
+        """A step was skipped, or must stop the job. `alone`: only this server has decided so, about one shard."""
 
 
 class Decisions:
@@ -70,6 +66,4 @@ class Decisions:
 
     def report(self, verdict: clip.Verdict, *, alone: bool) -> None:
         """Tell the coordinator of a step that is not finite."""
-        view = self._shell.machine.view
-        assert view is not None
-        self._context.not_finite(verdict, view, alone=alone)
+        self._context.not_finite(verdict, alone=alone)

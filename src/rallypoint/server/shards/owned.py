@@ -120,8 +120,11 @@ class OwnedShard:
     # ---- the whole state, for a backup or a snapshot ----
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
-        """The whole state at `version`; with `wires` also the last versions. The arrays are views, not copies."""
-        arrays = {"master": self.master}
+        """The whole state at `version`; with `wires` also the last versions. The arrays are views, not copies.
+
+        Of buffers, which have no optimizer's state, `version` may be any that is kept.
+        """
+        arrays = {"master": self.master if wires or self._optimizer is not None else self._wire.values(version)}
         scalars: dict[str, float] = {}
         if self._optimizer is not None:
             moments, scalars = self._optimizer.state()

@@ -53,6 +53,7 @@ class Simulation:
         self.coordinator: SimulatedCoordinator | None = None
         self.events: list[str] = []
         self._named = Counter[str]()
+        self._told_to_leave: set[str] = set()
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -158,10 +159,8 @@ class Simulation:
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
                     self.world.partition(name, other, fault.seconds)
-            case "leave" if fault.role == "worker" and self._staying("worker") > self.plan.terms.workers_min:
-                self.workers[name].leave()
-            case "leave" if fault.role == "server" and self._staying("server") > 1:
-                node.run(self.servers[name].leave)
+            case "leave" if self._staying(fault.role) > (self.plan.terms.workers_min if fault.role == "worker" else 1):
+                self._tell_to_leave(fault.role, name)
 
     def _watch_coordinator(self) -> None:
         self.start_coordinator()
@@ -191,8 +190,7 @@ class Simulation:
         for role, wanted in (("worker", order.workers), ("server", order.servers)):
             staying = self._names_staying(role)
             for name in staying[wanted:]:
-                member = self.workers[name] if role == "worker" else self.servers[name]
-                member.node.run(member.leave)
+                self._tell_to_leave(role, name)
             for _ in range(wanted - len(staying)):
                 self._again(role)
 
@@ -200,8 +198,13 @@ class Simulation:
         return len(self._names_staying(role))
 
     def _names_staying(self, role: str) -> list[str]:
-        members = self.workers if role == "worker" else self.servers
-        return [name for name in self._alive(role) if not members[name].leaving]
+        return [name for name in self._alive(role) if name not in self._told_to_leave]
+
+    def _tell_to_leave(self, role: str, name: str) -> None:
+        """A process that sleeps hears it when it wakes."""
+        self._told_to_leave.add(name)
+        member = self.workers[name] if role == "worker" else self.servers[name]
+        member.node.run(member.leave)
 
     def _alive(self, role: str) -> list[str]:
         return [name for name in self.world.nodes if name.startswith(role)]

@@ -300,7 +300,8 @@ class SimulatedServer:
             case shard_effects.Capture(version=version, missed=True):
                 self.membership.send(("snapshot lost", self._snapshot, "too late", version))
             case shard_effects.Capture(version=version):
-                record = (self._snapshot, version, held.master, self._clocks(index))
+                kept = held.wire[version] if index in self.job.buffer_shards else held.master
+                record = (self._snapshot, version, kept, self._clocks(index))
                 if self._codec_states is None or not self._codec_states.awaited(index, version, record):
                     self._write(index, record, {})
             case shard_effects.Gather():

@@ -12,7 +12,7 @@ from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
 from rallypoint.net.channel import Channel
 from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.handshake import Identity
+from rallypoint.net.handshake import Credentials
 from rallypoint.net.messages import Refused, expect
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
@@ -74,7 +74,7 @@ class ServerLink:
     """
 
     def __init__(
-        self, *, transport: Transport, server: Member, me: str, token: str, window: int, receiver: Receiver,
+        self, *, transport: Transport, server: Member, credentials: Credentials, window: int, receiver: Receiver,
         view: Callable[[], ViewNumber], tracer: Tracer,
     ) -> None:  # fmt: skip
         self.server = server
@@ -87,7 +87,7 @@ class ServerLink:
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
         self._dialer = Dialer(
-            transport=transport, peer=server, me=Identity("worker", me, token), tracer=tracer,
+            transport=transport, peer=server, credentials=credentials, tracer=tracer,
             calls=Calls(view, self._up, self._receive_all, self._down, self._failed),
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rallypoint.config import JobConfig
 from rallypoint.core.view import Member, ViewNumber
+from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Transport, share_of
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.link import Receiver, ServerLink
@@ -16,11 +17,15 @@ from rallypoint.worker.exchange.link import Receiver, ServerLink
 class Context:
     """What an exchange needs from its process."""
 
-    me: str
-    token: str
+    credentials: Credentials
     transport: Transport
     tracer: Tracer
     say: Callable[[str], None]
+
+    @property
+    def me(self) -> str:
+        """This worker's name."""
+        return self.credentials.me.id
 
 
 class Links:
@@ -45,7 +50,7 @@ class Links:
             link.limit_in_flight(share)
         for server in servers:
             link = self._links[server.id] = ServerLink(
-                transport=self._context.transport, server=server, me=self._context.me, token=self._context.token,
+                transport=self._context.transport, server=server, credentials=self._context.credentials,
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
             )  # fmt: skip
             link.limit_in_flight(share)

@@ -133,7 +133,7 @@ class Job:
             self._record = record
         self._link.send(Propose(record))
         self._wait_for_view()
-        context = Context(self.id, self._token, self._transport, self._tracer, self._report_wait)
+        context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
         exchange = Exchange(record.layout, config, context, pinned=pinned)
         with self._changed:
             self._exchange = exchange

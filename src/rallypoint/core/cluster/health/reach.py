@@ -11,8 +11,8 @@ first, a worker before a server.
     s0 cannot reach s1                  the one that the job can do without
 
 A worker set apart is given up; it comes back at once and stands by. A server set apart keeps what it holds until its
-shards are elsewhere; if the stall lasts and the job can go on without it (from a snapshot, if need be), it is given up
-too. Both take part again when nobody has missed them for ten heartbeats.
+shards are elsewhere; if the stall lasts, no more of them move and the job can go on without it (from a snapshot, if
+need be), it is given up too. Both take part again when nobody has missed them for ten heartbeats.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Reach:
     _hung: dict[str, int] = field(default_factory=dict)  # worker set apart for hanging -> its activity by then
     _rises: deque[float] = field(default_factory=lambda: deque(maxlen=_STEPS))
     _risen: tuple[int, float] = (-1, 0.0)  # the furthest step, and when it was first reported
+    _to_move: dict[str, int] = field(default_factory=dict)  # server set apart -> its shards that no other server has
     _calm: float = 0.0  # do not look before this time: the last remedy has to work first
 
     # ---- what is heard ----
@@ -77,7 +78,7 @@ class Reach:
 
     def forget(self, member: str) -> None:
         """Drop what is known of a process that is gone."""
-        for known in (self._beats, self._moved):
+        for known in (self._beats, self._moved, self._to_move):
             known.pop(member, None)
         self._reported.discard(member)
 
@@ -95,11 +96,27 @@ class Reach:
             return []  # it will have waited as long in a moment, and may miss the same peer
         waiting = {worker for worker, seconds in waited.items() if seconds >= patience}
         pairs = self._pairs(waiting)
+        if pairs and self._shards_move(pairs):
+            self._calm = now + patience
+            return []
         cases = self._cover(pairs) if pairs else self._hanging(waiting)
         if cases:
-            self._calm = now + STALLED * course.terms.heartbeat
+            self._calm = now + patience
             self._trouble |= {case.member: now for case in cases}
+            self._to_move |= {case.member: self._held_alone(case.member) for case in cases}
         return cases
+
+    def _shards_move(self, pairs: Pairs) -> bool:
+        """True if a server in `pairs` hands its shards over: it holds fewer of them alone than at the last look."""
+        before = dict(self._to_move)
+        for server in {member for pair in pairs for member in pair} & self.course.members.apart & before.keys():
+            self._to_move[server] = self._held_alone(server)
+        return any(left < before[server] for server, left in self._to_move.items())
+
+    def _held_alone(self, server: str) -> int:
+        """The number of shards that would be lost with this server."""
+        assert self.course.view is not None
+        return len(set(self.course.view.shards_of(server)) - self.course.views.caught_up)
 
     def sound(self) -> list[str]:
         """The members that were set apart, and that nobody has missed for long enough. They take part again."""
@@ -115,6 +132,7 @@ class Reach:
         for member in sound:
             del self._trouble[member]
             self._hung.pop(member, None)
+            self._to_move.pop(member, None)
         return sound
 
     # ---- pairs ----

@@ -17,7 +17,6 @@ from rallypoint.core.cluster.membership import Membership
 FEW = 4  # at most one member in so many is heard: the coordinator presumes itself cut off
 LIVING_S = 60.0  # seconds for which members go on without a coordinator; then they end by themselves
 RETURN_S = 3.0  # after a cut, TCP may wait so long before it tries again: members that come back need that time
-FRESH_S = 2.0  # a reset so soon after a sign of life comes from a dead process (TCP gives up after 3 s at the earliest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class Silence:
             self.cut_off, self._patient_until = False, now + max(self.heartbeat, RETURN_S)
             heard = everybody - len(quiet)
             said = f"{heard} of {everybody} members are heard again: the coordinator is no longer cut off"
-        gone = [] if lonely else [(id, why) for id, why in resets.items() if members.heard_within(id, now, FRESH_S)]
+        gone = [] if lonely else list(resets.items())
         dead = frozenset(id for id, _ in gone)
         if now >= self._patient_until:
             gone += [(id, _why(seconds)) for id, seconds in silent]

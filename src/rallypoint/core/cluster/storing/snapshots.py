@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Capture, Commit, Effect, Hold, Say
-from rallypoint.core.cluster.snapshot_duty import SnapshotDuty, SnapshotInProgress
 from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
 
 _NO_FIRST = (
     "version 0 is not stored, so the job computes without a snapshot to go back to: until one is stored, a loss of "
@@ -123,6 +123,13 @@ class Snapshots:
             "wait: make room, it is tried again. Ctrl-C ends the job without it; scripts then go on, and may save the "
             "model"
         )]  # fmt: skip
+
+    @property
+    def awaited_at_the_end(self) -> str:
+        """A phrase for what the job's end waits for, when all workers have the last version and it is not stored."""
+        if self.duty.held:
+            return f"room for the last version, which {self.holders} hold (Ctrl-C ends the job without it)"
+        return f"a snapshot of the last version, which {self.holders} hold"
 
     @property
     def holders(self) -> str:

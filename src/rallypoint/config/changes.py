@@ -1,0 +1,99 @@
+"""The settings that may change when a job goes on from a snapshot, and the job's record with the changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from rallypoint.config.resolve import merged, parse, record_of
+from rallypoint.config.tree import JobConfig
+from rallypoint.core.job import JobRecord
+from rallypoint.errors import ConfigError
+
+_SAMPLES = "it decides which samples every step takes, and the steps before the snapshot have taken theirs"
+_LAYOUT = "the snapshot's shards are cut by it"
+_MODE = "a snapshot can only go on in the mode in which it was taken"
+_FIXED = {
+    "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES,
+    "shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT,
+    "codec": "what workers have not sent yet is in the snapshot, as this codec keeps it",
+    "sync": _MODE, "optimizer.type": "the snapshot holds the state of this optimizer", "sync.outer.type": _MODE,
+    "optimizer.initial_accumulator_value": "it is for the first step, which the job has made",
+    "table_std": "it is for the tables' first values, which the job has made",
+}  # fmt: skip
+_FREE = ("sync.outer",)  # within a fixed part
+
+
+class Change(msgspec.Struct, frozen=True):
+    """A setting that differs from the one in the snapshot: ``Change("optimizer.lr", 0.001, 0.0001)``."""
+
+    key: str
+    before: Any
+    after: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} is {_shown(self.after)} (it was {_shown(self.before)})"
+
+
+def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int) -> tuple[JobRecord, list[Change]]:
+    """Return the record of a job that goes on from a snapshot of `version` with these settings, and what they change.
+
+    `overrides` are nested, as `overrides_from` returns them; those that say what the record says change nothing. Raises
+    ConfigError for a setting that cannot change any more, or that makes no sense.
+    """
+    # An earlier version of the package may have known fewer settings
+    before = parse(merged(msgspec.to_builtins(JobConfig()), record.config))
+    config = parse(merged(msgspec.to_builtins(before), overrides))
+    changes = list(_differences(msgspec.to_builtins(before), msgspec.to_builtins(config)))
+    for change in changes:
+        if why := _why_not(change, config):
+            was, wanted = _shown(change.before), _shown(change.after)
+            raise ConfigError(f"{change.key} is {was} and cannot become {wanted}: {why}")
+    steps = config.steps_at(version)
+    if changes and config.rounds <= version:
+        raise ConfigError(f"steps is {config.steps}, but the job has made {steps} already: use a higher number")
+    if not changes:
+        return record, []
+    new = record_of(config, record.layout, record.frozen, data=record.data, tied=record.tied)
+    # As if it came from a worker (lists for tuples): members compare configurations
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(new), type=JobRecord), changes
+
+
+def _why_not(change: Change, config: JobConfig) -> str:
+    """Return why a setting cannot change when a job goes on; "" if it can."""
+    if config.own_optimizer and change.key.startswith("optimizer"):
+        return "workers step the script's own optimizer, so this setting has no effect: change it in the script"
+    if change.key == "steps" and config.staggered:
+        return "rounds are staggered, and which shards the snapshot has at which version depends on it"
+    parts = change.key.split(".")
+    path = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    reasons = [_FIXED[key] for key in path if key in _FIXED]
+    free = any(key in _FREE for key in path) and change.key not in _FIXED
+    return "" if free or not reasons else reasons[-1]
+
+
+def _differences(before: Any, after: Any, path: str = "") -> Iterator[Change]:
+    """Yield the changes, each as deep as both sides have parts: ``optimizer.lr``, not all of ``optimizer``."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping) and before.get("type") == after.get("type"):
+        for key in sorted(before.keys() | after.keys()):
+            yield from _differences(before.get(key), after.get(key), f"{path}.{key}" if path else key)
+    elif isinstance(before, Mapping) and isinstance(after, Mapping) and not path.endswith(".lr"):
+        yield Change(f"{path}.type", before.get("type"), after.get("type"))
+    elif _plain(before) != _plain(after):
+        yield Change(path, before, after)
+
+
+def _plain(value: Any) -> Any:
+    """Return the value with lists for tuples: one side may have come over the network."""
+    return [_plain(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping) and "type" in value:
+        rest = ", ".join(f"{key}={_shown(part)}" for key, part in value.items() if key != "type")
+        return f"{value['type']}({rest})"
+    return str(value)

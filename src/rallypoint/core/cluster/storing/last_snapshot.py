@@ -1,0 +1,93 @@
+"""A job that fails ends with a snapshot of the last version that its servers hold, if there is one to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rallypoint.core.cluster import events
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.effects import Abort, Commit, Effect, Hold, Say
+from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.storing.snapshots import Snapshots
+from rallypoint.core.modes import Feature
+
+PATIENCE_S = 10.0  # for the last contributions to be applied, and
+SLOWEST = 50e6  # bytes per second for each server's part: a slower store gets no last snapshot
+_STATE = 12  # bytes a word: the master and two moments
+
+
+@dataclass(slots=True)
+class LastSnapshot:
+    """The end of a job that cannot go on.
+
+        begin -> phase FAILING, Capture -> all parts stored, Commit -> committed -> Abort
+              \\-> Abort, if there is nothing to store      \\-> a writer is lost, too late, released -> Abort
+
+    No version can follow the one that the servers hold, because the failed member's contributions do not come. Which
+    version that is, is not certain: the servers' reports may be on their way. So a shard that is past the version asked
+    for names its own, and that one is asked for.
+    """
+
+    course: Course
+    snapshots: Snapshots
+    _word: Abort | None = None
+    _writers: frozenset[str] = frozenset()
+    _until: float = 0.0
+
+    def begin(self, member: str, reason: str) -> list[Effect]:
+        """`member` has failed: take the last snapshot, or end the job at once if there is none to take."""
+        course, word = self.course, Abort(f"{member}: {reason}")
+        version = max(course.furthest, course.applied + 1)
+        writers = self._who_stores(member) if self._may_store(member) else []
+        if not writers or version <= self.snapshots.duty.last[0]:
+            return course.end(word)
+        self._word, self._writers, course.phase = word, frozenset(writers), Phase.FAILING
+        assert course.record is not None
+        self._until = course.now + PATIENCE_S + course.record.layout.words * _STATE / len(writers) / SLOWEST
+        said = Hold(f"{member} has failed; the newest version is stored before the job ends (Ctrl-C ends it now)")
+        return [said, *self.snapshots.capture(version, writers)]
+
+    def handle(self, event: events.Event) -> list[Effect]:
+        """Take one event of the phase FAILING; return the effects."""
+        course, duty = self.course, self.snapshots.duty
+        match event:
+            case events.Tick(now=now):
+                course.now = now
+                return self.end() if now > self._until else []
+            case events.Captured(snapshot=snapshot, shards=shards) if taking := duty.under_way(snapshot):
+                return [Commit(snapshot, taking.version)] if duty.stored(shards, course.now) else []
+            case events.SnapshotLost(snapshot=snapshot, passed=passed) if taking := duty.under_way(snapshot):
+                if passed > taking.version:
+                    return self.snapshots.capture(passed, sorted(self._writers))
+                return [Say(f"snapshot {snapshot} could not be taken: {event.reason}"), *self.end()]
+            case events.Committed(snapshot=snapshot) if duty.under_way(snapshot):
+                duty.complete(course.now)
+                return self.end()
+            case events.Released():
+                return self.end()
+            case events.Left(member=member) | events.Unlinked(member=member) if member in self._writers:
+                return self.end()
+            case _:
+                return []
+
+    def end(self) -> list[Effect]:
+        """End the job with the failure that it has."""
+        assert self._word is not None
+        return self.course.end(self._word)
+
+    def _may_store(self, member: str) -> bool:
+        """True if all shards come to rest at one version, and the servers alone can store it."""
+        course = self.course
+        if course.phase is not Phase.RUNNING or not course.terms.snapshots or not course.begun:
+            return False
+        if course.record is None or course.view is None or Feature.CODEC_STATE in course.record.features:
+            return False  # codec states before a version are gone once a worker computes from it
+        # A server fails a step when the others may have applied it, unless they decide together
+        return member in course.members.workers or Feature.CLIP in course.record.features
+
+    def _who_stores(self, member: str) -> list[str]:
+        course = self.course
+        assert course.view is not None
+        servers = [server.id for server in course.view.servers]
+        writers = [writer for writer in course.recovery.writers(servers, course.computing()) if writer != member]
+        return writers if course.members.awaited.isdisjoint(writers) else []

@@ -1,0 +1,1 @@
+"""What commands do that are more than one call."""

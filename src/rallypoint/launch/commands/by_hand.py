@@ -1,0 +1,177 @@
+"""The roles of a job as commands: how they start, and the lines that they print when no launcher has started them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from rallypoint.config.changes import Change, changed_record
+from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
+from rallypoint.launch import environment
+from rallypoint.launch.console import RunConsole
+from rallypoint.launch.folder import Where, token_file
+from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.launch.plan import Launch, join_info_of, terms_of
+from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.member import CoordinatorLink, Handlers
+from rallypoint.net.messages import Aborted, Finished, Message
+from rallypoint.net.tcp import TcpTransport
+from rallypoint.store.snapshots import SnapshotStore
+
+if TYPE_CHECKING:
+    from rallypoint.server.service import ServerService
+
+FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
+_LAST_WORD_S = 2.0  # seconds in which the end of the job may arrive at the console
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+
+def decoded(text: str, kind: type[_T], option: str) -> _T:
+    """Return the struct that an option's JSON describes. Raises ConfigError for an unknown key or a wrong value."""
+    try:
+        data = msgspec.json.decode(text, type=dict[str, Any])
+        unknown = [key for key in data if key not in kind.__struct_fields__]
+        if unknown:
+            raise ConfigError(f"{option}: there is no {unknown[0]}{meant(unknown[0], kind.__struct_fields__)}")
+        return msgspec.convert(data, kind)
+    except msgspec.DecodeError as error:  # (a ValidationError is one)
+        raise ConfigError(f"{option} cannot be read: {error}") from None
+
+
+def described(plan: Launch) -> tuple[Terms, JoinInfo]:
+    """Return what the coordinator of such a cluster needs to know. With no folder it keeps no journal."""
+    about = msgspec.convert(join_info_of(plan), JoinInfo)
+    local = bool(plan.snapshots) and "://" not in plan.snapshots
+    about = msgspec.structs.replace(
+        about, folder=about.folder if plan.folder else "",
+        snapshots=str(Path(plan.snapshots).resolve()) if local else plan.snapshots,
+    )  # fmt: skip
+    return msgspec.convert(terms_of(plan), Terms), about
+
+
+def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str, resume: str) -> int:
+    """Run the coordinator of one job to its end. Returns the exit status.
+
+    Without a launcher it shows the job's progress, and the token if it had to make one.
+    """
+    by_hand = not hold_lifeline()
+    given = os.environ.get(environment.TOKEN, "")
+    token = given or new_token()  # on loopback too: other users of this machine can connect
+    if about.folder:
+        Path(about.folder).mkdir(parents=True, exist_ok=True)
+    start, changes = None, list[Change]()
+    if resume:
+        manifest = SnapshotStore(about.snapshots).load(resume)
+        record, changes = changed_record(manifest.job, about.overrides, manifest.version)
+        start = (record, manifest.id, manifest.version)
+    service = CoordinatorService(
+        terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
+        transport=TcpTransport(),
+    )  # fmt: skip
+    service.start()
+    for change in changes:
+        service.say(f"going on from {resume} with another setting: {change}")
+    with contextlib.ExitStack() as stack:
+        stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
+        _announce(service.address)
+        where = Where(service.address, token)
+        if not given:
+            print(stack.enter_context(token_file(Path(about.folder or "."), where)), flush=True)
+        if by_hand:
+            servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
+            print(f"waiting for {servers} and {workers}", flush=True)
+            told = stack.enter_context(_shown(where))
+        failure = service.wait()
+        if by_hand:
+            told.wait(_LAST_WORD_S)
+    if by_hand and failure is not None:
+        print(f"failed: {failure}", flush=True)
+    return 0 if failure is None else FAILED
+
+
+def run_server(service: ServerService, coordinator: str) -> int:
+    """Run one server to the end of its job. Returns the exit status. On SIGTERM it hands its shards over and ends."""
+    by_hand = not hold_lifeline()
+    signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
+    service.start()
+    try:
+        if by_hand:
+            where = f"listens at {service.address} and has joined the job at {coordinator}"
+            print(f"{service.id} {where}; it waits for its part of the parameters", flush=True)
+        failure = service.wait()
+    finally:
+        service.close()
+    if by_hand:
+        print(f"{service.id}: " + ("the job is over" if failure is None else f"the job failed: {failure}"), flush=True)
+    return 0 if failure is None else FAILED
+
+
+def start_worker(script: Path, arguments: Sequence[str], *, coordinator: str, id: str, threads: int) -> None:
+    """Replace this process by ``python SCRIPT``, which joins the job at `coordinator` with `rallypoint.join`."""
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}")
+    name = id or os.environ.get(environment.ID) or f"worker-{os.getpid()}"
+    address = address_of(coordinator)
+    print(f"{name} runs {script} for the job at {address}", flush=True)
+    env = {
+        **os.environ, environment.COORDINATOR: address, environment.ID: name,
+        "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+    }  # fmt: skip
+    os.execve(sys.executable, [sys.executable, str(script), *arguments], env)
+
+
+def address_of(given: str) -> str:
+    """Return the coordinator's address, from an option or the environment. Raises UsageError without one."""
+    if address := given or os.environ.get(environment.COORDINATOR, ""):
+        return address
+    raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
+
+
+def _announce(address: str) -> None:
+    """Tell whoever started us where we listen: through the pipe it gave, else as a line."""
+    fd = os.environ.pop(environment.ANNOUNCE, "")
+    if fd.isdigit():
+        with open(int(fd), "w") as pipe:
+            pipe.write(f"{address}\n")
+    else:
+        print(f"{environment.LISTENS_AT}{address}", flush=True)
+
+
+@contextlib.contextmanager
+def _shown(where: Where) -> Iterator[threading.Event]:
+    """While in the body, show the job's progress. Yields the event that its end has been shown."""
+    console, told = RunConsole(), threading.Event()
+
+    def show(message: Message) -> None:
+        console.show(message)
+        if isinstance(message, Finished | Aborted):
+            told.set()
+
+    link = CoordinatorLink(
+        transport=TcpTransport(), address=where.coordinator, me=Identity("observer", "console", where.token),
+        handlers=Handlers(show, _ended),
+    )  # fmt: skip
+    link.start()
+    try:
+        yield told
+    finally:
+        link.close()
+        console.close()
+
+
+def _ended(error: RallypointError) -> None:
+    """Do nothing: the coordinator closes the observer's link when the job is over."""
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"

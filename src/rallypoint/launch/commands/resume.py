@@ -1,0 +1,72 @@
+"""``rallypoint resume``: from which snapshot a run goes on, and with which settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rallypoint.config.changes import changed_record
+from rallypoint.config.keys import check_keys
+from rallypoint.config.resolve import merged
+from rallypoint.config.values import check_values
+from rallypoint.errors import UsageError
+from rallypoint.launch.folder import refuse_a_finished_run, refuse_a_running_run
+from rallypoint.launch.plan import Launch, parse_workers, read_plan, resized
+from rallypoint.store.snapshots import SnapshotStore
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wishes:
+    """What is to be other than before; "", 0 and nothing: as it was.
+
+    Attributes:
+        workers: ``4`` or ``2:8``.
+        servers: the number of servers.
+        bind, advertise: see `Launch`.
+        settings: nested settings over those of the run.
+    """
+
+    workers: str = ""
+    servers: int = 0
+    bind: str = ""
+    advertise: str = ""
+    settings: Mapping[str, Any]
+
+
+def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
+    """Return the plan with which the run in this folder goes on from its newest usable snapshot.
+
+    `say` gets a sentence about the snapshot, one for each setting that changes, and one for each snapshot that cannot
+    be used. Raises UsageError when the run cannot go on, ConfigError for a setting that cannot change.
+    """
+    plan = read_plan(run)
+    check_keys(wishes.settings)
+    check_values(wishes.settings)
+    refuse_a_running_run(run)
+    if "steps" not in wishes.settings:
+        refuse_a_finished_run(run)
+    if not plan.snapshots:
+        raise UsageError(f"{run} was started with --snapshots none: there is nothing to go on from")
+    manifest = SnapshotStore(plan.snapshots).latest_usable(say)
+    if manifest is None:
+        raise UsageError(f"{run} has no usable snapshot in {plan.snapshots}: start it anew")
+    overrides = merged(plan.overrides, wishes.settings)
+    record, changes = changed_record(manifest.job, overrides, manifest.version)
+    step = min(manifest.version * record.steps_per_round, int(record.config["steps"]))
+    said = [f"from step {step} on, {change}" for change in changes]
+    say(f"going on from step {step}: snapshot {manifest.id}")
+    for sentence in said:
+        say(sentence)
+    plan = msgspec.structs.replace(
+        plan, resume=manifest.id, folder=str(run), bind=wishes.bind or plan.bind,
+        advertise=wishes.advertise or plan.advertise, overrides=overrides,
+        changes=(*plan.changes, *(sentence for sentence in said if sentence not in plan.changes)),
+    )  # fmt: skip
+    if wishes.workers:
+        limits, start = parse_workers(wishes.workers)
+        plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
+    return resized(plan, 0, wishes.servers)

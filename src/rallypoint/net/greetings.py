@@ -1,0 +1,80 @@
+"""The messages of the greeting (`handshake.py`), and what all messages have in common."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from rallypoint.core.typed import LONGEST_TEXT
+from rallypoint.core.view import ViewNumber
+from rallypoint.observe.lines import printable
+
+Secret = Annotated[bytes, msgspec.Meta(max_length=32)]
+
+
+class AnyMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A control message."""
+
+
+class Shown(AnyMessage, frozen=True):
+    """A message whose text people see: it is one line of limited length, without control characters."""
+
+    def __post_init__(self) -> None:
+        for field in ("text", "reason"):
+            if (text := getattr(self, field, None)) is not None:
+                msgspec.structs.force_setattr(self, field, printable(" ".join(text.splitlines()), LONGEST_TEXT))
+
+
+class Challenge(AnyMessage, frozen=True):
+    """The listener's nonce, and who listens: its role (coordinator or server), id ("" for the coordinator) and
+    incarnation (0 for the coordinator)."""
+
+    nonce: bytes
+    role: str = ""
+    id: str = ""
+    incarnation: int = 0
+
+
+class Hello(AnyMessage, frozen=True):
+    """Who connects, and to whom.
+
+    `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
+    coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id,
+    incarnation) of the listener that it means. `nonce` makes the listener's proof good for this connection only.
+    """
+
+    role: str
+    id: str
+    host: str
+    address: str = ""
+    incarnation: int = 0
+    view: ViewNumber = ViewNumber()
+    to: tuple[str, str, int] = ("", "", 0)
+    nonce: bytes = b""
+
+
+class Welcome(AnyMessage, frozen=True):
+    """The listener accepts the connection.
+
+    `overrides` come from the launcher's command line. `folder` is the run's folder for results. `trace` is the range of
+    steps to trace, the end excluded. `snapshots` is the URL of the snapshots. `heartbeat` is how many seconds a member
+    may be silent.
+    """
+
+    overrides: dict[str, Any] = {}
+    folder: str = ""
+    trace: tuple[int, int] = (0, 0)
+    snapshots: str = ""
+    compression: str = "none"
+    heartbeat: float = 3.0
+
+
+class Refused(Shown, frozen=True):
+    """The listener refuses the connection, or ends it. `reason` is a sentence.
+
+    `final`: connecting again would not help.
+    """
+
+    reason: str
+    final: bool = False

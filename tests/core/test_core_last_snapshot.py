@@ -1,0 +1,145 @@
+"""A job that fails stores the newest version that its servers hold, in a bounded time, and then ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from test_core_cluster import _begun, _Job, _of, _record, _terms
+
+from rallypoint.codec.spec import TopK
+from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, Publish, Say
+from rallypoint.core.cluster.events import (
+    Applied,
+    Captured,
+    Committed,
+    Failed,
+    Left,
+    Released,
+    SnapshotLost,
+    Unlinked,
+)
+from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
+from rallypoint.core.policy import AllReduce
+
+WHY = "the loss of replica 0 at step 5 is nan"
+ENDED = [Abort(f"w0: {WHY}")]
+
+
+def at_step_5(**settings: Any) -> _Job:
+    """Steps 0 to 4 are complete, and so is version 5."""
+    job = _begun(_terms(snapshots=True), record=_record(**settings))
+    for step in range(5):
+        job.step(step)
+        job.play(*(Applied(s, step, job.view.generation) for s in ("s0", "s1")))
+    return job
+
+
+def asked(effects: Sequence[Effect]) -> Capture:
+    (capture,) = _of(Capture, effects)
+    assert isinstance(capture, Capture)
+    return capture
+
+
+def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> None:
+    job = at_step_5()
+    effects = job.play(Failed("w0", WHY))
+    capture = asked(effects)
+    assert (capture.version, capture.writers) == (5, ("s0", "s1"))
+    assert [said.text for said in _of(Hold, effects)] == [
+        "w0 has failed; the newest version is stored before the job ends (Ctrl-C ends it now)"
+    ]
+    assert _of(Abort, effects) == []
+    assert job.machine.waiting_for() == "the newest version to be stored"
+    assert _of(Abort, job.store(capture)) == ENDED
+    assert job.machine.phase is Phase.OVER
+
+
+def test_while_it_is_stored_nobody_takes_the_failed_worker_s_replicas() -> None:
+    job = at_step_5()
+    capture = asked(job.play(Failed("w0", WHY)))
+    assert _of(Publish, job.play(Left("w0", "it has ended")) + job.come("w9") + job.tick(100 * PATIENCE_S / 1000)) == []
+    assert job.play(Failed("w1", "the same")) == []
+    assert _of(Abort, job.store(capture)) == ENDED
+
+
+def test_a_shard_that_is_further_names_the_version_that_is_stored_instead() -> None:
+    job = at_step_5()
+    first = asked(job.play(Failed("w0", WHY)))
+    second = asked(job.play(SnapshotLost(first.snapshot, "s1: too late", 6)))
+    assert second.version == 6
+    assert job.play(Captured("s0", first.snapshot, (0,))) == [], "of the snapshot that was given up"
+    assert _of(Abort, job.store(second)) == ENDED
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        (SnapshotLost("", "no space left"), ["could not be taken: no space left"]),
+        (Left("s1", "killed"), []),
+        (Unlinked("s1", "a broken wire"), []),
+        (Released(), []),
+    ],
+)
+def test_what_cannot_be_stored_is_not_waited_for(event: Any, said: list[str]) -> None:
+    job = at_step_5()
+    capture = asked(job.play(Failed("w0", WHY)))
+    if isinstance(event, SnapshotLost):
+        event = SnapshotLost(capture.snapshot, event.reason)
+    effects = job.play(event)
+    assert _of(Abort, effects) == ENDED
+    assert [effect.text.partition(capture.snapshot + " ")[2] for effect in _of(Say, effects)] == said
+
+
+def test_parts_that_never_come_are_waited_for_so_long_only() -> None:
+    job = at_step_5()
+    capture = asked(job.play(Failed("w0", WHY)))
+    assert _of(Abort, job.play(Captured("s0", capture.snapshot, tuple(job.view.shards_of("s0"))))) == []
+    assert _of(Abort, job.tick(PATIENCE_S / 2)) == []
+    assert _of(Abort, job.tick(PATIENCE_S / 2 + 1)) == ENDED
+
+
+def test_a_snapshot_that_is_committed_too_late_changes_nothing() -> None:
+    job = at_step_5()
+    capture = asked(job.play(Failed("w0", WHY)))
+    parts = [Captured(s, capture.snapshot, tuple(job.view.shards_of(s))) for s in capture.writers]
+    assert _of(Commit, job.play(*parts)) == [Commit(capture.snapshot, 5)]
+    assert _of(Abort, job.tick(PATIENCE_S + 1)) == ENDED
+    assert job.play(Committed(capture.snapshot)) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "member"),
+    [
+        (lambda: _begun(_terms()), "w0"),
+        (lambda: _begun(_terms(snapshots=True)), "w0"),
+        (at_step_5, "s0"),
+        (lambda: at_step_5(codec=TopK()), "w0"),
+    ],
+    ids=["no snapshots", "no step since the last", "a server, and others may be further", "codec states"],
+)
+def test_where_there_is_nothing_to_store_the_job_ends_at_once(job: Any, member: str) -> None:
+    made = job()
+    if made.machine.terms.snapshots and made.machine.course.furthest < 1:
+        made.machine._snapshots.duty.last = (made.machine.course.furthest + 1, 1.0)
+    assert _of(Abort, made.play(Failed(member, WHY))) == [Abort(f"{member}: {WHY}")]
+
+
+def test_a_server_that_clips_with_the_others_fails_with_nothing_applied_anywhere() -> None:
+    assert asked(at_step_5(clip=1.0).play(Failed("s0", WHY))).version == 5
+
+
+def test_the_next_coordinator_knows_nothing_of_the_failure_and_goes_on_without_the_worker_that_has_ended() -> None:
+    job = at_step_5()
+    job.play(Failed("w0", WHY))
+    follower = _Job(_terms(snapshots=True), job.machine.state())
+    follower.play(Left("w0", "it has ended"))
+    assert follower.machine.phase is Phase.RUNNING
+    assert set(follower.view.assigned(6)) == {"w1"}
+
+
+def test_workers_that_hold_the_state_store_it_without_the_one_that_failed() -> None:
+    job = at_step_5(sync=AllReduce())
+    assert asked(job.play(Failed("w0", WHY))).writers == ("w1",)

@@ -1,0 +1,156 @@
+"""A cluster whose processes are started one by one, with the commands of docs/usage.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rallypoint.coordinator.service import JoinInfo
+from rallypoint.core.cluster.terms import Terms
+from rallypoint.errors import ConfigError
+from rallypoint.launch.commands.by_hand import decoded, described
+from rallypoint.launch.options import CoordinatorOptions
+from rallypoint.testing.programs import Program, run_program
+
+pytestmark = pytest.mark.programs
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "usage.md"
+SCRIPT = """
+import torch, rallypoint as rp
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+with rp.join() as job:
+    for micro in job.train(model, data, replicas=2, batch=4, steps=6):
+        with micro:
+            micro.backward(model(micro.batch[0]).square().mean())
+"""
+ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "200"}
+
+
+def documented() -> list[list[str]]:
+    """The arguments of each command in the section's first block."""
+    section = DOCUMENT.read_text().partition("\n## A cluster by hand\n")[2]
+    block = section.partition("```bash\n")[2].partition("```")[0]
+    return [shlex.split(line)[1:] for line in block.splitlines() if line.startswith("rallypoint ")]
+
+
+class Members:
+    """Programs that were started by hand, and what each prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: dict[str, Program] = {}
+
+    def start(self, name: str, arguments: list[str]) -> None:
+        self.started[name] = Program(
+            ["-m", "rallypoint.cli", *arguments], self.folder / name, {**ENV, "RALLYPOINT_ID": name}, self.folder
+        )
+
+    def said(self, name: str) -> str:
+        file = self.folder / name
+        return file.read_text() if file.exists() else ""
+
+    def until(self, name: str, pattern: str) -> str:
+        """Wait until `name` has printed the pattern. Returns its first group."""
+        deadline = time.monotonic() + 60.0
+        while (found := re.search(pattern, self.said(name))) is None:
+            assert self.started[name].poll() is None, self.said(name)
+            assert time.monotonic() < deadline, f"{name} printed only {self.said(name)!r}"
+            time.sleep(0.01)
+        return found.group(1)
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    made = Members(tmp_path)
+    yield made
+    for program in made.started.values():
+        program.kill()
+        program.wait()
+
+
+def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members: Members) -> None:
+    coordinator, *others = documented()
+    assert [arguments[0] for arguments in (coordinator, *others)] == ["coordinator", *["server"] * 2, *["worker"] * 2]
+    local = {"10.0.0.7:4700": "127.0.0.1:0", "/shared/run": str(members.folder / "snapshots")}
+    members.start("coordinator", [local.get(word, word) for word in coordinator])
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.until("coordinator", r"\n(waiting for 2 servers and 2 workers)\n")
+    for number, arguments in enumerate(others):
+        place = {"10.0.0.7:4700": address, "10.0.0.8:0": "127.0.0.1:0", "10.0.0.9:0": "127.0.0.1:0"}
+        members.start(f"{arguments[0]}-{number}", [place.get(word, word) for word in arguments])
+    for name, program in members.started.items():
+        assert program.wait(120.0) == 0, f"{name}: {members.said(name)}"
+    assert "done: 6 steps, 48 samples in " in members.said("coordinator")
+    assert "a token for this test" not in members.said("coordinator")
+    for name in ("server-0", "server-1"):
+        joined, over = members.said(name).splitlines()
+        assert re.fullmatch(rf"{name} listens at 127.0.0.1:\d+ and has joined the job at {address}; it .*", joined)
+        assert over == f"{name}: the job is over"
+    for name in ("worker-2", "worker-3"):
+        assert members.said(name).splitlines() == [
+            f"{name} runs train.py for the job at {address}",
+            f"{name} has joined the job at {address}; it waits for the other members",
+            f"{name}: the job is over",
+        ]
+    assert (members.folder / "run" / "events.jsonl").exists()
+    assert list((members.folder / "snapshots").glob("step-00000006-*"))
+
+
+def test_a_worker_by_hand_that_is_told_to_go_says_that_it_has_left(members: Members) -> None:
+    (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
+    members.start("coordinator", ["coordinator", "--workers", "1:2"])
+    address = members.until("coordinator", r"listens at (\S+)\n")
+    members.start("server0", ["server", "--coordinator", address])
+    for name in ("w0", "w1"):
+        members.start(name, ["worker", "--coordinator", address, "train.py"])
+    members.until("coordinator", r"(step \d+/)")
+    members.started["w1"].send_signal(signal.SIGTERM)
+    assert members.started["w1"].wait(60.0) == 0
+    assert members.said("w1").splitlines()[-1] == "w1 has left the job"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"wrokers_max": 2}', "--terms: there is no wrokers_max: did you mean workers_max?"),
+        ('{"servers": "two"}', "--terms cannot be read: Expected `int`, got `str` - at `$.servers`"),
+        ("{", "--terms cannot be read: Input data was truncated"),
+        ("[]", "--terms cannot be read: Expected `object`, got `array`"),
+    ],
+)
+def test_terms_that_make_no_sense_are_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        decoded(text, Terms, "--terms")
+    assert str(error.value) == sentence
+
+
+def test_the_options_of_a_coordinator_by_hand_are_those_of_a_run() -> None:
+    options = CoordinatorOptions(workers="2:8", servers=3, snapshots="memory://x", sets=["steps=5"])
+    terms, about = described(options.plan([], folder=""))
+    assert (terms.workers_start, terms.workers_min, terms.workers_max, terms.servers) == (2, 2, 8, 3)
+    assert about == JoinInfo(overrides={"steps": 5}, snapshots="memory://x")
+
+
+def test_the_commands_are_in_the_help(tmp_path: Path) -> None:
+    status, text = run_program(["-m", "rallypoint.cli", "--help"], tmp_path / "output", env=ENV)
+    assert status == 0
+    group = text.partition("A cluster by hand")[2]
+    assert all(f"│ {name} " in group for name in ("coordinator", "server", "worker"))
+
+
+@pytest.mark.parametrize("arguments", [["server"], ["worker", "x.py"]])
+def test_without_an_address_it_says_how_to_give_one(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "x.py").touch()
+    status, text = run_program(["-m", "rallypoint.cli", *arguments], tmp_path / "output", env=ENV, cwd=tmp_path)
+    assert status == 1
+    assert text == "error: which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR\n"
