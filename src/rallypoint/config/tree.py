@@ -11,7 +11,7 @@ import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
 from rallypoint.core.layout import SHARD_BYTES, Role
-from rallypoint.core.modes import Clock, Contribution, Feature, ModeTraits, Pace, describe
+from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Optimizer
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule
@@ -196,6 +196,17 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Stopping needs no decision: a worker sees its own loss before it pushes anything of that replica.
         """
         return self.mode.pace is Pace.ROUNDS and (self.clips_on_servers or self.nonfinite == "skip")
+
+    @property
+    def overlaps(self) -> bool:
+        """True if a step's forward pass may begin before all of its version is here, as far as these settings say.
+
+        It needs replicas that read nothing but that version, which servers hold: no parameters or optimizers of their
+        own, no clocks of their own, no codec states that may be on their way to a worker.
+        """
+        mode, states = self.mode, any(has_state(codec) for codec in self.codecs)
+        gradients = mode.contribution is Contribution.GRADIENT and mode.pace is Pace.ROUNDS
+        return self.overlap and gradients and mode.holder is Holder.SERVERS and not states
 
     @property
     def codecs(self) -> tuple[CodecSpec, ...]:

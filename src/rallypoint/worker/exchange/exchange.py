@@ -75,7 +75,7 @@ class Exchange:
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
         self._optimizer = optimizer_state(config)
         self.replica = ReplicaPushes(layout, locked, self._pushes, self._links)
-        self.forward = ForwardVersion(locked, self._links, self._where_missing)
+        self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
         self.arrivals = Arrivals(
             layout, config.replicas, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows

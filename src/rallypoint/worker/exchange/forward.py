@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from rallypoint.core.layout import Layout, forward_ranks
 from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
+from rallypoint.worker.exchange.pushes import Pushes
 
 
 class ForwardVersion:
@@ -17,17 +19,27 @@ class ForwardVersion:
         waited: seconds that the forward pass in progress has waited for shards.
     """
 
-    def __init__(self, locked: LockedShell, links: Links, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, describe: Callable[[], str]
+    ) -> None:
         """`describe` says what the main thread waits for, as a phrase."""
         self.waited = 0.0
-        self._locked, self._links, self._describe = locked, links, describe
+        self._locked, self._pushes, self._links, self._describe = locked, pushes, links, describe
         machine = locked.machine
         self._machine = machine if isinstance(machine, OverlapMachine) else None
+        if self._machine is not None:
+            pushes.ranks = forward_ranks(layout)
 
     @property
     def possible(self) -> bool:
         """True if forward passes may begin early in this job."""
         return self._machine is not None
+
+    def learn(self, order: Sequence[int]) -> None:
+        """A forward pass needed the shards in this order: from now on contributions are sent in it (Jayarajan et al.,
+        2019: Priority-based Parameter Propagation; Peng et al., 2019: ByteScheduler)."""
+        ranks = {shard: rank for rank, shard in enumerate(order)}
+        self._pushes.ranks = [ranks[shard] for shard in range(len(ranks))]
 
     def allow(self, allowed: bool) -> None:
         """Allow (or not) that `Exchange.next_action` begins the next step before all of its version is here."""

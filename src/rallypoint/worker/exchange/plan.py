@@ -8,7 +8,6 @@ from __future__ import annotations
 from rallypoint.codec.spec import Raw
 from rallypoint.config import JobConfig, cadence_of, codec_of
 from rallypoint.core.layout import Layout
-from rallypoint.core.modes import Contribution, Holder, Pace
 from rallypoint.core.worker.factory import WorkerPlan
 
 
@@ -19,17 +18,8 @@ def worker_plan(config: JobConfig, layout: Layout, codec_state_shards: tuple[int
         shards=len(shards), rounds=config.rounds, mode=config.mode,
         buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
         cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards, presum=_presum(config, layout),
-        overlaps=_overlaps(config, layout) and not codec_state_shards,
+        overlaps=config.overlaps and not layout.tables,  # rows of tables are pulled at a version that exists everywhere
     )  # fmt: skip
-
-
-def _overlaps(config: JobConfig, layout: Layout) -> bool:
-    """True if replicas read nothing but the step's version, which servers hold, while their forward pass runs.
-
-    Rows of tables are pulled at a version that must exist everywhere; a codec's state may be on its way to this worker.
-    """
-    gradients = config.mode.contribution is Contribution.GRADIENT and config.mode.pace is Pace.ROUNDS
-    return config.overlap and gradients and config.mode.holder is Holder.SERVERS and not layout.tables
 
 
 def _presum(config: JobConfig, layout: Layout) -> tuple[frozenset[int], int, int]:

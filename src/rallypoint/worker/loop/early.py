@@ -49,7 +49,7 @@ class EarlyForward:
         self._parts_in = [parts.tensors.parts_in(shard) for shard in layout.shards]
         self._scratch = torch.empty(min(_PIECE, layout.words), device=parts.tensors.device)
         self._starts = self._runs = False
-        self._in_model: set[int] = set()  # the shards that the model holds of the version
+        self._in_model: dict[int, None] = {}  # the shards that the model holds of the version, in the order of need
         self._buffers: list[torch.Tensor] = []  # the buffers' values in the version
         self._why_not: str | None = None  # why no forward pass may begin early; None: not looked yet
         self._said = False
@@ -89,7 +89,7 @@ class EarlyForward:
             return
         self._starts, self._runs = False, True
         if self._buffer_shards:
-            self._in_model.update(self._forward.take(self._buffer_shards))
+            self._in_model.update(dict.fromkeys(self._forward.take(self._buffer_shards)))
             for placed in self._tensors.buffers:
                 placed.tensor.copy_(placed.of(self._parts.exchange.buffer))
         self._buffers = [placed.tensor.clone() for placed in self._tensors.buffers]
@@ -114,6 +114,7 @@ class EarlyForward:
         self._install(self._all)
         self._synchronize()
         self._forward.installed()
+        self._forward.learn(list(self._in_model))
         self._end()
         self._versions.completed(self._buffers)
         return True
@@ -122,7 +123,7 @@ class EarlyForward:
         """Give up the forward pass: the model holds the version before again."""
         self._starts = False
         if self._runs:
-            self._swap(sorted(self._in_model.difference(self._buffer_shards)))
+            self._swap([shard for shard in self._in_model if shard not in self._buffer_shards])
             self._synchronize()
             self._end()
             self._versions.restore_buffers()
@@ -148,7 +149,7 @@ class EarlyForward:
         if left := [shard for shard in shards if shard not in self._in_model]:
             with self._parts.tracer.span("install", shards=len(left)):
                 self._swap(self._forward.take(left))
-                self._in_model.update(left)
+                self._in_model.update(dict.fromkeys(left))
 
     @torch.no_grad()
     def _swap(self, shards: Sequence[int]) -> None:
