@@ -220,7 +220,7 @@ class ServerLink:
         with self._lock:
             self._channel = None
             waiting, self._waiting = self._waiting, []
-        for one in waiting:
+        for one in sorted(waiting):
             one.sent()
 
     def _receive_all(self, channel: Channel) -> None:
