@@ -176,6 +176,20 @@ def test_a_backup_that_is_filled_in_the_middle_of_a_decision_gets_the_choice_wit
     assert _sum_of(pair.backup, 0, [0, 1, 2, 3]) == (3, 1)
 
 
+def test_a_choice_survives_a_second_promotion_before_its_contributions_have_come_again() -> None:
+    first = _caught_up(3)
+    first.push(0, 3, 2, 0)
+    first.deliver()  # some servers have its norm; now it dies
+    second = _Pair(3)
+    second.primary = first.backup
+    second.at(Assigned(primary=True, backup=True, fresh=True))
+    second.push(0, 0)  # one has come again
+    assert second.at(FillBackup()) == [Choose(0, (3, 2, 0)), Fill(0)]
+    second.deliver()
+    second.backup.handle(PROMOTED)
+    assert _sum_of(second.backup, 0, [0, 1, 2, 3]) == (3, 2, 0)
+
+
 def test_a_choice_that_was_lost_with_the_link_is_told_again_with_the_state() -> None:
     pair = _caught_up()
     pair.push(0, 2, 0)

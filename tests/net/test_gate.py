@@ -21,7 +21,7 @@ from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, Identity, introdu
 from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Hello, Welcome, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
-from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
+from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport, split_address
 from rallypoint.net.transport import Connection, Listener
 from rallypoint.testing.contracts.transports import receive
 
@@ -197,6 +197,35 @@ def test_without_descriptors_strangers_are_turned_away_and_the_gate_goes_on(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     joins(knock(door, opened))
     assert "file descriptors" in caplog.text
+
+
+def test_whoever_comes_after_a_shortage_of_descriptors_is_let_in(
+    door: Door, opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system says EMFILE while nobody waits: that is no reason to turn the next one away."""
+    short, refuse = threading.Event(), TcpListener._refuse_one
+
+    def noticed(self: TcpListener) -> None:
+        short.set()
+        refuse(self)
+
+    monkeypatch.setattr(TcpListener, "_refuse_one", noticed)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    first = opened.enter_context(socket.socket())
+    first.settimeout(PATIENCE_S)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 256), hard))
+    full: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                full.append(os.dup(first.fileno()))
+        first.connect(split_address(door.address))  # takes the descriptor of the `accept` that waits
+        assert short.wait(PATIENCE_S)
+    finally:
+        for fd in full:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    joins(knock(door, opened))
 
 
 def test_an_error_of_a_listener_that_is_not_closed_does_not_end_the_gate(

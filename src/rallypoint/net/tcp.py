@@ -12,6 +12,7 @@ import errno
 import ipaddress
 import math
 import os
+import select
 import socket
 import struct
 import threading
@@ -154,8 +155,13 @@ class TcpListener:
                 time.sleep(_PAUSE_S)  # also an error of a connection that is gone, or of the network: it passes
 
     def _refuse_one(self) -> None:
-        """Use the spare descriptor to close the connection that waits first. There is one: `accept` found it."""
+        """Use the spare descriptor to close the connection that waits first, if there is one.
+
+        The system says that there are no descriptors before it looks whether anybody waits.
+        """
         with self._lock:
+            if not self._somebody_waits():
+                return
             if self._spare is not None:
                 os.close(self._spare)
             try:
@@ -168,6 +174,11 @@ class TcpListener:
                 pass
             finally:
                 self._spare = _descriptor()
+
+    def _somebody_waits(self) -> bool:
+        waits = select.poll()
+        waits.register(self._socket, select.POLLIN)
+        return bool(waits.poll(0))
 
     def close(self) -> None:
         self._closed = True

@@ -40,6 +40,7 @@ from rallypoint.core.shard.effects import (
     Abandon,
     Apply,
     CaughtUp,
+    Choose,
     Drop,
     Effect,
     Fill,
@@ -290,9 +291,10 @@ class ShardMachine:
             effects += self._finish()
         self.replication.filled()
         if self.chooses and (self._choice.pending or self.awaiting):
-            # first: with the state it may be promoted
             effects.append(self._choice.tell(self.version, self._sum.contributions))
-        return [*effects, Fill(self.version)]
+        elif self.chosen:
+            effects.append(Choose(self.version, self.chosen))  # an earlier primary has told its norm perhaps
+        return [*effects, Fill(self.version)]  # after the choice: with the state the backup may be promoted
 
     def _acknowledged(self, event: events.Acked) -> list[Effect]:
         if not (self.primary and self.replication.replicating) or event.version > self.version:

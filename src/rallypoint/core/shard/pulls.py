@@ -22,7 +22,10 @@ class Request(Generic[L, W]):
 
 @dataclass(slots=True)
 class Requests(Generic[L, W]):
-    """The requests that wait, by shard. They may be for a version that does not exist yet. Owner thread only."""
+    """The requests that wait, by shard: one of each link. They may be for a version that does not exist yet.
+
+    Owner thread only.
+    """
 
     _waiting: dict[int, list[Request[L, W]]] = field(default_factory=dict)
 
@@ -32,8 +35,9 @@ class Requests(Generic[L, W]):
         return list(self._waiting)
 
     def add(self, shard: int, request: Request[L, W]) -> None:
-        """A worker asks."""
-        self._waiting.setdefault(shard, []).append(request)
+        """A worker asks. It has one pull at a time, so this request replaces its earlier one of the same shard."""
+        others = (waiting for waiting in self._waiting.get(shard, []) if waiting.link is not request.link)
+        self._waiting[shard] = [*others, request]
 
     def gone(self, link: L) -> None:
         """The link is closed: drop its requests."""

@@ -94,17 +94,20 @@ class Exchange:
             with self._locked.changed:
                 before = self._shell.machine.view
                 effects = self._locked.settle(self._shell.adopt(view, ended))
-                if before is not None and before.generation != view.generation:
+                rolled_back = before is not None and before.generation != view.generation
+                if rolled_back:
                     self._optimizer.rolled_back()
+                step = self._shell.machine.step
                 new = self._shell.links.to_open(view)
                 self._locked.changed.notify_all()
-            self._links.overdraw(before is not None)  # who computes what may have changed in mid-step
+            if before is not None:
+                self._links.overdraw(step, rolled_back=rolled_back)  # who computes what may have changed in mid-step
             self._locked.effects.run(effects)
             self._links.open(new, self.arrivals, of=len(view.servers))
 
     def assist(self, step: int, replica: int) -> None:
         """Add one more replica for this worker, as the coordinator asks (a backup task)."""
-        self._links.overdraw(True)
+        self._links.overdraw(step)
         self._locked.handle(machine.Assisted(step, replica))
 
     def capture(self, snapshot: machine.Store) -> int:
@@ -260,7 +263,7 @@ class Exchange:
             generation = self._shell.view.generation if self._shell.machine.step == version else None
             self._locked.changed.notify_all()
         self._locked.effects.run(others)
-        self._links.overdraw(False)
+        self._links.installed(version)
         return generation
 
     def _where_missing(self) -> str:

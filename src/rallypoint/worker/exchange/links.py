@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -37,7 +38,9 @@ class Links:
     def __init__(self, context: Context, config: JobConfig, view: Callable[[], ViewNumber]) -> None:
         self._context, self._config, self._view = context, config, view
         self._links: dict[str, ServerLink] = {}
+        self._lock = threading.Lock()  # of what follows: the coordinator's thread and the main thread change it
         self._overdraws = False
+        self._overdrawn_step = -1
 
     def get(self, server: str) -> ServerLink | None:
         """Return the link to that server; None if no view here has named it."""
@@ -54,11 +57,23 @@ class Links:
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
             )  # fmt: skip
             link.limit_in_flight(share)
-            link.overdraw(self._overdraws)
+            with self._lock:
+                link.overdraw(self._overdraws)
             link.start()  # last: what arrives at once looks up its link here
 
-    def overdraw(self, on: bool) -> None:
-        """Send without credits on every link, present or to come, until this is called with False."""
+    def overdraw(self, step: int, *, rolled_back: bool = False) -> None:
+        """Send without credits on every link, present or to come, until a version after `step` is installed."""
+        with self._lock:
+            self._overdrawn_step = step if rolled_back else max(step, self._overdrawn_step)
+            self._switch(True)
+
+    def installed(self, version: int) -> None:
+        """The worker has installed `version`. Keep to the window again, unless links overdraw for that step too."""
+        with self._lock:
+            if version > self._overdrawn_step:
+                self._switch(False)
+
+    def _switch(self, on: bool) -> None:
         if on != self._overdraws:
             self._overdraws = on
             for link in list(self._links.values()):

@@ -8,6 +8,8 @@
 3. `Encoder`'s own lock: its scratch memory and the codec states.
 4. `ServerLink`'s own lock: its credits, and what waits for them. Then the channel's lock, for its queue.
 
+`Links`'s own lock, of whether links overdraw, is never taken under `changed`; `changed` may be taken under it.
+
 Tensors have no lock. The bytes of a slot belong to one thread at a time, by the slot's state in the machine:
 
     FILLING   the main thread
