@@ -11,7 +11,7 @@ from test_shell import STEPS, Play
 from rallypoint.coordinator import acts
 from rallypoint.coordinator.claims import Claims
 from rallypoint.core.shard.clip import Measure
-from rallypoint.core.view import Assignment, View, ViewNumber
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.messages import (
     Accounted,
@@ -69,8 +69,8 @@ def test_what_honest_members_send_is_read(message: Message) -> None:
     assert str(decode(encode(message))) == str(message)
 
 
-def view(assigned: dict[str, tuple[int, ...]], number: int = 4, generation: ViewNumber = NOW) -> View:
-    return View(ViewNumber(1, number), generation, (), (), (Assignment(0, assigned),), {0: "s0"})
+def view(may: dict[str, tuple[int, ...]], number: int = 4, generation: ViewNumber = NOW) -> View:
+    return View(ViewNumber(1, number), generation, (), (), (), {0: "s0"}, contributors=may)
 
 
 def report(replica: int, generation: ViewNumber = NOW) -> Report:
@@ -78,19 +78,17 @@ def report(replica: int, generation: ViewNumber = NOW) -> Report:
 
 
 def test_only_replicas_that_a_worker_was_assigned_may_be_reported_by_it() -> None:
-    claims = Claims()
-    claims.published(view({"w0": (0, 1), "standby": ()}))
-    assert claims.may_report("w0", report(1), None)
-    assert not claims.may_report("standby", report(0), None)
-    assert not claims.may_report("w0", report(2), None)
-    claims.published(view({"w1": (0, 1)}, 5))
-    assert claims.may_report("w0", report(1), None), "it may have been on its way"
-    claims.assisted("standby", 1)
-    assert claims.may_report("standby", report(1), None)
-    assert not claims.may_report("w1", report(1, ViewNumber(1 << 31, 0)), None), "a generation that does not exist"
-    claims.published(view({"w1": (0,)}, 6, ViewNumber(1, 6)))
-    assert not claims.may_report("w0", report(1, ViewNumber(1, 6)), None)
-    assert claims.may_report("w0", report(1), None), "stale: who counts it decides"
+    claims, now = Claims(), view({"w0": (0, 1), "standby": (1,), "w1": (0, 1)})
+    assert claims.may_report("w0", report(1), now)
+    assert claims.may_report("standby", report(1), now), "a backup task"
+    assert not claims.may_report("standby", report(0), now)
+    assert not claims.may_report("w0", report(2), now)
+    assert not claims.may_report("stranger", report(0), now)
+    assert not claims.may_report("w1", report(1, ViewNumber(1 << 31, 0)), now), "a generation that does not exist"
+    rolled_back = view({"w1": (0,)}, 6, ViewNumber(1, 6))
+    assert not claims.may_report("w0", report(1, ViewNumber(1, 6)), rolled_back)
+    assert claims.may_report("w0", report(1), rolled_back), "stale: who counts it decides"
+    assert not claims.may_report("w0", report(1), None)
 
 
 def test_only_who_was_asked_may_answer_about_a_snapshot() -> None:

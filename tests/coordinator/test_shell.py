@@ -360,6 +360,30 @@ def test_each_of_many_coordinators_that_die_at_once_goes_on_where_the_one_before
     assert last.views == [view] * 2
 
 
+# ---- a process that has not heard that it was admitted ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_process_that_comes_again_before_it_heard_of_its_admission_is_who_it_was(closed: bool) -> None:
+    play = Play(workers_start=2)
+    hello = msgspec.structs.replace(play.hello("s0"), process=b"of s0")
+    play.take(inbox.Opened("s0", hello))
+    play.join("w0", "w1")
+    for worker in ("w0", "w1"):
+        play.say(worker, Propose(play.record))
+    view, incarnation = play.view, play.incarnations["s0"]
+    if closed:
+        play.take(inbox.Closed("s0", hello, "its connection ended", inbox.End.LOST))
+    play.done.clear()
+    play.take(inbox.Opened("s0, again", hello))
+    assert [admitted.incarnation for admitted in play.sent(Admitted)] == [incarnation]
+    assert play.sent(NewView) == [NewView(view)], "what was sent to it may be lost with its connection"
+    assert [act.connection for act in play.done if isinstance(act, acts.Close)] == ([] if closed else ["s0"])
+    assert play.view == view
+    refused = play.take(inbox.Opened("another", msgspec.structs.replace(hello, process=b"of another")))
+    assert refused == [acts.Refuse("another", "the id s0 is taken: give every member one of its own")]
+
+
 # ---- a journal that fell behind (its disk was full) -------------------------------------------------------------
 
 
@@ -438,12 +462,29 @@ def test_an_incarnation_that_only_its_member_knows_is_not_given_again() -> None:
     assert min(after.incarnations["w1"], after.incarnations["w2"]) > play.incarnations["w1"]
 
 
-def test_nobody_is_believed_an_incarnation_that_cannot_have_been_given() -> None:
-    _, after, newest = after_a_full_disk()
-    after.known |= dict.fromkeys(("s0", "s1", "w0", "w1"), newest)
-    after.take(inbox.Opened("w9", Hello("worker", "w9", "here", "", 2**63)))
-    after.join("s0", "s1", "w0", "w1")
-    assert after.shell.machine.state().incarnations < 100
+@pytest.mark.parametrize("above", [0, 3])
+def test_a_member_that_knows_a_view_of_another_coordinator_is_told_of_once_with_what_to_do(above: int) -> None:
+    _, after, newest = after_a_full_disk(heartbeat=6.0)
+    old = next(view for view in (after.shell.machine.view,) if view is not None)
+    after.known |= {"s0": old, "s1": old}
+    after.join("s0", "s1")
+    after.take(inbox.Ticked(), seconds=3.1)
+    epoch = after.shell.machine.course.views.epoch
+    others = msgspec.structs.replace(newest, number=ViewNumber(epoch + above, 7))
+    after.known |= {"w0": others, "w1": others}
+    after.join("w0", "w1")
+    said = [say.text for say in after.logged(Say) if "another coordinator" in say.text]
+    assert len(said) == 1, "once, whoever comes with it"
+    assert f"w0 comes back with view {others.number}, which another coordinator has published" in said[0]
+    assert "end this one" in said[0]
+    assert "`rallypoint resume`" in said[0]
+
+
+def test_a_member_that_comes_back_with_our_own_newest_view_is_no_news() -> None:
+    play = Play()
+    play.begin()
+    play.join("w0", "s0")
+    assert not play.logged(Say)
 
 
 def test_who_does_not_come_back_is_not_waited_for_longer_than_three_seconds() -> None:

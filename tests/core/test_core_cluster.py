@@ -743,8 +743,30 @@ def test_an_idle_worker_is_asked_for_a_straggler_s_replicas_once_and_only_where_
     for step in range(1, 4):
         job.step(step)
     job.step(4, only="w1")
-    asked = [_of(Assist, job.tick(0.3)) for _ in range(3)]
+    before = job.view
+    done = [job.tick(0.3) for _ in range(3)]
+    asked = [_of(Assist, effects) for effects in done]
     assert asked == ([[Assist("w1", 4, 1)], [Assist("w1", 4, 0)], []] if wanted else [[], [], []])
+    if not wanted:
+        assert job.view == before
+        return
+    for effects in done[:2]:  # servers hear of it before the worker can contribute it
+        kinds = [type(effect) for effect in effects]
+        assert kinds.index(Publish) < kinds.index(Assist)
+    assert 1 in job.view.contributors["w1"]
+    assert msgspec.structs.replace(job.view, number=before.number, contributors=before.contributors) == before
+
+
+def test_a_backup_task_that_was_given_before_needs_no_other_view() -> None:
+    job = _begun(_terms(2, backup_tasks=True, heartbeat=60.0))
+    for step in range(1, 4):
+        job.step(step)
+    for step in (4, 5):
+        job.step(step, only="w1")
+        done = job.tick(0.3)
+        assert _of(Assist, done)
+        assert bool(_of(Publish, done)) == (step == 4)
+        job.step(step)
 
 
 # ---- servers that come and go ----

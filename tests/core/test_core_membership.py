@@ -29,6 +29,18 @@ def test_a_process_that_joins_as_new_is_never_given_the_incarnation_that_it_has_
     assert members.join(Member("w2", "here", incarnation=3), "worker") == 5
 
 
+def test_who_has_not_heard_of_its_admission_is_known_by_the_name_of_its_process() -> None:
+    members = Membership()
+    members.join(Member("w0", "here"), "worker", b"one")
+    assert members.same("w0", "worker", 0, b"one") == members.workers["w0"]
+    assert members.same("w0", "worker", 0, b"another") is None
+    assert members.same("w0", "server", 0, b"one") is None
+    members.join(Member("w0", "here"), "worker", b"two")
+    assert members.same("w0", "worker", 0, b"one") is None
+    members.spoke("w0", 1.0)
+    assert members.same("w0", "worker", 0, b"two") is None, "it has heard of its admission"
+
+
 def test_nothing_is_known_any_more_of_a_member_that_is_gone() -> None:
     members = _joined("s0", "w0")
     members.propose("w0")
@@ -49,10 +61,11 @@ def test_only_the_very_process_that_an_earlier_coordinator_knew_is_back() -> Non
     members.expect(view)
     assert members.awaited == {"w0", "s0"}
     assert list(members.proposed) == ["w0"]
-    assert members.is_same("w0", "worker", 4)
-    assert not members.is_same("w0", "worker", 5)
-    assert not members.is_same("w0", "worker", 0)
-    assert not members.is_same("w0", "server", 4)
+    assert members.same("w0", "worker", 4) == view.workers[0]
+    assert members.same("w0", "worker", 5) is None
+    assert members.same("w0", "worker", 0) is None
+    assert members.same("w0", "worker", 0, b"") is None
+    assert members.same("w0", "server", 4) is None
     members.unlinked("w0", reset="x")
     members.returned("w0")
     assert members.awaited == {"s0"}

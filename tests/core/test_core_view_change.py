@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from rallypoint.config import resolve
 from rallypoint.core.assignment.speeds import Speeds
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.view_change import (
     AHEAD,
+    contributors,
     first_homes,
     following_assignments,
     homings,
@@ -23,7 +25,9 @@ from rallypoint.core.cluster.view_change import (
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.worker.factory import shell_for
 from rallypoint.core.worker.links import LinkTable
+from rallypoint.worker.exchange.plan import worker_plan
 
 LAYOUT = build_layout([TensorSpec("weight", (64,), "float32", 0)], 64)
 SHARDS = [shard.index for shard in LAYOUT.shards]
@@ -200,3 +204,41 @@ def test_no_view_follows_when_a_shard_is_lost() -> None:
     views.adopt(views.first(LAYOUT.shards, members, (), uploader="w0", origin=""))
     members.remove("b")
     assert views.following(LAYOUT.shards, members, (), ending=False) is None
+
+
+def test_contributors_are_all_that_were_assigned_in_the_generation_and_are_here() -> None:
+    def made(assigned: dict[str, tuple[int, ...]], *workers: str) -> View:
+        here, number = tuple(Member(id, "here") for id in workers), ViewNumber(1, 1)
+        return View(number, number, here, (), (Assignment(0, assigned),), {})
+
+    first = made({"w0": (0, 1), "w1": (2,), "w2": ()}, "w0", "w1", "w2")
+    first = msgspec.structs.replace(first, contributors=contributors(first, None))
+    assert first.contributors == {"w0": (0, 1), "w1": (2,)}
+    then = made({"w0": (), "w2": (0, 2)}, "w0", "w2")
+    assert contributors(then, first) == {"w0": (0, 1), "w2": (0, 2)}, "what w0 has sent may be on its way; w1 is gone"
+    assert contributors(then, None) == {"w2": (0, 2)}, "a new generation"
+    assignments = (Assignment(0, {}), Assignment(7, {"w0": (5,)}))
+    later = msgspec.structs.replace(made({}, "w0"), assignments=assignments)
+    assert contributors(later, None) == {"w0": (5,)}, "an assignment that is still to come"
+
+
+def test_a_worker_that_was_given_up_and_came_back_begins_all_its_links_anew() -> None:
+    """What it sent before may have been dropped: it must not count it as delivered."""
+    server = Member("s0", "here", "s0:1", 1)
+    shell = shell_for("w0", worker_plan(resolve({"replicas": 2, "batch": 1, "steps": 9}), LAYOUT, frozenset()))
+
+    def seen(count: int, incarnation: int) -> list[str] | None:
+        number = ViewNumber(1, count)
+        worker = Member("w0", "here", incarnation=incarnation)
+        assigned = (Assignment(0, {"w0": (0, 1)}),)
+        view = View(number, ViewNumber(1, 1), (worker,), (server,), assigned, dict.fromkeys(SHARDS, "s0"))
+        ended = shell.links_to_end(view)
+        if ended is not None:
+            shell.adopt(view, ended)
+            shell.links.to_open(view)
+        return ended
+
+    assert seen(1, incarnation=2) == []
+    assert seen(2, incarnation=2) == []
+    assert seen(4, incarnation=3) == ["s0"], "view 3, without it, it has never seen"
+    assert seen(5, incarnation=3) == []

@@ -146,6 +146,19 @@ def until(happened: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
+def test_a_process_has_one_name_on_all_of_its_connections_and_no_other_has_it(
+    coordinator: Coordinator, me: Member
+) -> None:
+    channel, first = coordinator.member()
+    channel.connection.close()  # before it has heard that it is admitted
+    _, again = coordinator.member()
+    assert (again.incarnation, again.process) == (0, first.process)
+    other = Member(coordinator)
+    assert len(coordinator.member()[1].process) == len(first.process) > 8
+    assert other.link._process != first.process
+    other.link.close()
+
+
 def test_it_joins_and_hands_over_what_comes_in_order(coordinator: Coordinator, me: Member) -> None:
     channel, hello = coordinator.member()
     assert (hello.role, hello.id, hello.address, hello.incarnation) == ("worker", "worker0", "127.0.0.1:7", 0)

@@ -105,8 +105,9 @@ class Job:
             until(lambda server=server: server._reducer is not None and len(server._reducer.shell.followers) == 1)  # type: ignore[misc]
 
     def enter(self, address: str, role: str, id: str) -> Channel:
+        proof = self._proof(address, role, id)
         connection = self.transport.connect(address, PATIENCE_S)
-        _, keys = introduce(connection, *self._proof(address, role, id))
+        _, keys = introduce(connection, *proof)
         connection.set_timeout(PATIENCE_S)
         channel = Channel(connection, id, keys)
         self.channels.append(channel)
@@ -120,7 +121,8 @@ class Job:
                 me = server._gate.me
                 members = self.view.servers if role == "server" else self.view.workers
                 incarnation = next((member.incarnation for member in members if member.id == id), 7)
-                hello = Hello(role, id, "here", incarnation=incarnation, to=("server", me.id, me.incarnation))
+                to = ("server", me.id, me.incarnation)
+                hello = Hello(role, id, "here", incarnation=incarnation, view=self.view.number, to=to)
                 return hello, "", ticket(me.secret, role, id, incarnation)
         return Hello(role, id, "here", to=COORDINATOR), "", b""
 
@@ -302,6 +304,46 @@ def test_following_twice_is_following(job: Job) -> None:
     assert len(followers) == 1  # what the worker's older connection followed has ended with it
     peer.close()
     until(lambda: not followers)  # its end is the end of its following
+
+
+# ---- what a worker may contribute ------------------------------------------------------------------------------
+
+
+def test_a_standby_contributes_nothing_and_begins_nothing(job: Job) -> None:
+    """Without an assignment, and without a backup task. Its connection stays: a contribution may be late."""
+    standby = job.enter(job.coordinator.address, "worker", "worker1")
+    standby.send_message(Propose(job.record))
+    while not isinstance(message := decode(standby.receive_bytes(standby.receive_header())), NewView):
+        pass
+    job.view = message.view
+    assert "worker1" not in job.view.contributors
+    shard, payload = job.view.shards_of("server0")[0], memoryview(bytes(4 * WORDS))
+    peer = job.enter(job.servers[0]._gate.address, "worker", "worker1")
+    for kind in (Kind.INITIAL, Kind.PUSH):
+        peer.send(Header(kind, job.view.number, shard=shard, weight=1.0, length=len(payload)), payload)
+        assert peer.receive_header().kind is Kind.CREDIT
+    job.settle()
+    assert job.version(0, shard) == -1
+    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    worker.send(Header(Kind.INITIAL, job.view.number, shard=shard, length=len(payload)), payload)
+    until(lambda: job.version(0, shard) == 0)
+    assert worker.receive_header().kind is Kind.CREDIT
+    for sender, added in ((peer, 0), (worker, 1)):
+        sender.send(Header(Kind.PUSH, job.view.number, shard=shard, weight=1.0, length=len(payload)), payload)
+        assert sender.receive_header().kind is Kind.CREDIT
+        job.settle()
+        machine = reducer(job).machine.machine(shard)
+        assert machine is not None
+        assert machine.added == added
+
+
+def test_a_contribution_to_a_step_after_the_last_is_refused(job: Job) -> None:
+    worker = job.enter(job.servers[0]._gate.address, "worker", "worker0")
+    shard, payload = job.view.shards_of("server0")[0], memoryview(bytes(4 * WORDS))
+    worker.send(Header(Kind.PUSH, job.view.number, shard=shard, step=9, weight=1.0, length=len(payload)), payload)
+    assert f"a contribution to step 9 of shard {shard}, which has 9" in refusal(worker)
+    job.settle()
+    assert job.runs()
 
 
 # ---- what only the shard's own primary may say (I10) -----------------------------------------------------------

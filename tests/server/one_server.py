@@ -67,8 +67,10 @@ class OneServer:
     def adopt(self, number: ViewNumber, origin: str = "") -> None:
         """A roll-back: a new generation, which begins with the snapshot `origin` or with what worker "w" uploads."""
         members = (Member("w", "here", incarnation=1),), (Member("s", "here", "s:1", 2),)
-        assignments, uploader = (Assignment(0, {"w": (0, 1)}),), "" if origin else "w"
-        view = View(number, number, *members, assignments, {0: "s"}, {}, origin=origin, uploader=uploader)
+        view = View(
+            number, number, *members, (Assignment(0, {"w": (0, 1, 2)}),), {0: "s"}, {}, origin=origin,
+            uploader="" if origin else "w", contributors={"w": (0, 1, 2)},
+        )  # fmt: skip
         self.reducer.handle(inbox.Viewed(view))
 
     def send(self, kind: Kind, number: ViewNumber, value: float, replica: int = 0) -> None:

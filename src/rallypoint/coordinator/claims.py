@@ -7,10 +7,10 @@ stand in `net.messages` and `coordinator.checks`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rallypoint.core.cluster import events as cluster_events
-from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.view import View
 from rallypoint.net.messages import (
     Capture,
     CaughtUp,
@@ -27,33 +27,13 @@ from rallypoint.net.messages import (
 
 @dataclass(slots=True)
 class Claims:
-    """Remembers which replicas each worker was assigned in this generation, and who was asked for a snapshot."""
+    """Remembers who was asked for a snapshot; all else is in the view in force."""
 
-    _generation: ViewNumber = field(default_factory=ViewNumber)
-    _number: ViewNumber = field(default_factory=ViewNumber)
-    _assigned: set[tuple[str, int]] = field(default_factory=set)
     _asked: Capture | None = None
-
-    def published(self, view: View) -> None:
-        """A view is in force."""
-        self._number = view.number
-        if view.generation != self._generation:
-            self._generation = view.generation
-            self._assigned.clear()
-        for assignment in view.assignments:
-            self._assigned |= {(worker, replica) for worker, own in assignment.replicas.items() for replica in own}
-
-    def assisted(self, worker: str, replica: int) -> None:
-        """A worker was given a replica as a backup task."""
-        self._assigned.add((worker, replica))
 
     def asked(self, capture: Capture) -> None:
         """A snapshot begins."""
         self._asked = capture
-
-    def is_current(self, report: Report) -> bool:
-        """Is the report of the generation in force?"""
-        return report.generation == self._generation
 
     def may_say(self, member: str, message: Report | Stored | NotStored, view: View | None) -> bool:
         """Can the member know this? `view` is the view in force."""
@@ -66,11 +46,11 @@ class Claims:
 
         A report of an earlier generation is judged by who counts it.
         """
-        if view is not None and view.number != self._number:
-            self.published(view)
-        if report.generation == self._generation:
-            return (worker, report.replica) in self._assigned
-        return report.generation < self._generation
+        if view is None:
+            return False
+        if report.generation == view.generation:
+            return report.replica in view.contributors.get(worker, ())
+        return report.generation < view.generation
 
     def may_answer(self, member: str, message: Stored | NotStored) -> bool:
         """Was the member asked for a part of that snapshot?"""

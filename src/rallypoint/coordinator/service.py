@@ -168,7 +168,7 @@ class CoordinatorService:
 
     def _refusal(self, hello: Hello) -> str:
         """Why `hello` is refused, or "". Runs on a connection's thread and changes nothing; the shell checks again."""
-        return taken(hello.id) if hello.id in self._shell.members and not hello.incarnation else ""
+        return taken(hello.id) if not hello.incarnation and self._shell.refuses(hello) else ""
 
     # ---- on the owner's thread ----
 

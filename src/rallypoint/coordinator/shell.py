@@ -24,7 +24,7 @@ from rallypoint.coordinator.announcer import Announcer
 from rallypoint.coordinator.claims import Claims, claim_of
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Evaluations
-from rallypoint.coordinator.take_over import TakeOver, knows_truly, needed
+from rallypoint.coordinator.take_over import TakeOver, late_view, needed
 from rallypoint.coordinator.tickets import Tickets
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
@@ -56,6 +56,7 @@ from rallypoint.net.messages import (
     Snapshotted,
     Stored,
 )
+from rallypoint.observe.lines import Once
 
 _TICKS = 8  # ticks in one heartbeat, the time after which a silent member is given up
 _SLOWEST_TICK_S = 0.5  # also with a long heartbeat: the machine's clock moves with the ticks
@@ -94,6 +95,7 @@ class CoordinatorShell:
         self._terms, self._now = terms, now
         self._ticked = self._awake = now
         self._written = 0
+        self._said = Once()
         self._capture: Capture | None = None  # the last snapshot that was asked for
         self._end_at = 0.0
         self._take_over: TakeOver | None = None
@@ -169,16 +171,21 @@ class CoordinatorShell:
             return [Send(connection, self.last_word)]
         if hello.role == "observer":
             return self.announcer.observe(connection)
-        if self.machine.course.members.is_taken(hello.id, "worker" if hello.role == "server" else "server"):
-            return [Refuse(connection, taken(hello.id))]
         acts: list[Act] = []
+        if self.refuses(hello):
+            return [Refuse(connection, taken(hello.id))]
         if (old := self.members.get(hello.id)) is not None:
-            if not self.machine.course.members.is_same(hello.id, hello.role, hello.incarnation):
-                return [Refuse(connection, taken(hello.id))]
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
         member = Member(hello.id, hello.host, hello.address, hello.incarnation)
-        return [*acts, *self._drive(cluster_events.Joined(member, hello.role))]
+        return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
+
+    def refuses(self, hello: Hello) -> bool:
+        """True if another process has this id. Any thread may ask; it changes nothing."""
+        members = self.machine.course.members
+        if members.is_taken(hello.id, "worker" if hello.role == "server" else "server"):
+            return True
+        return hello.id in self.members and not members.same(hello.id, hello.role, hello.incarnation, hello.process)
 
     def _closed(self, closed: inbox.Closed) -> list[Act]:
         id = closed.hello.id
@@ -217,7 +224,7 @@ class CoordinatorShell:
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
                 acts += self._drive(cluster_events.Progress(*done, now=self._time_awake()))
                 acts += self.announcer.report(message, self._now)
-                current = self._claims.is_current(message)
+                current = self.machine.course.is_current(message.generation)
                 if current and (why := self._agreement.difference(hello.id, message)) is not None:
                     acts += self._end(Aborted(why))
                 return acts
@@ -234,12 +241,14 @@ class CoordinatorShell:
                 return [*acts, *self._drive(claim_of(hello.id, message))]
 
     def _knows(self, hello: Hello, view: View | None) -> list[Act]:
-        """A member came back too late for the take-over: if it acted on a view that we do not know, begin anew."""
-        if view is None or not knows_truly(hello, view):
-            return []
-        if not self._based_on < view.number or view.number.epoch >= self.machine.course.views.epoch:
-            return []
-        return self._drive(cluster_events.Outrun(hello.id, view.number))
+        """A member has come back, too late for the take-over."""
+        match late_view(hello, view, self.machine.course, self._based_on):
+            case cluster_events.Outrun() as outrun:
+                return self._drive(outrun)
+            case Say() as say if self._said.is_new("another coordinator"):
+                return self._announce(say)
+            case _:
+                return []
 
     def _evaluated(self, message: Metrics) -> list[Act]:
         """Add metrics to the version that they are of, unless their generation is stale."""
@@ -287,7 +296,6 @@ class CoordinatorShell:
             case cluster_effects.Publish(view=view, members=members):
                 return self._publish(view, members)
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):
-                self._claims.assisted(worker, replica)
                 return self._send(Assist(step, replica), worker)
             case cluster_effects.Say(text=text):
                 return self._announce(Say(text))
@@ -309,7 +317,6 @@ class CoordinatorShell:
 
     def _publish(self, view: View, members: Sequence[str]) -> list[Act]:
         assert self.machine.record is not None
-        self._claims.published(view)
         acts = self.announcer.plan(self.machine.record, view, self._now)
         tally = self.announcer.tally
         if tally is not None and not tally.counts(view.generation):

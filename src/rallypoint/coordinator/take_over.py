@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator import inbox
+from rallypoint.core.cluster.course import Course
+from rallypoint.core.cluster.events import Outrun
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.view_change import still_caught_up
-from rallypoint.core.view import Member, View
-from rallypoint.net.messages import Hello, Knows, Release, Resize, SnapshotWanted
-
-_MOST_UNWRITTEN = 10_000  # incarnations given while the journal could not be written; nobody is believed more
+from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.net.messages import Hello, Knows, Release, Resize, Say, SnapshotWanted
 
 
 def needed(recovered: ClusterState | None) -> bool:
@@ -57,8 +57,7 @@ class TakeOver:
             case inbox.Received(message=Resize() | SnapshotWanted() | Release()):
                 pass
             case inbox.Opened(hello=hello):
-                if hello.incarnation <= self.journaled.incarnations + _MOST_UNWRITTEN:
-                    self._incarnations = max(self._incarnations, hello.incarnation)
+                self._incarnations = max(self._incarnations, hello.incarnation)
                 if not hello.incarnation:  # who had this id is gone, or never heard that it was admitted
                     self._replaced.add(hello.id)
             case inbox.Received(hello=hello, message=Knows(view=view)):
@@ -110,6 +109,27 @@ class TakeOver:
 def knows_truly(hello: Hello, view: View) -> bool:
     """True if the member has a place in the view that it says it knows: a view is sent to its members only."""
     return (hello.id, hello.incarnation) in {_key(member) for member in _members(view)}
+
+
+def late_view(hello: Hello, view: View | None, course: Course, based_on: ViewNumber) -> Outrun | Say | None:
+    """What follows when a member comes back after the take-over and knows `view`. `based_on`: from that view the
+    coordinator went on.
+
+    If the member acted on a newer one, the job begins anew. A view of this epoch or a higher one, and not ours, is
+    another coordinator's: the member would take ours for older ones, so say what to do.
+    """
+    if view is None or not knows_truly(hello, view):
+        return None
+    epoch, own = course.views.epoch, course.view
+    if view.number.epoch < epoch:
+        return Outrun(hello.id, view.number) if based_on < view.number else None
+    if own is not None and view.number <= own.number:
+        return None
+    return Say(
+        f"{hello.id} comes back with view {view.number}, which another coordinator has published, and takes no view of "
+        f"this one (epoch {epoch}). If both run, end this one. If the other is gone, this one's journal is an old copy "
+        "or missing: end the job, and go on from its last snapshot with `rallypoint resume`"
+    )
 
 
 def _members(view: View) -> tuple[Member, ...]:

@@ -57,6 +57,9 @@ class View(msgspec.Struct, frozen=True):
         origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
         ending: a worker holds the last version: all other workers fetch it.
+        contributors: worker -> the replicas of which servers take its contributions: all that it was assigned in this
+            generation, and its backup tasks. So a contribution that comes late, when the replica is somebody else's,
+            is not lost: its sender counts it as delivered.
     """
 
     number: ViewNumber
@@ -71,6 +74,7 @@ class View(msgspec.Struct, frozen=True):
     origin: str = ""
     uploader: str = ""
     ending: bool = False
+    contributors: dict[str, tuple[int, ...]] = {}
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""

@@ -42,6 +42,8 @@ class Hello(AnyMessage, frozen=True):
     `role` is worker, server or observer. `address` is where a server listens. `incarnation` is the number that the
     coordinator gave this member earlier (0: none). `view` is the newest view that it knows. `to` is the (role, id,
     incarnation) of the listener that it means. `nonce` makes the listener's proof good for this connection only.
+    `process` is a random name of the process that joins: the coordinator knows it by that until it has heard of its
+    admission.
     """
 
     role: str
@@ -52,6 +54,7 @@ class Hello(AnyMessage, frozen=True):
     view: ViewNumber = ViewNumber()
     to: tuple[str, str, int] = ("", "", 0)
     nonce: bytes = b""
+    process: Secret = b""
 
 
 class Welcome(AnyMessage, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import threading
 import time
@@ -27,6 +28,7 @@ _CONNECT_S = 1.0  # for one attempt: in a longer one TCP waits longer and longer
 _RETRY_S = 0.05
 _SLOW_RETRY_S = 1.0  # the longest pause between attempts while somebody else listens there
 NEWCOMER_TIMEOUT_S = 5.0  # so long a newcomer waits while somebody else listens there: its token may be wrong
+_NAME_BYTES = 16  # of a process's random name
 _BEATS = 4  # heartbeats in the time after which a silent member is given up
 
 
@@ -70,6 +72,7 @@ class CoordinatorLink:
         self._transport, self._address, self._handlers = transport, address, handlers
         self._listening_at = listening_at
         self.credentials = Credentials(me)
+        self._process = secrets.token_bytes(_NAME_BYTES)
         self._admitted = me.role == "observer"
         self._view: View | None = None  # the newest that came
         self._unsent: deque[Message] = deque()
@@ -119,8 +122,9 @@ class CoordinatorLink:
         try:
             me = self._me
             hello = Hello(
-                me.role, me.id, socket.gethostname(), self._listening_at, me.incarnation, to=COORDINATOR
-            )
+                me.role, me.id, socket.gethostname(), self._listening_at, me.incarnation, to=COORDINATOR,
+                process=self._process,
+            )  # fmt: skip
             self.welcome, keys = introduce(connection, hello, me.token, me.secret)
         except BaseException:
             connection.close()

@@ -175,10 +175,10 @@ class ClusterMachine:
             return self._ending.handle(event)
         match event:
             case events.Heard(member=member):
-                course.members.heard(member, course.now)
+                course.members.spoke(member, course.now)
                 return []
             case events.Beat(member=member):
-                course.members.heard(member, course.now)
+                course.members.spoke(member, course.now)
                 if member in course.members:
                     self._reach.beat(event)
                 return []
@@ -228,13 +228,13 @@ class ClusterMachine:
         course, members = self.course, self.course.members
         member, role = event.member, event.role
         members.heard(member.id, course.now)
-        if members.is_same(member.id, role, member.incarnation):
-            return self._returned(member)
+        if (known := members.same(member.id, role, member.incarnation, event.process)) is not None:
+            return self._returned(known)
         effects: list[Effect] = []
         if members.is_taken(member.id, role):  # the old process is gone, even if its connection still looks open
             effects += self._left(member.id, "another process came under its name")
         course.recovery.gone(member.id)  # the state that a process of this id had is gone with that process
-        effects.append(Admit(member.id, members.join(member, role)))
+        effects.append(Admit(member.id, members.join(member, role, event.process)))
         if role == "server" and course.record is not None and course.phase is not Phase.GATHERING:
             effects.append(Prepare(member.id, course.record))
         if course.phase is Phase.GATHERING:

@@ -39,6 +39,7 @@ class Membership:
     given_up: dict[str, float] = field(default_factory=dict)
     apart: set[str] = field(default_factory=set)
     _heard: dict[str, float] = field(default_factory=dict)
+    _processes: dict[str, bytes] = field(default_factory=dict)  # what a member calls its process, if it was told
 
     def __contains__(self, id: str) -> bool:
         return id in self.servers or id in self.workers
@@ -52,10 +53,13 @@ class Membership:
         self.proposed = dict.fromkeys(self.workers)
         self.awaited = {*self.workers, *self.servers}
 
-    def join(self, member: Member, role: str) -> int:
+    def join(self, member: Member, role: str, process: bytes = b"") -> int:
         """Add a process that joined as "worker" or "server". Returns its new incarnation, never the one that it has:
         it would not notice that it is new."""
         self.incarnations += 1 + (member.incarnation == self.incarnations + 1)
+        self._processes.pop(member.id, None)
+        if process:
+            self._processes[member.id] = process
         self._of(role)[member.id] = msgspec.structs.replace(member, incarnation=self.incarnations)
         return self.incarnations
 
@@ -74,10 +78,16 @@ class Membership:
         self.awaited.discard(id)
         self.resets.pop(id, None)
 
-    def is_same(self, id: str, role: str, incarnation: int) -> bool:
-        """True if the member of that id and role has this incarnation; always False for 0, a new process."""
+    def same(self, id: str, role: str, incarnation: int, process: bytes = b"") -> Member | None:
+        """The member of that id and role if it has this incarnation, else None.
+
+        With 0 a process says that it has not heard of its admission. It is the same if the member has that `process`,
+        and has not spoken yet.
+        """
         known = self._of(role).get(id)
-        return known is not None and 0 < incarnation == known.incarnation
+        if known is None or (incarnation and incarnation != known.incarnation):
+            return None
+        return known if incarnation or (process and process == self._processes.get(id)) else None
 
     def remove(self, id: str) -> None:
         """Remove the member and all that is known of it."""
@@ -88,6 +98,7 @@ class Membership:
         for members in (self.leaving, self.done, self.awaited):
             members.discard(id)
         self._heard.pop(id, None)
+        self._processes.pop(id, None)
 
     @property
     def staying(self) -> dict[str, Member]:
@@ -103,6 +114,11 @@ class Membership:
     def heard(self, id: str, now: float) -> None:
         """Note a sign of life of the member at time `now` (s)."""
         self._heard[id] = now
+
+    def spoke(self, id: str, now: float) -> None:
+        """Note a message of the member: it has heard that it is admitted, so its process's name says no more."""
+        self.heard(id, now)
+        self._processes.pop(id, None)
 
     def all_heard(self, now: float) -> None:
         """Count all members as heard at time `now` (s): a new coordinator does not know of earlier silence."""

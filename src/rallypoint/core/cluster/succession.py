@@ -102,7 +102,12 @@ class Succession:
             return []
         assigned = course.view.assigned(course.furthest)
         found = self.assigner.straggler(assigned, course.furthest, course.active(), course.now)
-        return [] if found is None else [Assist(*found)]
+        if found is None:
+            return []
+        worker, _, replica = found
+        view = course.views.with_backup_task(worker, replica)  # servers have to know of it before it contributes
+        published = [] if view is None else self._publish(view, abandon=False)
+        return [*published, Assist(*found)]
 
     # ---- new generations ----
 

@@ -152,6 +152,19 @@ def following_assignments(
     return (Assignment(0, now), Assignment(furthest + AHEAD, fair))
 
 
+def contributors(view: View, before: View | None) -> dict[str, tuple[int, ...]]:
+    """`View.contributors` for `view`: of the workers that are here, what they had in `before`, and what they have now.
+
+    A worker that was given up in between begins anew: it sends again what may have been dropped.
+    """
+    here = {worker.id for worker in view.workers}
+    known = {} if before is None else {worker: {*own} for worker, own in before.contributors.items() if worker in here}
+    for assignment in view.assignments:
+        for worker, own in assignment.replicas.items():
+            known.setdefault(worker, set()).update(own)
+    return {worker: tuple(sorted(own)) for worker, own in sorted(known.items()) if own}
+
+
 # ---- news ------------------------------------------------------------------------------------------------------
 
 

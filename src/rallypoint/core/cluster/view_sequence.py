@@ -9,6 +9,7 @@ import msgspec
 
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.view_change import (
+    contributors,
     first_homes,
     homings,
     pairings,
@@ -62,7 +63,7 @@ class ViewSequence:
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
         )  # fmt: skip
-        return msgspec.structs.replace(view, paired=pairings(view, None), homed=homings(view, None))
+        return _completed(view, None)
 
     def following(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, ending: bool
@@ -80,7 +81,16 @@ class ViewSequence:
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending,
         )  # fmt: skip
-        return msgspec.structs.replace(view, paired=pairings(view, before), homed=homings(view, before))
+        return _completed(view, before)
+
+    def with_backup_task(self, worker: str, replica: int) -> View | None:
+        """Make the view in which `worker` may also contribute `replica`; None if it may already."""
+        assert self.view is not None
+        own = self.view.contributors.get(worker, ())
+        if replica in own:
+            return None
+        may = {**self.view.contributors, worker: tuple(sorted((*own, replica)))}
+        return msgspec.structs.replace(self.view, number=self._next_number(), contributors=may)
 
     def adopt(self, view: View) -> None:
         """Put `view` in force."""
@@ -106,6 +116,13 @@ class ViewSequence:
 
     def _next_number(self) -> ViewNumber:
         return ViewNumber(self.epoch, self._last.count + 1 if self._last.epoch == self.epoch else 1)
+
+
+def _completed(view: View, before: View | None) -> View:
+    """The view with all that follows from it and from the one before, in the same generation."""
+    return msgspec.structs.replace(
+        view, paired=pairings(view, before), homed=homings(view, before), contributors=contributors(view, before)
+    )
 
 
 def _workers(members: Membership) -> tuple[Member, ...]:

@@ -131,6 +131,20 @@ class ServerShell(Generic[L]):
         """
         return self.machine.is_primary(shard) and not self.fence.is_stale(number)
 
+    def may_contribute(self, worker: str, first: int, count: int) -> bool:
+        """Does a contribution of these replicas count, if it comes from `worker`?
+
+        Every honest one does. A worker that was given up meanwhile counts none of what it sent as delivered.
+        """
+        view = self.machine.view
+        own = () if view is None else view.contributors.get(worker, ())
+        return all(replica in own for replica in range(first, first + count))
+
+    def may_begin(self, worker: str) -> bool:
+        """Is this the worker that uploads the first version of the generation?"""
+        view = self.machine.view
+        return view is not None and view.uploader == worker
+
     def want(self, link: L, worker: str, shard: int, replica: int) -> Sequence[Effect]:
         """A worker asks for the parameters for a replica's next step."""
         if not (self.is_current(link, worker) and self.machine.is_primary(shard)):

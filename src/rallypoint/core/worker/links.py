@@ -16,6 +16,11 @@ class LinkTable:
         self._links: dict[str, Member] = {}  # all open links, up or not
         self._connected = 0
 
+    @property
+    def servers(self) -> list[str]:
+        """The servers to which there are links, up or not."""
+        return list(self._links)
+
     def to_end(self, before: View | None, view: View) -> list[str]:
         """The servers whose links have to end before `view` counts; `before` is the view in force.
 
@@ -24,7 +29,7 @@ class LinkTable:
         is stale.
         """
         if before is not None and before.generation != view.generation:
-            return list(self._links)
+            return self.servers
         losing = set() if before is None else {before.primary[shard] for shard in view.moved(before)}
         return [id for id, member in self._links.items() if id in losing or member not in view.servers]
 

@@ -81,6 +81,8 @@ class WorkerShell:
         before = self.machine.view
         if before is not None and view.number <= before.number:
             return None
+        if before is not None and self._came_back(before, view):
+            return self.links.servers  # what this worker sent when it was given up may have been dropped
         return self.links.to_end(before, view)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
@@ -96,10 +98,13 @@ class WorkerShell:
             self.states.rolled_back()
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
-        back = before is not None and _incarnation(before, self.machine.me) not in (
-            -1, _incarnation(view, self.machine.me)
-        )  # fmt: skip
+        back = before is not None and self._came_back(before, view)
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
+
+    def _came_back(self, before: View, view: View) -> bool:
+        """True if this worker was given up between the two views, and has joined again."""
+        me = self.machine.me
+        return _incarnation(before, me) not in (-1, _incarnation(view, me))
 
     def link_up(self, server: str) -> list[Effect]:
         """The link to `server` is up (again). Returns the effects to run."""

@@ -66,6 +66,8 @@ class FrameChecks:
             )
 
     def _push(self, header: Header) -> None:
+        if header.step >= (rounds := self._job.plan.rounds_of(header.shard)):
+            raise ProtocolError(f"a contribution to step {header.step} of shard {header.shard}, which has {rounds}")
         replicas, block = self._job.config.replicas, Block(header.replica, header.replica + header.base + 1)
         if self._job.config.policy.tree:
             if header.base and not is_block(block, replicas):

@@ -191,14 +191,15 @@ class Reducer:
 
     def _pushed(self, event: inbox.Pushed) -> None:
         header = event.header
-        if not self._takes(event.channel, header, event.buffer):
+        tree = self.job.config.policy.tree
+        base, count = (0, header.base + 1) if tree else (header.base, 1)
+        may = self.shell.may_contribute(event.worker, header.replica, count)
+        if not self._takes(event.channel, header, event.buffer, may=may):
             return
         if self._effects.in_ledger(header.shard, header.step):
             self._ledger.arrived(event.channel.name)
         if self._codec_states is not None and header.replica < self.job.config.replicas:
             self._codec_states.contributed(header, event.worker, self._upcoming(header))
-        tree = self.job.config.policy.tree
-        base, count = (0, header.base + 1) if tree else (header.base, 1)
         contribution = shard_events.Contribute(
             step=header.step, replica=header.replica, weight=header.weight,
             ticket=self._tickets.issue(event.channel, header, event.buffer),
@@ -212,12 +213,12 @@ class Reducer:
 
     def _initial(self, event: inbox.Initial) -> None:
         header = event.header
-        if self._takes(event.channel, header, event.buffer):
+        if self._takes(event.channel, header, event.buffer, may=self.shell.may_begin(event.channel.name)):
             ticket = self._tickets.issue(event.channel, header, event.buffer)
             self._effects.handle(header.shard, shard_events.Initialise(ticket, self.job.beginning.version(header.step)))
 
-    def _takes(self, channel: Channel, header: Header, buffer: Buffer) -> bool:
-        if self.shell.takes(header.shard, header.view):
+    def _takes(self, channel: Channel, header: Header, buffer: Buffer, *, may: bool) -> bool:
+        if may and self.shell.takes(header.shard, header.view):
             return True
         buffer.release()
         self._tickets.credit(channel)

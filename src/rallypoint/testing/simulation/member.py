@@ -64,12 +64,13 @@ class Membership:
             self._wire.close(0)
 
     def _beat(self) -> None:
-        if self._wire is not None:
+        if self._wire is not None and self._admitted:
             self._wire.send(0, self._say_beat())
         self.node.later(BEAT_S, self._beat)
 
     def _connect(self) -> None:
-        hello = Hello(self.role, self.node.name, "host", self.address, self.incarnation)
+        name = self.node.name  # no other process has it
+        hello = Hello(self.role, name, "host", self.address, self.incarnation, process=name.encode())
         self.node.world.connect(self.node, COORDINATOR, hello, self._up, self._failed)
 
     def _failed(self, reason: str) -> None:

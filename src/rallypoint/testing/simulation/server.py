@@ -130,6 +130,8 @@ class SimulatedServer:
         shell = self.shell
         match message:
             case ("push", number, shard, step, replica, count, content, base, wants) if shell.takes(shard, number):
+                if not shell.may_contribute(who, replica, count):
+                    return
                 if self._codec_states is not None and isinstance(content, Coded):
                     self._codec_states.contributed(shard, content, who, self._upcoming(shard, replica))
                 ticket = self._ticket(shard, content)
@@ -144,7 +146,7 @@ class SimulatedServer:
             case ("pull", *_):
                 self._pulls.add(wire, message)
                 self._run(())
-            case ("initial", number, shard, content, version) if shell.takes(shard, number):
+            case ("initial", number, shard, content, version) if shell.takes(shard, number) and shell.may_begin(who):
                 self._handle(shard, shard_events.Initialise(self._ticket(shard, content), version))
             case ("follow", _, False):
                 shell.unfollow(wire)
