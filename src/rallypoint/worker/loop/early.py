@@ -191,6 +191,6 @@ def _users(tensor: torch.Tensor) -> int:
 
 def _compiled() -> str:
     """Whether torch.compile has compiled anything in this process: "" if not."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    compiled = dynamo is not None and dynamo.counters["frames"]["total"]
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)  # None: not, or not yet, imported
+    compiled = counters is not None and counters["frames"]["total"]
     return "torch.compile is used, and compiled code reads parameters unseen" if compiled else ""
