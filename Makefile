@@ -54,6 +54,7 @@ format: setup ## Sort imports, fix what ruff can fix
 
 bench: setup ## Run the benchmarks one after another (root: they use network namespaces)
 	$(BIN)/python benchmarks/reduce.py --goals --json benchmarks/reduce.json
+	$(BIN)/python benchmarks/racks.py --json benchmarks/racks.json
 	$(BIN)/python benchmarks/train.py --goals --json benchmarks/train.json
 	$(BIN)/python benchmarks/recovery.py --json benchmarks/recovery.json
 

@@ -170,12 +170,21 @@ class Members:
             )  # fmt: skip
         self._members.append(_Member(name, process, log))
 
-    def start_workers(self, at: Site, script: str, tasks: Sequence[msgspec.Struct]) -> None:
-        """Start a script of this folder once for every worker, each with its task."""
+    def start_workers(
+        self, at: Site, script: str, tasks: Sequence[msgspec.Struct], racks: Sequence[int] | None = None
+    ) -> None:
+        """Start a script of this folder once for every worker, each with its task; `racks`: the number of its rack."""
         for index, (place, task) in enumerate(zip(at.workers, tasks, strict=True)):
             argv = [str(FOLDER / script), msgspec.json.encode(task).decode()]
             extra = {"GLOO_SOCKET_IFNAME": at.interface, _RESULT: str(self._result(f"worker{index}"))}
+            extra |= {} if racks is None else {environment.NEAR: f"rack{racks[index]}"}
             self.start(place, f"worker{index}", argv, extra)
+
+    def start_aggregators(self, places: Sequence[Place]) -> None:
+        """Start an aggregator at each place, near the workers with the same number of their rack."""
+        for index, place in enumerate(places):
+            argv = ["-m", "rallypoint.cli", "aggregator", "--bind", f"{place.address}:0", "--near", f"rack{index}"]
+            self.start(place, f"aggregator{index}", argv, {})
 
     def start_rallypoint(
         self, at: Site, *, replication: int = 1, snapshot_seconds: float = 0.0, snapshot_steps: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
@@ -33,15 +34,17 @@ class Task(msgspec.Struct, frozen=True):
     window: int
     hold_bytes: int
     in_flight_bytes: int
+    weighted: bool = False  # every replica has another weight, so that sums are rounded
 
 
 class Result(msgspec.Struct, frozen=True):
     """When this worker was ready to begin, and when it held each version (seconds, monotonic)."""
 
     finishes: list[float]
+    sha256: str = ""  # of what is here at the end; only of a `weighted` task
 
 
-def rallypoint(task: Task) -> list[float]:
+def rallypoint(task: Task) -> Result:
     """Through the product's data plane: push every shard, receive every version."""
     config = resolve({
         "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
@@ -52,13 +55,15 @@ def rallypoint(task: Task) -> list[float]:
     record = record_of(config, layout)
     with Job(
         id=os.environ[environment.ID], coordinator=os.environ[environment.COORDINATOR],
-        token=os.environ[environment.TOKEN],
+        token=os.environ[environment.TOKEN], near=os.environ.get(environment.NEAR, ""),
     ) as job:  # fmt: skip
         exchange = job.open_exchange(record, config)
-        return _exchange_all(job, exchange, task.steps)
+        finishes = _exchange_all(job, exchange, task)
+        whole = exchange.buffer[: layout.words].numpy().tobytes() if task.weighted else b""
+        return Result(finishes, hashlib.sha256(whole).hexdigest() if task.weighted else "")
 
 
-def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
+def _exchange_all(job: Job, exchange: Exchange, task: Task) -> list[float]:
     """What `Run` does, without a model; when each version was here."""
     finishes: list[float] = []
     while (action := exchange.next_action()) is not None:
@@ -70,11 +75,13 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
                     continue
                 generation = exchange.installed(version)
                 finishes.append(time.monotonic())
-                if version == steps and generation is not None:
+                if version == task.steps and generation is not None:
                     job.done(generation)
             case Compute(step=step, replica=replica):
                 if exchange.replica.begin(step, replica) is None:
                     continue
+                if task.weighted:
+                    exchange.replica.weigh(1.0 + replica / 7, finite=True)
                 for shard in range(len(exchange.layout.shards)):
                     if exchange.replica.claim(shard):  # the slot still holds the parameters: as good a gradient as any
                         exchange.replica.filled(shard)
@@ -82,7 +89,7 @@ def _exchange_all(job: Job, exchange: Exchange, steps: int) -> list[float]:
     return finishes
 
 
-def gloo(task: Task) -> list[float]:
+def gloo(task: Task) -> Result:
     """The peer: one all_reduce of the whole vector, in place."""
     join_gloo(task.rank, task.workers)
     gradient = torch.zeros(task.words)
@@ -93,7 +100,7 @@ def gloo(task: Task) -> list[float]:
         finishes.append(time.monotonic())
     dist.barrier()
     dist.destroy_process_group()
-    return finishes
+    return Result(finishes)
 
 
 def main() -> None:
@@ -101,7 +108,7 @@ def main() -> None:
     hold_lifeline()
     task = msgspec.json.decode(sys.argv[1], type=Task)
     torch.set_num_threads(1)
-    write_result(Result({"rallypoint": rallypoint, "gloo": gloo}[task.design](task)))
+    write_result({"rallypoint": rallypoint, "gloo": gloo}[task.design](task))
 
 
 if __name__ == "__main__":

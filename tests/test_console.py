@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from rallypoint.core.view import ViewNumber
 from rallypoint.launch.console import RunConsole
-from rallypoint.net.messages import Planned, StepDone, Waiting
+from rallypoint.launch.plan import Launch
+from rallypoint.net.messages import Message, Metrics, Planned, Snapshotted, StepDone, Waiting
 
 PLAN = Planned(
     replicas=2, steps=1500, words=9610, shards=2, workers=("worker0",), servers=("server0",), item="samples", items=64
@@ -38,3 +42,56 @@ def test_the_live_line_is_cut_in_no_terminal(width: int) -> None:
 def test_a_sentence_is_wrapped_between_words_in_a_terminal_and_is_one_line_in_a_file() -> None:
     assert "waiting for 1 more server and 1 more \nworker, 5 s so far\n" in seen(40, terminal=True)
     assert "waiting for 1 more server and 1 more worker, 5 s so far\n" in seen(40, terminal=False)
+
+
+def said_of(*messages: Message) -> list[str]:
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=80, force_terminal=False, color_system=None, highlight=False))
+    for message in messages:
+        shown.show(message)
+    shown.close()
+    return said.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({}, "9,610 parameters in 2 shards on 1 server; 2 replicas on 1 worker; 1500 steps"),
+        (
+            {"words": 19_200_000, "shards": 1, "replicas": 1, "steps": 1, "workers": ("w0", "w1")},
+            "19.20 M parameters in 1 shard on 1 server; 1 replica on 1 worker; 1 step",
+        ),
+    ],
+)
+def test_numbers_are_readable_and_words_are_in_the_right_number(changes: dict[str, Any], sentence: str) -> None:
+    assert said_of(msgspec.structs.replace(PLAN, **changes)) == [sentence]
+
+
+def test_a_snapshot_is_named_by_its_step_and_its_size_is_never_nothing() -> None:
+    rounds = msgspec.structs.replace(PLAN, steps_per_round=8)
+    said = said_of(rounds, Snapshotted("x", 4, 900, 0.25), Snapshotted("y", 400, 12_345_678, 1.0))
+    assert said[1:] == ["snapshot of step 32: 0.9 kB in 0.2 s", "snapshot of step 1500: 12.3 MB in 1.0 s"]
+
+
+def test_figures_have_as_many_digits_each_time() -> None:
+    said = said_of(PLAN, Metrics(20, {"loss": 2.52, "accuracy": 0.9, "perplexity": 1234.4}, ViewNumber()))
+    assert said[1:] == ["step     20  loss 2.520  accuracy 0.9000  perplexity 1234"]
+
+
+def test_the_way_to_go_on_names_the_step_the_run_would_begin_with() -> None:
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=400, highlight=False))
+    plan = Launch(worker=("true",), folder="runs/x", snapshots="somewhere")
+    shown.say_how_to_go_on(plan, failed=False)
+    assert said.getvalue() == "", "nothing was computed, and nothing is lost"
+    shown.show(msgspec.structs.replace(PLAN, steps_per_round=8))
+    shown.show(StepDone(step=50, loss=0.1, items=1))
+    shown.say_how_to_go_on(plan, failed=False)
+    shown.show(Snapshotted("x", 6, 900, 0.25))
+    shown.say_how_to_go_on(plan, failed=False)
+    shown.say_how_to_go_on(plan, failed=True)
+    shown.close()
+    way = "to go on from step 48, the last snapshot: rallypoint resume runs/x"
+    assert [line for line in said.getvalue().splitlines() if "go on" in line] == [
+        "there is no snapshot of this run to go on from", way, f"{way} (--set KEY=VALUE changes settings)"
+    ]  # fmt: skip

@@ -31,12 +31,13 @@ LAYERS = {
     "coordinator": 10,
     "server": 10,
     "worker": 10,
-    "launch": 11,
-    "": 12,  # the public names
-    "recipes": 13,
-    "testing": 14,
-    "cli": 15,
-    "__main__": 16,
+    "aggregator": 11,
+    "launch": 12,
+    "": 13,  # the public names
+    "recipes": 14,
+    "testing": 15,
+    "cli": 16,
+    "__main__": 17,
 }
 NOT_IN_CORE = {
     "asyncio", "concurrent", "io", "multiprocessing", "numpy", "os", "pathlib", "queue", "random", "secrets",

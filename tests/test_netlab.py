@@ -98,6 +98,14 @@ def test_a_link_carries_its_rate_both_ways() -> None:
             assert 0.80 <= _mbit(sender, receiver, 20 * MEGABYTE) / 200 <= 1.02
 
 
+def test_the_hosts_of_a_rack_share_its_uplink_and_not_each_other_s_links() -> None:
+    with Netlab(hosts=3, rate_mbit=200.0, racks=(2,), uplink_mbit=50.0) as lab:
+        one, two, outside = lab.hosts
+        assert _mbit(one, two, 20 * MEGABYTE) > 100
+        for sender, receiver in ((one, outside), (outside, two)):
+            assert 0.80 <= _mbit(sender, receiver, 5 * MEGABYTE) / 50 <= 1.02
+
+
 def test_set_rate_changes_both_directions_of_one_host_and_none_lifts_them() -> None:
     with Netlab(hosts=3) as lab:
         slow, one, two = lab.hosts
@@ -240,6 +248,14 @@ def test_numbers_out_of_range_are_refused() -> None:
     for rate in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="rate"):
             Netlab(hosts=1, rate_mbit=rate)
+
+
+def test_racks_out_of_range_are_refused() -> None:
+    for racks in ((0,), (2, 2)):
+        with pytest.raises(ValueError, match="racks"):
+            Netlab(hosts=3, racks=racks)
+    with pytest.raises(ValueError, match="rate"):
+        Netlab(hosts=3, racks=(2,), uplink_mbit=0.0)
 
 
 def test_sixteen_hosts_are_up_in_seconds() -> None:

@@ -101,7 +101,7 @@ def chaos(
     context: typer.Context, options: RunOptions,
     recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to it.")] = "gpt",
     kills: Annotated[int, typer.Option(
-        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over workers, servers and the coordinator.",
+        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over all roles.",
     )] = 10,
     stops: Annotated[int, typer.Option(
         min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGSTOPs of a worker, for twice the heartbeat.",
@@ -129,7 +129,9 @@ def chaos(
     from rallypoint.launch.console import Screen
 
     _refuse_option(context, recipe, "recipe")
-    faults = parse_faults(schedule) or random_faults(kills, _sizes(resizes), stops, everything, options.servers, seed)
+    faults = parse_faults(schedule) or random_faults(
+        kills, _sizes(resizes), stops, everything, seed, options.servers, options.aggregators
+    )
     arguments, settings = _without_settings(context.args)
     plan = options.run(_recipe_argv(recipe, arguments), more_settings=settings)
     raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
@@ -274,6 +276,34 @@ def worker(
 
     _refuse_option(context, str(script), "script")
     start_worker(script, context.args, coordinator=coordinator, id=id, threads=threads)
+
+
+@app.command(rich_help_panel=_BY_HAND)
+def aggregator(
+    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
+    coordinator: JobAddress = "",
+    id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or aggregator-PID.")] = "",
+    near: Annotated[str, typer.Option(
+        metavar="PLACE", help="A host or a rack, by any name: for workers whose RALLYPOINT_NEAR is the same.",
+    )] = "",
+    advertise: Advertise = "",
+) -> None:  # fmt: skip
+    """Run one aggregator of one job: it adds up the contributions of workers near it. It may be ended at any time.
+
+    The job's token comes in RALLYPOINT_TOKEN.
+
+    Example: [bold]rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0 --near rack2[/bold]
+    """
+    from rallypoint.aggregator.service import AggregatorService
+    from rallypoint.launch.commands.by_hand import address_of, run_server
+
+    address = address_of(coordinator)
+    service = AggregatorService(
+        id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
+        token=os.environ.get(environment.TOKEN, ""), near=near or os.environ.get(environment.NEAR, ""), bind=bind,
+        advertise=advertise, transport=TcpTransport(),
+    )  # fmt: skip
+    raise typer.Exit(run_server(service, address))
 
 
 def main() -> None:

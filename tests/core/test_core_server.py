@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rallypoint.core.policy import Async, Policy, Sync
 from rallypoint.core.shard.clip import Measure, Rule, Tell, Verdict
-from rallypoint.core.shard.effects import Abandon, Apply, CaughtUp, Fill, Finish, Install, Publish, Reply, Take
+from rallypoint.core.shard.effects import Abandon, Apply, Capture, CaughtUp, Fill, Finish, Install, Publish, Reply, Take
 from rallypoint.core.shard.events import Acked, Contribute, Initialise, Loaded, Replicated
 from rallypoint.core.shard.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Report, Restore, ServerMachine
 from rallypoint.core.shard.shell import ServerShell
@@ -67,6 +67,18 @@ def _server(plan: Plan, view: View, *linked: str, initialised: bool = True) -> S
         for index in view.shards_of("s0"):
             server.handle(index, Initialise(1000 + index))
     return server
+
+
+# ---- snapshots ----
+
+
+def test_buffers_that_are_one_version_ahead_are_captured_at_the_version_before() -> None:
+    server = _server(_plan(3, buffers=frozenset({2})), _view(1, {0: "s0", 1: "s0", 2: "s0"}))
+    server.handle(2, Contribute(0, 0, 5, 1.0))
+    assert server.machine(2).version == 1  # type: ignore[union-attr]
+    assert _on(server.capture(0), Capture) == [(0, Capture(0)), (1, Capture(0)), (2, Capture(0))]
+    server.handle(0, Contribute(0, 0, 6, 1.0))
+    assert _on(server.capture(0), Capture)[0] == (0, Capture(1, missed=True)), "parameters have an optimizer's state"
 
 
 # ---- views ----

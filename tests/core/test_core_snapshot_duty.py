@@ -106,15 +106,19 @@ def test_no_two_have_one_id_not_even_of_two_coordinators() -> None:
     assert ids == sorted(ids)  # the later of one version is the newer
 
 
-def test_one_without_news_is_given_up_after_some_heartbeats_and_wanted_again() -> None:
+def test_one_without_news_is_given_up_after_some_heartbeats_and_wanted_again_after_a_pause() -> None:
     duty = _duty()
     id = duty.begin(7, SHARDS, now=1.0)
     duty.stored((1,), now=2.0)
     patience = SNAPSHOT_PATIENCE * duty.terms.heartbeat
     assert duty.given_up(now=2.0 + patience - 0.1) is None
     assert not duty.wanted
-    assert duty.given_up(now=2.0 + patience) == SnapshotLost(id, "2 of its shards have not been stored for 20 s")
-    assert duty.wanted
+    now = 2.0 + patience
+    lost = duty.given_up(now, ["server1"])
+    assert lost == SnapshotLost(id, "2 of its shards (server1) are not stored, and none was for 20 s")
+    duty.lost(passed=-1, now=now)
+    assert not duty.is_due(_record(), 7, now + duty.terms.heartbeat - 0.1, ending=False), "its store may still hang"
+    assert duty.is_due(_record(), 7, now + duty.terms.heartbeat, ending=False)
 
 
 def test_one_that_is_lost_is_taken_again_only_if_it_came_too_late() -> None:
@@ -138,7 +142,7 @@ def test_one_that_fails_is_tried_again_more_and_more_seldom() -> None:
         duty.begin(7, SHARDS, now)
         duty.lost(passed=-1, now=now)
     assert pauses == [0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
-    duty.wanted = True
+    duty.ask()
     assert duty.is_due(_record(), 9, now, ending=False), "a user who asks is not made to wait"
     duty.begin(7, SHARDS, now)
     duty.complete(now)

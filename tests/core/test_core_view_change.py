@@ -112,7 +112,7 @@ def test_a_worker_that_missed_views_sees_that_a_shard_was_elsewhere_meanwhile() 
     assert views[2].primary == first.primary
     assert views[2].moved(first) == views[1].moved(first) == [0]
     assert first.moved(first) == []
-    links = LinkTable()
+    links = LinkTable("w0")
     links.to_open(first)
     assert links.to_end(first, views[2]) == [first.primary[0]]
     assert links.to_end(views[2], views[2]) == []
@@ -220,6 +220,22 @@ def test_contributors_are_all_that_were_assigned_in_the_generation_and_are_here(
     assignments = (Assignment(0, {}), Assignment(7, {"w0": (5,)}))
     later = msgspec.structs.replace(made({}, "w0"), assignments=assignments)
     assert contributors(later, None) == {"w0": (5,)}, "an assignment that is still to come"
+
+
+def test_an_aggregator_contributes_what_its_workers_may_also_if_one_is_gone() -> None:
+    """[0,2) of w0 and w1 may be on its way, or be sent again to a new primary, when w1 is gone: w0 counts on it."""
+    workers, relay, number = (Member("w0", "h"), Member("w1", "h")), Member("a0", "h"), ViewNumber(1, 1)
+    first = View(
+        number, number, workers, (), (Assignment(0, {"w0": (0,), "w1": (1,)}),), {}, aggregators=(relay,),
+        aggregator_of={"w0": "a0", "w1": "a0"},
+    )  # fmt: skip
+    first = msgspec.structs.replace(first, contributors=contributors(first, None))
+    assert first.contributors == {"a0": (0, 1), "w0": (0,), "w1": (1,)}
+    then = msgspec.structs.replace(
+        first, workers=workers[:1], assignments=(Assignment(0, {"w0": (0, 1)}),), aggregator_of={}
+    )
+    assert contributors(then, first) == {"a0": (0, 1), "w0": (0, 1)}
+    assert contributors(msgspec.structs.replace(then, aggregators=()), first) == {"w0": (0, 1)}
 
 
 def test_a_worker_that_was_given_up_and_came_back_begins_all_its_links_anew() -> None:

@@ -18,7 +18,7 @@ from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
-from rallypoint.testing.processes import Process, ProcessCluster, server_main, worker_main
+from rallypoint.testing.processes import Process, ProcessCluster, aggregator_main, server_main, worker_main
 
 PATIENCE_S = 60.0  # only for a wait that fails: everything comes within a few seconds on a quiet machine
 
@@ -37,6 +37,12 @@ class Stage(ProcessCluster):
     def servers_come(self, *names: str) -> None:
         for name in names:
             self.members[name] = self.start(server_main, name, self.address)
+
+    def aggregators_come(self, *names: str) -> None:
+        """They are members when this returns."""
+        for name in names:
+            self.members[name] = self.start(aggregator_main, name, self.address)
+            self.answer(self.members[name])
 
     def workers_come(self, *names: str) -> None:
         for name in names:

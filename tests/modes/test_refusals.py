@@ -24,6 +24,7 @@ UNSUPPORTED = [
     for feature, cells in TABLE.items() for mode, cell in cells.items() if isinstance(cell, No | Only)
 ]  # fmt: skip
 TERMS = {
+    Feature.AGGREGATORS: Terms(aggregators=1),
     Feature.BACKUP_TASKS: Terms(backup_tasks=True),
     Feature.REPLICATION: Terms(replication=2),
     Feature.SNAPSHOTS: Terms(snapshots=True),
@@ -37,9 +38,9 @@ def _refused(job: CellJob) -> str:
     try:
         if job.has(Feature.OWN_OPTIMIZER):
             with_own_optimizer(job.config, "torch.optim.adamw.AdamW")
-        if job.has(Feature.TABLES):
-            ModelTensors(torch.nn.Embedding(9, 2, sparse=True, device="meta"), job.config)
         layout = LAYOUT
+        if job.has(Feature.TABLES):
+            layout = ModelTensors(torch.nn.Embedding(9, 2, sparse=True, device="meta"), job.config).layout
         if job.has(Feature.BUFFERS):
             layout = ModelTensors(torch.nn.BatchNorm1d(40), job.config).layout
         return record_of(job.config, layout).refusal_of(terms)

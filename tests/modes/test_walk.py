@@ -18,7 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children imp
 from cell_jobs import HELD_AT, CellJob, job_of, train_cell
 from stage import Stage
 
-QUICK = {Feature.CLIP: set(ModeName), Feature.REPLICATION: {ModeName.SYNC}, Feature.SNAPSHOTS: {ModeName.SYNC}}
+QUICK = {
+    Feature.CLIP: set(ModeName), Feature.REPLICATION: {ModeName.SYNC}, Feature.SNAPSHOTS: {ModeName.SYNC},
+    Feature.AGGREGATORS: {ModeName.SYNC},
+}
 PATIENT = 60.0  # heartbeat in seconds: nobody is given up because this machine is busy
 SUPPORTED = [
     pytest.param(
@@ -39,15 +42,18 @@ class Walk:
         self.stages: list[Stage] = []
 
     def begin(
-        self, workers: int = 2, servers: int = 2, *, at_most: int = 2, resume: bool = False, **terms: object
-    ) -> Stage:
+        self, workers: int = 2, servers: int = 2, *, aggregators: int = 0, at_most: int = 2, resume: bool = False,
+        **terms: object,
+    ) -> Stage:  # fmt: skip
         """The job's processes, all started. `at_most`: so many workers compute."""
         wanted = Terms(
-            workers_start=workers, workers_max=at_most, servers=servers, heartbeat=PATIENT, **terms  # type: ignore[arg-type]
+            aggregators=aggregators, workers_start=workers, workers_max=at_most, servers=servers, heartbeat=PATIENT,
+            **terms,  # type: ignore[arg-type]
         )  # fmt: skip
         folder = self.home / "run"
         stage = Stage(folder, wanted, self.job, resume=f"{folder}/snapshots" if resume else "")
         self.stages.append(stage)
+        stage.aggregators_come(*(f"aggregator{i}" for i in range(aggregators)))
         stage.servers_come(*(f"server{i}" for i in range(servers)))
         stage.workers_come(*(f"worker{i}" for i in range(workers)))
         return stage
@@ -197,6 +203,19 @@ def replicas_move_to_the_faster_worker_which_is_killed(walk: Walk) -> None:
     walk.ends(stage, "worker1")
 
 
+def the_aggregator_is_killed_mid_step(walk: Walk) -> None:
+    """Workers go to the servers at once; another aggregator joins; one worker dies too."""
+    stage = walk.begin(aggregators=1)
+    stage.until_held("worker0", "worker1")
+    assert stage.events("Members")[-1]["through"] == {"worker0": "aggregator0", "worker1": "aggregator0"}
+    stage.kill("aggregator0")
+    stage.until(lambda: not stage.events("Members")[-1]["through"], "the aggregator is given up")
+    stage.aggregators_come("aggregator1")
+    stage.until(lambda: bool(stage.events("Members")[-1]["through"]), "workers may use the other aggregator")
+    stage.kill("worker1")
+    walk.ends(stage, "worker0")
+
+
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
     Feature.REPLICATION: a_server_with_a_backup_is_killed,
@@ -204,6 +223,7 @@ PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.ON_DEMAND: a_snapshot_is_asked_for_and_a_worker_is_killed,
     Feature.RESUME: the_whole_job_is_killed_and_resumed,
     Feature.BACKUP_TASKS: a_straggler_is_helped_and_killed,
+    Feature.AGGREGATORS: the_aggregator_is_killed_mid_step,
     Feature.STANDBY: a_worker_that_stands_by_takes_over,
     Feature.RESIZE: a_worker_joins_and_another_is_killed,
     Feature.BY_SPEED: replicas_move_to_the_faster_worker_which_is_killed,

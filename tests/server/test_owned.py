@@ -43,6 +43,18 @@ def test_a_backup_that_applies_what_it_is_sent_holds_the_primarys_bytes(optimize
         assert torch.equal(backup.raw(step + 1)[1].tensor, primary.raw(step + 1)[1].tensor)
 
 
+def test_buffers_can_be_stored_at_the_version_before() -> None:
+    config, pool = resolve({"replicas": 1, "batch": 1, "steps": 3}), BufferPool(WORDS)
+    buffers = OwnedShard(Shard(index=0, start=0, stop=WORDS, group=-1), config, pool, Scratch())
+    first = pool.take()
+    first.tensor.fill_(1.0)
+    buffers.install(first)
+    buffers.take(_gradient(pool, 0), 1.0)
+    buffers.apply(Apply(1, 0, 1.0, 0))
+    assert (buffers.state(0, (), wires=False).arrays["master"] == 1.0).all()
+    assert torch.equal(torch.from_numpy(buffers.state(1, (), wires=False).arrays["master"]), _gradient(pool, 0).tensor)
+
+
 def _owned(config: JobConfig, pool: BufferPool) -> OwnedShard:
     owned = OwnedShard(SHARD, config, pool, Scratch())
     first = pool.take()

@@ -115,7 +115,7 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_costs_no_job(
     server.reducer.handle(next_of(server))
     assert (server.version, master(server)) == (3, 1.0)
     assert server.context.sentences == [
-        "s restores 1 shards from snapshot one: the bucket cannot be read: timed out; trying again in 0 s"
+        "s restores 1 shard from snapshot one: the bucket cannot be read: timed out; trying again in 0 s"
     ]
 
 
@@ -257,5 +257,5 @@ def test_a_store_that_hangs_during_a_restore_does_not_keep_the_server_from_endin
     closes.join(20.0)
     assert ended, "the end of the job waits for the store"
     assert [said.getMessage() for said in caplog.records] == [
-        "given up: s restores 1 shards from snapshot one. The job is over, and the store has not answered for 0.05 s"
+        "given up: s restores 1 shard from snapshot one. The job is over, and the store has not answered for 0.05 s"
     ]

@@ -13,8 +13,12 @@ from typing import Any
 import pytest
 
 from rallypoint.net.messages import NotStored, Stored
+from rallypoint.observe.trace import Tracer
+from rallypoint.server.capture import Capture
 from rallypoint.store import closing
+from rallypoint.store.direct import DirectFile
 from rallypoint.store.manifest import snapshot_id
+from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.writer import SnapshotWriter
 
@@ -155,3 +159,105 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
         f"given up: server0's part of snapshot {name}. The job is over, and the store has not answered for 0.05 s",
     )
     writer.writer._thread.join(PATIENCE_S)
+
+
+class HungStore:
+    """A filesystem whose writes hang from now on, until `answers` is set. `entered`: one of them hangs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.entered, self.answers = threading.Event(), threading.Event()
+        real = DirectFile.write
+
+        def write(file: DirectFile, chunk: Any) -> None:
+            self.entered.set()
+            assert self.answers.wait(PATIENCE_S)
+            real(file, chunk)
+
+        monkeypatch.setattr(DirectFile, "write", write)
+
+
+def test_a_part_given_up_while_the_store_hangs_is_not_written_to_its_end_before_the_next(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HungStore(monkeypatch)
+    given_up = [writer.take(version) for version in (3, 4, 5)]
+    assert store.entered.wait(PATIENCE_S)
+    name = writer.take(6)
+    store.answers.set()
+    told = writer.next()
+    assert isinstance(told, Stored)
+    assert (told.snapshot, len(told.shards)) == (name, len(list(records(6))))
+    assert writer.told.empty()
+    for other in given_up:
+        assert not list(writer.folder.glob(f"{other}/*"))
+
+
+def test_while_the_store_hangs_only_the_newest_part_and_the_record_being_written_are_in_memory(
+    writer: Writer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HungStore(monkeypatch)
+    shards = len(list(records(0)))
+    for version in range(3, 13):
+        writer.writer.begin(snapshot_id(version, 1), shards)
+        for record in records(version):
+            writer.writer.put(writer.writer.copy(record))
+        assert store.entered.wait(PATIENCE_S)
+    lent = len(writer.writer._staging._lent)
+    store.answers.set()
+    assert isinstance(writer.next(), Stored)
+    assert lent <= (shards + 1) * len(next(records(3)).arrays)
+
+
+def test_each_file_is_told_as_soon_as_it_is_written(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part of an hour is no silence of an hour."""
+    monkeypatch.setattr("rallypoint.store.snapshots.FILE_BYTES", 1)  # one shard a file
+    everything = list(records(3))
+    name = snapshot_id(3, 1)
+    writer.writer.begin(name, len(everything))
+    for count, record in enumerate(everything):
+        writer.writer.put(record)
+        told = writer.next()
+        assert isinstance(told, Stored)
+        assert (told.snapshot, list(told.shards)) == (name, [record.shard])
+        assert list(told.files) == [f"server0-{count}.shards"]
+
+
+def test_a_part_that_has_failed_takes_no_more_records(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rallypoint.store.files.Files.writing", fails)
+    everything = list(records(3))
+    writer.writer.begin(snapshot_id(3, 1), len(everything))
+    assert writer.writer.takes_records
+    writer.writer.put(everything[0])
+    assert isinstance(writer.next(), NotStored)
+    assert not writer.writer.takes_records
+    assert not writer.writer.wants_more
+    for record in everything[1:]:
+        writer.writer.put(writer.writer.copy(record))
+    assert not writer.writer._staging._lent
+
+
+def test_after_a_failure_the_owner_copies_no_more_shards(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rallypoint.store.files.Files.writing", fails)
+    everything, copied = list(records(0)), []
+
+    def state(shard: int, version: int) -> ShardRecord:
+        copied.append(shard)
+        return everything[shard]
+
+    job: Any = None  # not asked at version 0
+    capture = Capture(writer.writer, job, None, state, Tracer("server0"), wake=lambda: None)
+    capture.begin(snapshot_id(0, 1), len(everything))
+    for record in everything:
+        capture.wanted(record.shard, 0)
+    capture.before_update(0)
+    assert isinstance(writer.next(), NotStored)
+    for record in everything[1:]:
+        capture.before_update(record.shard)
+    assert copied == [0]
+    assert not capture.due

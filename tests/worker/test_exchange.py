@@ -79,7 +79,7 @@ def _publish(exchange: Exchange, version: int) -> None:
     """All shards' version comes from the server."""
     for shard in LAYOUT.shards:
         header = Header(Kind.VERSION, exchange.view.number, shard=shard.index, step=version, length=shard.slot_bytes)
-        if exchange.arrivals.arriving(header) is not None:
+        if exchange.arrivals.arriving(header, SERVER.id) is not None:
             exchange.arrivals.landed(shard.index)
 
 
@@ -137,7 +137,7 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     header = Header(Kind.VERSION, exchange.view.number, shard=0, step=0, length=64 << 20, codec=1)
     with pytest.raises(ProtocolError, match="no codec needs so many"):
-        exchange.arrivals.arriving(header)
+        exchange.arrivals.arriving(header, SERVER.id)
 
 
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:

@@ -91,6 +91,7 @@ class Announcer:
         told = Members(
             str(view.number), tuple(w for w in workers if w in busy), tuple(w for w in workers if w not in busy),
             tuple(member.id for member in view.servers), self._machine.exposed,
+            tuple(member.id for member in view.aggregators), view.aggregator_of,
         )  # fmt: skip
         if told == self._announced:
             return []
@@ -103,7 +104,7 @@ class Announcer:
         if self._said_idle or len(members.workers) < replicas or len(members.standby) == 0 or wanted <= replicas:
             return []
         self._said_idle = True
-        idle = ", ".join(members.standby[: wanted - replicas])
+        idle = ", ".join(sorted(members.standby, key=lambda name: (len(name), name))[: wanted - replicas])
         compute, has = "computes" if wanted - replicas == 1 else "compute", f"replica{'s' * (replicas != 1)}"
         return self.announce(Say(
             f"{idle} {compute} nothing: the job has {replicas} {has}, and each is computed by one worker. Use "

@@ -14,7 +14,7 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.messages import Hello, Welcome, decode
 from rallypoint.net.transport import Transport
 
-ROLES = ("worker", "server", "observer")
+ROLES = ("worker", "server", "aggregator", "observer")
 
 
 class Connections:

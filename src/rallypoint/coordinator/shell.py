@@ -177,13 +177,13 @@ class CoordinatorShell:
         if (old := self.members.get(hello.id)) is not None:
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
-        member = Member(hello.id, hello.host, hello.address, hello.incarnation)
+        member = Member(hello.id, hello.host, hello.address, hello.incarnation, hello.near)
         return [*acts, *self._drive(cluster_events.Joined(member, hello.role, hello.process))]
 
     def refuses(self, hello: Hello) -> bool:
         """True if another process has this id. Any thread may ask; it changes nothing."""
         members = self.machine.course.members
-        if members.is_taken(hello.id, "worker" if hello.role == "server" else "server"):
+        if members.has_other_role(hello.id, hello.role):
             return True
         return hello.id in self.members and not members.same(hello.id, hello.role, hello.incarnation, hello.process)
 
@@ -289,10 +289,10 @@ class CoordinatorShell:
             case cluster_effects.Dismiss(server=server):
                 return self._send(Finished(), server)
             case cluster_effects.Admit(member=member, incarnation=incarnation):
-                workers = self.machine.course.members.workers
-                return self._send(self._tickets.admitted(member, incarnation, workers), member)
-            case cluster_effects.Prepare(server=server, record=record):
-                return self._send(Prepare(record), server)
+                role = self.machine.course.members.role_of(member)
+                return self._send(self._tickets.admitted(member, incarnation, role), member)
+            case cluster_effects.Prepare(member=member, record=record):
+                return self._send(Prepare(record), member)
             case cluster_effects.Publish(view=view, members=members):
                 return self._publish(view, members)
             case cluster_effects.Assist(worker=worker, step=step, replica=replica):

@@ -133,7 +133,7 @@ def late_view(hello: Hello, view: View | None, course: Course, based_on: ViewNum
 
 
 def _members(view: View) -> tuple[Member, ...]:
-    return (*view.workers, *view.servers)
+    return (*view.workers, *view.servers, *view.aggregators)
 
 
 def _key(member: Member) -> tuple[str, int]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
-from rallypoint.core.view import Member, View
+from rallypoint.core.view import View
 from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Admitted, NewView
 
@@ -15,20 +15,24 @@ class Tickets:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def admitted(self, id: str, incarnation: int, workers: Mapping[str, Member]) -> Admitted:
-        """The message that admits this member. `workers` are the workers among the members."""
-        role = "worker" if id in workers else "server"
+    def admitted(self, id: str, incarnation: int, role: str) -> Admitted:
+        """The message that admits this member."""
         return Admitted(incarnation, ticket(self._secret, role, id, incarnation))
 
     def views(self, view: View, members: Sequence[str]) -> Iterator[tuple[str, NewView]]:
         """The view for each of these members, with the member's tickets for the view's servers.
 
-        Who is not in the view has none: no server would listen to it.
+        A worker gets one for its aggregator too. Who is not in the view has none: no server would listen to it.
         """
-        secrets = {one.id: ticket(self._secret, "server", one.id, one.incarnation) for one in view.servers}
-        here = {one.id: ("server", one.incarnation) for one in view.servers}
-        here |= {one.id: ("worker", one.incarnation) for one in view.workers}
+        here = {
+            one.id: (role, one.incarnation)
+            for role, ones in (("server", view.servers), ("aggregator", view.aggregators), ("worker", view.workers))
+            for one in ones
+        }
+        listening = {id: who for id, who in here.items() if who[0] != "worker"}
+        secrets = {id: ticket(self._secret, role, id, number) for id, (role, number) in listening.items()}
         for id in members:
-            who = here.get(id)
-            known = {} if who is None else {s: ticket(secrets[s], who[0], id, who[1]) for s in secrets if s != id}
+            who, through = here.get(id), view.aggregator_of.get(id, "")
+            listeners = [s for s in secrets if s != id and (here[s][0] == "server" or s == through)]
+            known = {} if who is None else {s: ticket(secrets[s], who[0], id, who[1]) for s in listeners}
             yield id, NewView(view, known)

@@ -22,16 +22,19 @@ class ViewNumber(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A live process: its id in this job, the host it is on, and (servers) where it listens.
+    """A live process: its id in this job, the host it is on, and (servers, aggregators) where it listens.
 
-    `incarnation` is a new number that the coordinator gives at every joining. If a process joins again after it was
-    given up, or another process joins with the same id, what the old incarnation held does not count any more.
+    `near` names the place where it is (a host, a rack), as it was told when it was started: workers use an aggregator
+    that is near the same place. `incarnation` is a new number that the coordinator gives at every joining. If a process
+    joins again after it was given up, or another process joins with the same id, what the old incarnation held does not
+    count any more.
     """
 
     id: str
     host: str
     address: str = ""
     incarnation: int = 0
+    near: str = ""
 
 
 class Assignment(msgspec.Struct, frozen=True):
@@ -57,9 +60,11 @@ class View(msgspec.Struct, frozen=True):
         origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
         ending: a worker holds the last version: all other workers fetch it.
-        contributors: worker -> the replicas of which servers take its contributions: all that it was assigned in this
-            generation, and its backup tasks. So a contribution that comes late, when the replica is somebody else's,
-            is not lost: its sender counts it as delivered.
+        contributors: worker (or aggregator) -> the replicas of which servers take its contributions: all that it (or
+            its workers) was assigned in this generation, and its backup tasks. So a contribution that comes late, when
+            the replica is somebody else's, is not lost: its sender counts it as delivered.
+        aggregators: the aggregators that are here.
+        aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.
     """
 
     number: ViewNumber
@@ -75,6 +80,8 @@ class View(msgspec.Struct, frozen=True):
     uploader: str = ""
     ending: bool = False
     contributors: dict[str, tuple[int, ...]] = {}
+    aggregators: tuple[Member, ...] = ()
+    aggregator_of: dict[str, str] = {}
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""
@@ -111,6 +118,15 @@ class View(msgspec.Struct, frozen=True):
     def shards_of(self, server: str) -> list[int]:
         """The shards whose primary is `server`, ascending."""
         return sorted(shard for shard, home in self.primary.items() if home == server)
+
+    def aggregator(self, worker: str) -> Member | None:
+        """The aggregator that `worker` may use; None if it has none."""
+        wanted = self.aggregator_of.get(worker)
+        return next((member for member in self.aggregators if member.id == wanted), None)
+
+    def workers_of(self, aggregator: str) -> list[str]:
+        """The workers that may use this aggregator, ascending: it may push what they may push."""
+        return sorted(worker for worker, used in self.aggregator_of.items() if used == aggregator)
 
     def server(self, server_id: str) -> Member:
         """The server with that id. Raises KeyError when it is not in this view."""

@@ -13,7 +13,7 @@ class Command:
 
     Attributes:
         name: unique among all processes of the run.
-        role: "coordinator", "server" or "worker". A cluster may place the roles on different machines.
+        role: "coordinator", "server", "aggregator" or "worker". A cluster may place the roles on different machines.
         argv: the program and its arguments.
         env: environment variables that the process gets in addition to those that the cluster gives every process.
     """

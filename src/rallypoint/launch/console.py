@@ -113,12 +113,12 @@ class RunConsole:
             case Say(text=text) if text.startswith(_REFUSED):
                 if text not in self._said:
                     self._said.add(text)
-                    self._say(escape(text))
+                    self.say(escape(text))
             case Say(text=text) | Waiting(text=text):
-                self._say(escape(text))
+                self.say(escape(text))
             case Held(text=text):
                 self.holding = True
-                self._say(f"[bold yellow]{escape(text)}[/bold yellow]")
+                self.say(f"[bold yellow]{escape(text)}[/bold yellow]")
             case Skipped():
                 self._skipped_shown(message)
             case Members():
@@ -130,11 +130,11 @@ class RunConsole:
             case Snapshotted():
                 self.snapshots += 1
                 self.version = message.version
-                if message.version > 0:
-                    size = message.nbytes / 1e6
-                    self.console.print(
-                        f"[dim]snapshot of step {self.steps_stored}: {size:.1f} MB in {message.seconds:.1f} s[/dim]"
-                    )
+                if message.version == 0:
+                    self._start = time.monotonic()  # workers compute from now on
+                else:
+                    size, seconds = _size(message.nbytes), message.seconds
+                    self.console.print(f"[dim]snapshot of step {self.steps_stored}: {size} in {seconds:.1f} s[/dim]")
             case Accounted():
                 self._accounted = message
             case Aborted(reason=reason):
@@ -149,10 +149,10 @@ class RunConsole:
         silence = time.monotonic() - self.heard
         if silence > after:
             self.heard = time.monotonic()
-            self.console.print(
+            self.say(
                 f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
-                "overloaded? Steps go on without it, but nobody can join or be replaced", soft_wrap=True,
-            )  # fmt: skip
+                "overloaded? Steps go on without it, but nobody can join or be replaced"
+            )
 
     @property
     def steps_stored(self) -> int:
@@ -167,10 +167,11 @@ class RunConsole:
             self.version = began[0]
         if not plan.snapshots or self.steps_stored < 0:
             if self.steps_done > 0:
-                self._say("there is no snapshot of this run to go on from")
+                self.say("there is no snapshot of this run to go on from")
             return
-        way = f"to go on from step {self.steps_stored}, the last snapshot: rallypoint resume {escape(plan.folder)}"
-        self._say(f"{way} (--set KEY=VALUE changes settings)" if failed else way)
+        hint = " (--set KEY=VALUE changes settings)" if failed else ""
+        way = f"rallypoint resume {escape(plan.folder)}{hint}"
+        self.console.print(f"to go on from step {self.steps_stored}, the last snapshot: {way}", soft_wrap=True)
 
     def close(self) -> None:
         """Remove the live line, and print what the run did."""
@@ -201,9 +202,9 @@ class RunConsole:
         self._plan = plan
         self._start = time.monotonic()
         self.console.print(
-            f"[bold]{plan.words / 1e6:.2f} M[/bold] parameters in {plan.shards} shards on {len(plan.servers)} "
-            f"server{'s' * (len(plan.servers) != 1)}; {plan.replicas} replica{'s' * (plan.replicas != 1)} on "
-            f"{len(plan.workers)} worker{'s' * (len(plan.workers) != 1)}; {plan.steps} steps"
+            f"[bold]{_millions(plan.words)}[/bold] parameters in {_count(plan.shards, 'shard')} on "
+            f"{_count(len(plan.servers), 'server')}; {_count(plan.replicas, 'replica')} on "
+            f"{_count(min(len(plan.workers), plan.replicas), 'worker')}; {_count(plan.steps, 'step')}"
         )
         if self.console.is_terminal:
             where, loss = TextColumn("step {task.completed}/{task.total}"), TextColumn("loss {task.fields[loss]}")
@@ -223,7 +224,7 @@ class RunConsole:
         if before is None:
             return
         for sentence in changes(before, members):
-            self._say(f"[dim]{escape(sentence)}[/dim]")
+            self.say(f"[dim]{escape(sentence)}[/dim]")
 
     def _skipped_shown(self, skipped: Skipped) -> None:
         """Show the first one, and the 10th, the 100th and so on: many of them say no more than their number."""
@@ -235,10 +236,10 @@ class RunConsole:
         named = self._named(skipped.step)
         what = f"a contribution to {named} dropped" if skipped.alone else f"{named} skipped"
         rest = f"; {self._left_out(skipped.alone)} so far" if count > 1 else ""
-        self.console.print(f"[yellow]{what}: {escape(why)}{rest}[/yellow]", soft_wrap=True)
+        self.say(f"[yellow]{what}: {escape(why)}{rest}[/yellow]")
 
-    def _say(self, sentence: str) -> None:
-        """Print a sentence: in a terminal wrapped between words, in a file as one line."""
+    def say(self, sentence: str) -> None:
+        """Print a sentence, which may have markup: in a terminal wrapped between words, in a file as one line."""
         self.console.print(sentence, soft_wrap=not self.console.is_terminal)
 
     def _step(self, done: StepDone) -> None:
@@ -293,6 +294,8 @@ def changes(before: Members, now: Members) -> list[str]:
         said.append(f"{news}: {who}" if news else who)
     if news := _news(before.servers, now.servers):
         said.append(f"{news}: the parameters are on {_listed(now.servers)}")
+    if news := _news(before.aggregators, now.aggregators):
+        said.append(f"{news}: {len(now.through)} workers have an aggregator")
     return said
 
 
@@ -308,8 +311,21 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(sorted(names, key=lambda name: (len(name), name))) or "nobody"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _millions(number: int) -> str:
+    """Return ``0.84 M``; of a small number all digits."""
+    return f"{number:,}" if number < 100_000 else f"{number / 1e6:,.2f} M"
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
+
+
 def _figures(values: dict[str, float]) -> str:
-    return escape("  ".join(f"{name} {value:.4g}" for name, value in values.items()))
+    return escape("  ".join(f"{name} {f'{value:#.4g}'.rstrip('.')}" for name, value in values.items()))
 
 
 def account(accounted: Accounted) -> str:

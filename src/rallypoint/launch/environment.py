@@ -8,6 +8,7 @@ from __future__ import annotations
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
 ID = "RALLYPOINT_ID"
+NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
 LIFELINE = "RALLYPOINT_LIFELINE"
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready

@@ -22,7 +22,8 @@ from rallypoint.worker.loop.session import Job
 def join() -> Job:
     """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
-    The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID and RALLYPOINT_TOKEN.
+    The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN and
+    (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
@@ -33,6 +34,7 @@ def join() -> Job:
     job = (_JoinedByHand if by_hand else Job)(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
         token=os.environ.get(environment.TOKEN, ""), transport=TcpTransport(),
+        near=os.environ.get(environment.NEAR, ""),
     )  # fmt: skip
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: job.leave())
@@ -42,8 +44,8 @@ def join() -> Job:
 class _JoinedByHand(Job):
     """A worker that no launcher has started: it says itself how it gets on."""
 
-    def __init__(self, *, id: str, coordinator: str, token: str, transport: Transport) -> None:
-        super().__init__(id=id, coordinator=coordinator, token=token, transport=transport)
+    def __init__(self, *, id: str, coordinator: str, token: str, transport: Transport, near: str) -> None:
+        super().__init__(id=id, coordinator=coordinator, token=token, transport=transport, near=near)
         print(f"{id} has joined the job at {coordinator}; it waits for the other members", flush=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

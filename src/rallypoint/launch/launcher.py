@@ -32,7 +32,7 @@ def launch(
     with locked(folder):
         if overwrite:
             if stays := clear(folder):
-                console.console.print(f"[yellow]{escape(stays)}[/yellow]", soft_wrap=True)
+                console.say(f"[yellow]{escape(stays)}[/yellow]")
             refuse_used_snapshots(plan.snapshots)
         elif not plan.resume:
             refuse_an_old_run(folder, plan.snapshots)
@@ -72,14 +72,12 @@ def _keep_code(plan: Launch, console: RunConsole, *, original: bool) -> list[str
         changed = kept.changed(plan.script, folder)
         which = "as it was (--original)" if original else "as it is now; --original takes it as it was"
         if changed:
-            console.console.print(
-                f"[yellow]changed since the run began: {escape(kept.named(changed))}. The code runs {which}[/yellow]",
-                soft_wrap=True,
-            )
+            files = escape(kept.named(changed))
+            console.say(f"[yellow]changed since the run began: {files}. The code runs {which}[/yellow]")
         if original:
             return changed
     if sentence := kept.keep(plan.script, folder):
-        console.console.print(f"[yellow]{escape(sentence)}[/yellow]", soft_wrap=True)
+        console.say(f"[yellow]{escape(sentence)}[/yellow]")
     return []
 
 

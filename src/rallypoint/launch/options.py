@@ -131,6 +131,10 @@ class RunOptions(CoordinatorOptions):
     folder: Annotated[Path | None, _option(
         metavar="FOLDER", panel=_FILES, help="The run's folder; by default a new one under runs/.",
     )] = None  # fmt: skip
+    aggregators: Annotated[int, _option(
+        min=0, metavar="N", panel=_CLUSTER,
+        help="Processes that add up the contributions of workers near them; each has an even share of the workers.",
+    )] = 0  # fmt: skip
     standby: Annotated[int, _option(
         min=0, metavar="N", panel=_CLUSTER, help="More workers, imported and connected, to take over at once.",
     )] = 0  # fmt: skip
@@ -156,8 +160,8 @@ class RunOptions(CoordinatorOptions):
 
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
-    "standby", "servers", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind", "advertise",
-    "snapshot_steps", "snapshot_seconds", "compression",
+    "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
+    "advertise", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

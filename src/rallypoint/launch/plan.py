@@ -23,6 +23,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         workers: (least, most): with fewer than the least the job waits; workers above the most stand by.
         workers_start: how many workers to start with.
         standby: how many more are started, imported and connected.
+        aggregators: how many aggregators are started.
         folder: the run's folder.
         bind: ``host:port`` at which the coordinator listens. Servers listen at the same host, each at a free port.
         advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
@@ -36,6 +37,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     workers_start: int = 2
     standby: int = 0
     servers: int = 2
+    aggregators: int = 0
     replication: int = 1
     heartbeat: float = 3.0
     hang_after: float = 60.0
@@ -123,8 +125,9 @@ def terms_of(plan: Launch, earlier: int = 0) -> dict[str, Any]:
     return {
         "workers_start": plan.workers_start, "workers_min": plan.workers[0], "workers_max": plan.workers[1],
         "servers": plan.servers, "replication": plan.replication, "heartbeat": plan.heartbeat,
-        "hang_after": plan.hang_after, "backup_tasks": plan.backup_tasks, "snapshot_steps": plan.snapshot_steps,
-        "snapshot_seconds": plan.snapshot_seconds, "snapshots": bool(plan.snapshots), "earlier": earlier,
+        "hang_after": plan.hang_after, "backup_tasks": plan.backup_tasks, "aggregators": plan.aggregators,
+        "snapshot_steps": plan.snapshot_steps, "snapshot_seconds": plan.snapshot_seconds,
+        "snapshots": bool(plan.snapshots), "earlier": earlier,
     }  # fmt: skip
 
 
@@ -139,7 +142,8 @@ def join_info_of(plan: Launch) -> dict[str, Any]:
 
 
 def server_arguments(plan: Launch) -> tuple[str, ...]:
-    """Return the arguments of ``rallypoint server``: it listens at a free port of the coordinator's host."""
+    """Return the arguments of ``rallypoint server`` and ``aggregator``: it listens at a free port of the coordinator's
+    host."""
     advertise = _host(plan.advertise) if plan.advertise else ""
     return ("--bind", f"{_host(plan.bind)}:0", *(["--advertise", advertise] if advertise else []))
 

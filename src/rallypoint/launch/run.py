@@ -50,7 +50,8 @@ class ClusterRun:
         """`edited`: the user's files that are known to differ from the copies that the run keeps."""
         self.plan, self.console, self.cluster = plan, console, cluster
         limits = LIMITS if plan.restart else Limits(restart=False)
-        self.supervisor = Supervisor({"worker": plan.workers[1] + plan.standby, "server": plan.servers}, limits)
+        wanted = {"worker": plan.workers[1] + plan.standby, "server": plan.servers, "aggregator": plan.aggregators}
+        self.supervisor = Supervisor(wanted, limits)
         self.handles: dict[str, Handle] = {}
         self.failure = ""
         self._over = False
@@ -135,7 +136,8 @@ class ClusterRun:
             self._observe()
         members = self.console.members
         if members is not None:
-            self.supervisor.members((*members.workers, *members.standby, *members.servers))
+            everybody = (*members.workers, *members.standby, *members.servers, *members.aggregators)
+            self.supervisor.members(everybody)
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
         for name, how in self._ended():
@@ -161,7 +163,7 @@ class ClusterRun:
                 case Drain(name=name):
                     self.handles[name].signal(signal.SIGTERM)
                 case Warn(text=text):
-                    self.console.console.print(f"[yellow]{escape(text)}[/yellow]", soft_wrap=True)
+                    self.console.say(f"[yellow]{escape(text)}[/yellow]")
                 case Fail(reason=reason) if not self.console.holding:  # the coordinator ends the job, and says why
                     self.failure = reason
                 case Over():
@@ -187,8 +189,8 @@ class ClusterRun:
                 arguments = coordinator_arguments(self.plan, self._address, self._coordinators)
                 self._coordinators += 1
                 argv = (sys.executable, "-m", "rallypoint.cli", "coordinator", *arguments)
-            case "server":
-                argv = (sys.executable, "-m", "rallypoint.cli", "server", *server_arguments(self.plan))
+            case "server" | "aggregator":
+                argv = (sys.executable, "-m", "rallypoint.cli", role, *server_arguments(self.plan))
             case _:
                 argv = self._worker_argv(name)
         env = _environment(name, self._address, self._token, self.plan.threads)
@@ -206,10 +208,10 @@ class ClusterRun:
         changed = kept.changed(self.plan.script, Path(self.plan.folder))
         if changed and changed != self._said_changed:
             self._said_changed = changed
-            self.console.console.print(
+            self.console.say(
                 f"[yellow]edited since the run began: {escape(kept.named(changed))}; {name} runs the code that the run "
-                "began with[/yellow]", soft_wrap=True,
-            )  # fmt: skip
+                "began with[/yellow]"
+            )
         return kept.worker_argv(self.plan.worker, self.plan.script, Path(self.plan.folder))
 
     def _listening(self, address: str) -> None:
@@ -292,7 +294,7 @@ class ClusterRun:
     def _let_close(self) -> None:
         """Wait until servers and the coordinator have ended; not longer than _CLOSE_S."""
         began = said = time.monotonic()
-        while left := [*self.of_role("server"), *self.of_role(COORDINATOR)]:
+        while left := [*self.of_role("server"), *self.of_role("aggregator"), *self.of_role(COORDINATOR)]:
             now = time.monotonic()
             if now - began > _CLOSE_S:
                 return
@@ -315,10 +317,10 @@ class ClusterRun:
             reason = f"{name}: {sentence}"  # what the coordinator would have reported, had it been faster
         self.console.relay_all(self._output.rest(reason))
         for sentence in self._output.summary():
-            self.console.console.print(f"[dim]{escape(sentence)}[/dim]", soft_wrap=True)
+            self.console.say(f"[dim]{escape(sentence)}[/dim]")
         if self._is_over and not self._endings:
             return 0
-        self.console.console.print(f"[bold red]failed[/bold red]: {escape(reason)}", soft_wrap=True)
+        self.console.say(f"[bold red]failed[/bold red]: {escape(reason)}")
         if not self._is_over:
             self.console.say_how_to_go_on(self.plan, failed=True)
         return 1

@@ -19,6 +19,7 @@ _PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # seconds before a process is started again, a
 _TRIES_S = (1.0, 2.0, 5.0, 10.0, 20.0, 60.0)  # seconds before the next try after one that could not join
 _LAST_WORD_S = 0.5  # seconds in which the coordinator's message about an ending may still arrive
 COORDINATOR = "coordinator"
+_STARTED = ("server", "aggregator", "worker")  # in this order, once the coordinator listens
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class _Process:
 
 @dataclass(slots=True)
 class Supervisor:
-    """The processes of one run. `wanted`: how many servers and workers should run, standby workers included."""
+    """The processes of one run. `wanted`: how many of each role should run, standby workers included."""
 
     wanted: dict[str, int]
     limits: Limits = field(default_factory=Limits)
@@ -114,7 +115,7 @@ class Supervisor:
         if self._listening:
             return []
         self._listening = True
-        return [self._start(role, now) for role in ("server", "worker") for _ in range(self.wanted[role])]
+        return [self._start(role, now) for role in _STARTED for _ in range(self.wanted.get(role, 0))]
 
     def members(self, names: Iterable[str]) -> None:
         """Note these names as members of the job."""

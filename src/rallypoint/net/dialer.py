@@ -45,7 +45,7 @@ class Calls:
 
 
 class Dialer:
-    """Keeps a channel to the server `peer`, in its own thread, from `start` to `close`.
+    """Keeps a channel to `peer`, a server or an aggregator, in its own thread, from `start` to `close`.
 
     It proves itself with `credentials`, as they are at each attempt.
     """

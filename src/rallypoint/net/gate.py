@@ -153,7 +153,7 @@ class Gate:
 
 def _check_names(hello: Hello) -> None:
     """ProtocolError unless its names can be shown: they are printable, and not long."""
-    for name in (hello.role, hello.id, hello.host, hello.address):
+    for name in (hello.role, hello.id, hello.host, hello.address, hello.near):
         if not can_name(name):
             raise ProtocolError(f"the name {printable(name, 40)!r} has control characters, or more than {LONGEST_NAME}")
 

@@ -43,10 +43,11 @@ _MIN_TOKEN = 16
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects or listens: the role, the member's name, the job's token.
+    """Who connects or listens: the role, the member's name, the job's token; `near`: see `core.view.Member`.
 
-    Workers, servers and observers connect. Servers and the coordinator (its name is "") listen. `incarnation` and
-    `secret` come from the coordinator when it admits a member; the coordinator's own secret is in its journal.
+    Workers, servers, aggregators and observers connect. Servers, aggregators and the coordinator (its name is "")
+    listen. `incarnation` and `secret` come from the coordinator when it admits a member; the coordinator's own secret
+    is in its journal.
     """
 
     role: str
@@ -54,6 +55,7 @@ class Identity:
     token: str = field(default="", repr=False)
     incarnation: int = 0
     secret: bytes = field(default=b"", repr=False)
+    near: str = ""
 
     def __str__(self) -> str:
         return _named(self.role, self.id)
@@ -71,7 +73,7 @@ class Credentials:
 
     def __init__(self, me: Identity) -> None:
         self.me = me
-        self._tickets: tuple[ViewNumber, dict[Member, bytes]] = (ViewNumber(), {})
+        self._tickets: tuple[ViewNumber, dict[Member, tuple[str, bytes]]] = (ViewNumber(), {})  # role and ticket
 
     def admitted(self, incarnation: int, secret: bytes) -> None:
         """The coordinator has admitted this member. Tickets of another incarnation are dropped."""
@@ -80,20 +82,24 @@ class Credentials:
         self.me = replace(self.me, incarnation=incarnation, secret=secret)
 
     def given(self, view: View, tickets: Mapping[str, bytes]) -> None:
-        """The coordinator has sent a view, with this member's tickets for its servers. An older view is ignored."""
+        """The coordinator has sent a view, with this member's tickets for servers and aggregators of it.
+
+        An older view is ignored.
+        """
         if view.number >= self._tickets[0]:
-            known = {server: tickets[server.id] for server in view.servers if server.id in tickets}
+            roles = dict.fromkeys(view.servers, "server") | dict.fromkeys(view.aggregators, "aggregator")
+            known = {one: (role, tickets[one.id]) for one, role in roles.items() if one.id in tickets}
             self._tickets = (view.number, known)
 
-    def hello(self, server: Member, host: str, view: ViewNumber) -> tuple[Hello, bytes]:
-        """How this member introduces itself to a server, and its ticket for that server.
+    def hello(self, listener: Member, host: str, view: ViewNumber) -> tuple[Hello, bytes]:
+        """How this member introduces itself to a server or an aggregator, and its ticket for that listener.
 
         LinkError if it has none (yet): views and links change at different moments.
         """
-        me, ticket = self.me, self._tickets[1].get(server)
-        if ticket is None:
-            raise LinkError(f"no ticket for {server.id} has come yet")
-        to = ("server", server.id, server.incarnation)
+        me, (role, ticket) = self.me, self._tickets[1].get(listener, ("", b""))
+        if not ticket:
+            raise LinkError(f"no ticket for {listener.id} has come yet")
+        to = (role, listener.id, listener.incarnation)
         return Hello(me.role, me.id, host, incarnation=me.incarnation, view=view, to=to), ticket
 
 

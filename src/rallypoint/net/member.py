@@ -123,7 +123,7 @@ class CoordinatorLink:
             me = self._me
             hello = Hello(
                 me.role, me.id, socket.gethostname(), self._listening_at, me.incarnation, to=COORDINATOR,
-                process=self._process,
+                process=self._process, near=me.near,
             )  # fmt: skip
             self.welcome, keys = introduce(connection, hello, me.token, me.secret)
         except BaseException:

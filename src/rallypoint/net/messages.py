@@ -96,7 +96,7 @@ class Leaving(AnyMessage, frozen=True):
 
 
 class Stored(AnyMessage, frozen=True):
-    """A server's part of a snapshot is stored.
+    """Some of a member's part of a snapshot is stored: usually one file, said as soon as it is written.
 
     `files` gives each file's size in bytes; `shards` gives each shard's file, offset, length and checksum.
     """
@@ -107,7 +107,7 @@ class Stored(AnyMessage, frozen=True):
 
 
 class NotStored(Shown, frozen=True):
-    """A server could not store its part of a snapshot.
+    """A member could not store its part of a snapshot.
 
     If it was too late, `passed` is the version that a shard had already reached; else -1.
     """
@@ -287,13 +287,16 @@ class Waiting(Shown, frozen=True):
 
 
 class Members(AnyMessage, frozen=True):
-    """The members of a new view, for observers. `exposed` counts the shards that only one server holds."""
+    """The members of a new view, for observers. `exposed` counts the shards that only one server holds. `through`:
+    worker -> the aggregator that it may use."""
 
     view: str
     workers: tuple[str, ...]
     standby: tuple[str, ...]
     servers: tuple[str, ...]
     exposed: int = 0
+    aggregators: tuple[str, ...] = ()
+    through: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Snapshotted(AnyMessage, frozen=True):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from rallypoint.config import GroupSettings, JobConfig, settings_applied
@@ -32,6 +34,14 @@ def build_optimizer(
                 param_groups, lr=0.0, lr_decay=spec.lr_decay, eps=spec.eps, foreach=True,
                 initial_accumulator_value=spec.initial_accumulator_value,
             )  # fmt: skip
+
+
+def import_for_optimizers() -> None:
+    """Import what torch imports only with a process's first optimizer: its compiler, about a second.
+
+    A server calls it while workers come. Later the first snapshot, and with it the job, would wait for it.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:

@@ -77,6 +77,9 @@ class Capture:
 
     def _copy(self, shard: int) -> None:
         version = self._to_copy.pop(shard)
+        if not self._writer.takes_records:  # the store has failed: the shards that are left need not be copied
+            self.abandon()
+            return
         with self._tracer.span("capture", shard=shard, version=version):
             record = self._writer.copy(self._state(shard, version))
         if not self._awaits_codec_states(shard, version, record):

@@ -80,7 +80,7 @@ class Restores:
         """Begin to read these shards from the snapshot `origin`. Cancels an earlier restore."""
         self.cancel()
         self._missing = set(shards)
-        doing = f"{self._me} restores {len(shards)} shards from snapshot {origin}"
+        doing = f"{self._me} restores {len(shards)} shard{'s' * (len(shards) != 1)} from snapshot {origin}"
 
         def run(reading: _Reading) -> None:
             try:

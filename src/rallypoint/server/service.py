@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import cast
@@ -40,6 +40,7 @@ from rallypoint.net.transport import Transport
 from rallypoint.observe.lines import Once, printable
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_heeding_signals
+from rallypoint.optim.flat import import_for_optimizers
 from rallypoint.server.intake.intake import Intake
 from rallypoint.server.intake.job import ServerJob
 from rallypoint.server.intake.views import Views
@@ -63,6 +64,8 @@ class ServerService:
     into the owner's inbox.
     """
 
+    waits_for = "its part of the parameters"
+
     def __init__(
         self, *, id: str, coordinator: str, token: str = "", bind: str = "127.0.0.1:0",
         advertise: str = "", transport: Transport | None = None,
@@ -72,7 +75,7 @@ class ServerService:
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
         self._views = Views()
-        self._owner = Owner(self.failed)
+        self._owner: Owner[inbox.Event] = Owner(self.failed)
         self._reducer: Reducer | None = None  # the job's, once it is known; set with the next two
         self._intake: Intake | None = None
         self._peers: Peers | None = None
@@ -219,7 +222,7 @@ class ServerService:
     # ---- connections ----
 
     def _admit(self, hello: Hello) -> Welcome:
-        if hello.role not in ("worker", "server"):
+        if hello.role not in ("worker", "server", "aggregator"):
             raise AccessDenied(f"a {hello.role} has no business with a server")
         return Welcome()
 
@@ -229,9 +232,16 @@ class ServerService:
         if self._intake is None:
             raise LinkError("the job ended before it began")
         self._check_member(hello)
-        if hello.role == "worker":
+        if hello.role != "server":  # an aggregator looks like a worker
             self._owner.put(inbox.Linked(channel, hello.id))
-        receive = self._intake.receive_from_worker if hello.role == "worker" else self._intake.receive_from_server
+        receive: Callable[[Channel, str], None]
+        match hello.role:
+            case "server":
+                receive = self._intake.receive_from_server
+            case "aggregator":
+                receive = self._intake.receive_from_aggregator
+            case _:
+                receive = self._intake.receive_from_worker
         try:
             while not self._views.over.is_set():
                 receive(channel, hello.id)
@@ -245,7 +255,7 @@ class ServerService:
         view = self._views.view
         if view is None:
             return
-        members = view.servers if hello.role == "server" else view.workers
+        members = {"server": view.servers, "aggregator": view.aggregators}.get(hello.role, view.workers)
         if (hello.id, hello.incarnation) not in {(member.id, member.incarnation) for member in members}:
             raise ProtocolError(f"{hello.role} {hello.id} is not in view {view.number}")
 
@@ -256,5 +266,6 @@ def run_servers(services: Sequence[ServerService]) -> str | None:
         for service in services:
             service.start()
             started.callback(service.close)
+        import_for_optimizers()
         failures = [service.wait() for service in services]
     return next((failure for failure in failures if failure is not None), None)

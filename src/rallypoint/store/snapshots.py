@@ -65,11 +65,14 @@ class SnapshotStore:
 
     # Writing
 
-    def write_part(self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression) -> Part:
+    def write_part(
+        self, snapshot_id: str, part: str, records: Iterable[ShardRecord], compression: Compression,
+        written: Callable[[Part], object] = lambda file: None,
+    ) -> Part:  # fmt: skip
         """Write some of a snapshot's shards as files `<part>-<n>.shards`; `part` is the writer's own name.
 
-        Takes one record after the other, each when the one before it has been written. Removes the part's files on any
-        failure. Raises SnapshotFailed when the filesystem refuses (disk full, no permission).
+        Takes one record after the other, each when the one before it has been written. `written` gets each file as soon
+        as it is there. Removes the part's files on any failure. Raises SnapshotFailed when the filesystem refuses.
         """
         _check_names(snapshot_id, part)
         files: dict[str, int] = {}
@@ -82,6 +85,7 @@ class SnapshotStore:
                     entries = _write_file(name, chain((first,), coming), compression, write)
                 files[name] = sum(entry.length for entry in entries.values())
                 shards |= entries
+                written(Part({name: files[name]}, entries))
         except BaseException:
             for name in files:  # the disk may be full: remove what nobody will need
                 with contextlib.suppress(OSError):

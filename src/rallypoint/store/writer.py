@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,35 +18,37 @@ from rallypoint.net.messages import NotStored, Stored
 from rallypoint.store import closing
 from rallypoint.store.manifest import Compression
 from rallypoint.store.record import ShardRecord
-from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.store.snapshots import Part, SnapshotStore
 from rallypoint.store.staging import Staging
 
 _NICE = 10  # compression for a snapshot must not take processor time from a step
 AHEAD_BYTES = 64 << 20  # enough to keep the disk busy; more would be copied into fresh memory
 
 
-class _Abandoned(RallypointError):
-    """The snapshot is not needed any more."""
+class _NotWanted(RallypointError):
+    """The part is not needed any more."""
 
 
 @dataclass(slots=True)
-class _Job:
-    """One snapshot in progress. `unwritten`: bytes of the records that wait or are being written."""
+class _InProgress:
+    """This member's part of one snapshot, until it is stored, failed or abandoned.
+
+    `records` wait to be written; `unwritten` counts their bytes and those of the one that is being written. `over`: the
+    part takes no more records, and those that wait have been dropped.
+    """
 
     snapshot: str
     shards: int
-    records: queue.SimpleQueue[ShardRecord | None] = field(default_factory=queue.SimpleQueue)
+    records: deque[ShardRecord] = field(default_factory=deque)
     unwritten: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def count(self, nbytes: int) -> None:
-        """Add `nbytes` (negative: subtract) to `unwritten`."""
-        with self.lock:
-            self.unwritten += nbytes
+    over: bool = False
 
 
 class SnapshotWriter:
-    """Stores this server's part of one snapshot after the other; `tell` gets Stored or NotStored.
+    """Stores this member's part of one snapshot after the other; `tell` gets Stored for each file, or NotStored.
+
+    Only one part holds records: the next one begins when the one before it is stored, failed or abandoned. A store that
+    hangs keeps the one record that it is writing; the next part waits for it.
 
     `caught_up` is called, on the writer's thread, whenever a record has been written.
     """
@@ -56,10 +58,12 @@ class SnapshotWriter:
     ) -> None:
         self.caught_up: Callable[[], None] = lambda: None
         self._store = SnapshotStore(url)
-        self._compression, self._part, self._tell = compression, part, tell
+        self._compression, self._name, self._tell = compression, part, tell
         self._staging = Staging()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._current: _Job | None = None
+        self._changed = threading.Condition()  # guards the fields below, and those of the parts
+        self._part: _InProgress | None = None  # the newest
+        self._begun: _InProgress | None = None  # the newest if the thread has not taken it up yet
+        self._closed = False
         self._writing = ""  # the snapshot that the thread is about
         self._thread = threading.Thread(target=self._run, name="store snapshots", daemon=True)
         self._thread.start()
@@ -67,13 +71,19 @@ class SnapshotWriter:
     def begin(self, snapshot: str, shards: int) -> None:
         """Begin a snapshot with `shards` shards of ours. Abandons one that is still in progress."""
         self.abandon()
-        self._current = _Job(snapshot, shards)
-        self._jobs.put(self._current)
+        with self._changed:
+            self._part = self._begun = _InProgress(snapshot, shards)
+            self._changed.notify_all()
+
+    @property
+    def takes_records(self) -> bool:
+        """True from `begin` until the part has failed or is abandoned."""
+        return self._part is not None and not self._part.over
 
     @property
     def wants_more(self) -> bool:
         """True if the store will soon have nothing to write."""
-        return self._current is not None and self._current.unwritten < AHEAD_BYTES
+        return self._part is not None and not self._part.over and self._part.unwritten < AHEAD_BYTES
 
     def copy(self, record: ShardRecord) -> ShardRecord:
         """Return a copy of the record, to be `put`, in memory that is reused afterwards."""
@@ -81,45 +91,79 @@ class SnapshotWriter:
 
     def put(self, record: ShardRecord) -> None:
         """Store one shard's record. The writer owns its arrays from now on."""
-        if self._current is not None:
-            self._current.count(record.nbytes)
-            self._current.records.put(record)
+        with self._changed:
+            if self._part is not None and not self._part.over:
+                self._part.unwritten += record.nbytes
+                self._part.records.append(record)
+                self._changed.notify_all()
+                return
+        self._staging.give_back(record)
 
     def abandon(self) -> None:
-        """Stop storing the snapshot in progress."""
-        if self._current is not None:
-            self._current.records.put(None)
-            self._current = None
+        """Stop storing the snapshot in progress, and drop its records."""
+        if self._part is not None:
+            self._end(self._part)
 
     def close(self) -> None:
         """Abandon the snapshot in progress and end the thread. A store that hangs is waited for only a few seconds."""
         self.abandon()
-        self._jobs.put(None)
-        closing.end((self._thread, f"{self._part}'s part of snapshot {self._writing}"))
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        closing.end((self._thread, f"{self._name}'s part of snapshot {self._writing}"))
+
+    def _end(self, part: _InProgress) -> None:
+        """The part takes no more records, and needs none of those that wait."""
+        with self._changed:
+            part.over = True
+            dropped = list(part.records)
+            part.records.clear()
+            self._changed.notify_all()
+        for record in dropped:
+            self._staging.give_back(record)
+
+    # ---- on the writer's thread ----
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while (job := self._jobs.get()) is not None:
-            snapshot = self._writing = job.snapshot
-            try:
-                part = self._store.write_part(snapshot, self._part, self._records_of(job), self._compression)
-            except _Abandoned:
-                continue
-            # Remote filesystems raise exceptions of any type; without an answer the job would wait for ever
-            except Exception as error:
-                known = isinstance(error, (RallypointError, OSError))
-                self._tell(NotStored(snapshot, str(error) if known else f"{type(error).__name__}: {error}"))
-                continue
-            entries = {s: (e.file, e.offset, e.length, e.checksum) for s, e in part.shards.items()}
-            self._tell(Stored(snapshot, part.files, entries))
+        while (part := self._next()) is not None:
+            self._writing = part.snapshot
+            self._write(part)
 
-    def _records_of(self, job: _Job) -> Iterator[ShardRecord]:
-        for _ in range(job.shards):
-            record = job.records.get()
-            if record is None:
-                raise _Abandoned("a newer snapshot, or a new view, has come")
+    def _next(self) -> _InProgress | None:
+        """Wait for the next part; None when there will be none."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._begun is not None)
+            part, self._begun = self._begun, None
+        return part
+
+    def _write(self, part: _InProgress) -> None:
+        def stored(file: Part) -> None:
+            entries = {s: (e.file, e.offset, e.length, e.checksum) for s, e in file.shards.items()}
+            self._tell(Stored(part.snapshot, file.files, entries))
+
+        try:
+            self._store.write_part(part.snapshot, self._name, self._records_of(part), self._compression, stored)
+        except _NotWanted:
+            pass
+        # Remote filesystems raise exceptions of any type; without an answer the job would wait for ever
+        except Exception as error:
+            known = isinstance(error, (RallypointError, OSError))
+            wanted = not part.over
+            self._end(part)
+            if wanted:
+                self._tell(NotStored(part.snapshot, str(error) if known else f"{type(error).__name__}: {error}"))
+
+    def _records_of(self, part: _InProgress) -> Iterator[ShardRecord]:
+        for _ in range(part.shards):
+            with self._changed:
+                self._changed.wait_for(lambda: part.over or bool(part.records))
+                if part.over:
+                    raise _NotWanted("a newer snapshot, or a new view, has come")
+                record = part.records.popleft()
             yield record
-            job.count(-record.nbytes)  # the next record is requested after this one has been written
+            with self._changed:
+                part.unwritten -= record.nbytes  # the next record is requested after this one has been written
             self._staging.give_back(record)
             self.caught_up()

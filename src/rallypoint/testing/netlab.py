@@ -7,6 +7,10 @@ may use the same addresses at once. A token bucket (tbf) at both ends of each li
     with Netlab(hosts=2, rate_mbit=200.0) as lab:
         lab.hosts[0].run(["ping", "-c", "1", lab.hosts[1].address], timeout=5)
 
+With ``racks`` the first hosts stand in racks, each with a switch of its own and an uplink to the one of the others::
+
+    Netlab(hosts=10, rate_mbit=100.0, racks=(4, 4), uplink_mbit=100.0)     # two racks of 4 (4:1), and 2 hosts outside
+
 The end of the ``with`` block removes everything that the lab made. Only a SIGKILL of this process leaves something:
 namespaces named ``rp-*``, which ``ip netns del`` removes.
 """
@@ -113,17 +117,26 @@ class Host:
 class Netlab:
     """A context manager: ``hosts`` hosts on one switch, each link limited to ``rate_mbit`` Mbit/s in each direction.
 
+    ``racks``: the first ``racks[0]`` hosts are in one rack, the next ``racks[1]`` in another, and so on. The uplink of
+    each rack is limited to ``uplink_mbit`` in each direction.
+
     TCP gets about 0.95 of the rate as payload; headers take the rest. ``rate_mbit=None`` means unlimited. Raises
     ``ValueError`` for numbers out of range, and ``NetlabUnavailable`` on entry when this machine cannot make a lab.
     """
 
-    def __init__(self, hosts: int, rate_mbit: float | None = None) -> None:
+    def __init__(
+        self, hosts: int, rate_mbit: float | None = None, *, racks: Sequence[int] = (),
+        uplink_mbit: float | None = None,
+    ) -> None:  # fmt: skip
         if not 1 <= hosts <= MAX_HOSTS:
             raise ValueError(f"a lab has 1 to {MAX_HOSTS} hosts, not {hosts}")
+        if min(racks, default=1) < 1 or sum(racks) > hosts:
+            raise ValueError(f"racks of {', '.join(map(str, racks))} hosts: there are {hosts}")
+        _shape("up0", uplink_mbit)
         _shape("eth0", rate_mbit)  # refuse an impossible rate here, not half-way through the set-up
         self.hosts: tuple[Host, ...] = ()
         self._count = hosts
-        self._rate = rate_mbit
+        self._rate, self._racks, self._uplink = rate_mbit, tuple(racks), uplink_mbit
         self._teardown = ExitStack()
 
     def __enter__(self) -> Netlab:
@@ -134,7 +147,8 @@ class Netlab:
             # Register each undo before its action: a set-up that stops half-way is then undone like a whole one.
             teardown.callback(_delete_namespaces, [f"{lab}-sw", *(host.name for host in self.hosts)])
             teardown.callback(_kill_all, self.hosts)
-            _build(f"{lab}-sw", self.hosts, self._rate)
+            _build(f"{lab}-sw", self.hosts, self._rate, self._bridges())
+            _add_uplinks(f"{lab}-sw", len(self._racks), self._uplink)
             self._teardown = teardown.pop_all()
         return self
 
@@ -142,6 +156,11 @@ class Netlab:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._teardown.close()
+
+    def _bridges(self) -> list[str]:
+        """Each host's switch: br0 is that of the hosts that are in no rack."""
+        racks = [f"br{rack + 1}" for rack, size in enumerate(self._racks) for _ in range(size)]
+        return racks + ["br0"] * (self._count - len(racks))
 
 
 def require() -> None:
@@ -162,13 +181,15 @@ def _host(lab: str, number: int, folder: Path) -> Host:
     return Host(f"{lab}-h{number}", f"10.77.0.{number + 1}", own_folder, switch=f"{lab}-sw", port=f"port{number}")
 
 
-def _build(switch: str, hosts: Sequence[Host], rate: float | None) -> None:
+def _build(switch: str, hosts: Sequence[Host], rate: float | None, bridges: Sequence[str]) -> None:
     _call(["ip", "-batch", "-"], [f"netns add {switch}", *(f"netns add {host.name}" for host in hosts)])
-    links = ["link add br0 type bridge", "link set br0 up"]
-    for host in hosts:
+    links: list[str] = []
+    for bridge in sorted({"br0", *bridges}):
+        links += [f"link add {bridge} type bridge", f"link set {bridge} up"]
+    for host, bridge in zip(hosts, bridges, strict=True):
         # Created in the switch with its peer in the host, so it never passes through the root namespace.
         links.append(f"link add {host._port} type veth peer name eth0 netns {host.name}")
-        links.append(f"link set {host._port} master br0 up")
+        links.append(f"link set {host._port} master {bridge} up")
     _call(["ip", "-n", switch, "-batch", "-"], links)
     for host in hosts:
         _call(["ip", "-n", host.name, "-batch", "-"], _addressing(host.address))
@@ -176,6 +197,20 @@ def _build(switch: str, hosts: Sequence[Host], rate: float | None) -> None:
             _call(["tc", "-n", host.name, "-batch", "-"], [_shape("eth0", rate)])
     if rate is not None:
         _call(["tc", "-n", switch, "-batch", "-"], [_shape(host._port, rate) for host in hosts])
+
+
+def _add_uplinks(switch: str, racks: int, rate: float | None) -> None:
+    """Connect each rack's switch with br0."""
+    if not racks:
+        return
+    lines: list[str] = []
+    for rack in range(1, racks + 1):
+        lines.append(f"link add up{rack} type veth peer name down{rack}")
+        lines += [f"link set up{rack} master br{rack} up", f"link set down{rack} master br0 up"]
+    _call(["ip", "-n", switch, "-batch", "-"], lines)
+    if rate is not None:
+        ends = [end for rack in range(1, racks + 1) for end in (f"up{rack}", f"down{rack}")]
+        _call(["tc", "-n", switch, "-batch", "-"], [_shape(end, rate) for end in ends])
 
 
 def _addressing(address: str) -> list[str]:

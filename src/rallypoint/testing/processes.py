@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from rallypoint.aggregator.service import AggregatorService
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
@@ -43,11 +44,11 @@ class Process:
 
 @dataclass(slots=True)
 class ProcessCluster:
-    """`workers` worker processes and `servers` server processes around one coordinator; a context manager.
+    """`workers` worker processes, `servers` servers and `aggregators` around one coordinator; a context manager.
 
     ``cluster.run(train, *args)`` calls ``train(job, *args)`` (a module-level function) in every worker and returns the
     results in worker order. It raises ClusterFailed with the first failure's message. All processes are ended in both
-    cases.
+    cases. `relays` are the aggregators' processes.
     """
 
     workers: int
@@ -58,6 +59,8 @@ class ProcessCluster:
     timeout: float = _TIMEOUT_S
     started: list[Process] = field(default_factory=list)
     token: str = field(default_factory=new_token)
+    aggregators: int = 0
+    relays: list[Process] = field(default_factory=list)
 
     def __enter__(self) -> ProcessCluster:
         return self
@@ -77,6 +80,9 @@ class ProcessCluster:
         about = JoinInfo(self.overrides, self.folder, snapshots=self.folder and f"{self.folder}/snapshots")
         coordinator = self.start(_coordinator_main, terms, about)
         address = self.answer(coordinator)
+        for index in range(self.aggregators):  # they are in the first view, so that workers use them from it on
+            self.relays.append(self.start(aggregator_main, f"aggregator{index}", address))
+            self.answer(self.relays[-1])
         for index in range(self.servers):
             self.start(server_main, f"server{index}", address)
         workers = [self.start(worker_main, f"worker{i}", address, train, args) for i in range(self.workers)]
@@ -141,6 +147,16 @@ def _coordinator_main(pipe: Connection, token: str, terms: Terms, join_info: Joi
 def server_main(pipe: Connection, token: str, id: str, address: str) -> None:
     """The main function of a server's process."""
     run_servers([ServerService(id=id, coordinator=address, token=token)])
+
+
+def aggregator_main(pipe: Connection, token: str, id: str, address: str) -> None:
+    """The main function of an aggregator's process: reports when it has joined, and at the end its `counts`."""
+    service = AggregatorService(id=id, coordinator=address, token=token)
+    service.start()
+    pipe.send(("value", id))
+    service.wait()
+    service.close()
+    pipe.send(("value", service.counts))
 
 
 def worker_main(

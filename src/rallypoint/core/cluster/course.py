@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rallypoint.core.cluster.effects import Abort, Effect, Finish
+from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import Recovery
 from rallypoint.core.cluster.state import ClusterState, Phase
@@ -12,6 +12,7 @@ from rallypoint.core.cluster.strategies import Strategies, strategies_for
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
 from rallypoint.core.job import JobRecord
+from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
 
 
@@ -53,6 +54,7 @@ class Course:
         """Set (or with None drop) the job's record, and choose the strategies that depend on it."""
         self.record, self.strategies = record, Strategies() if record is None else strategies_for(record, self.terms)
         self.views.replication = self.recovery.replication(self.terms.replication)
+        self.views.aggregates = self.strategies.aggregates
 
     def changed(self) -> None:
         """Raise `revision`: something has changed that the next coordinator needs."""
@@ -94,6 +96,14 @@ class Course:
             self.record, self.view, tuple(sorted(self.views.caught_up)), self.members.incarnations, self.views.epoch,
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
         )  # fmt: skip
+
+    def dismiss_aggregators(self) -> list[Effect]:
+        """Remove and refuse all aggregators if the job's mode has no use for them. Returns the effects to run."""
+        why = "" if self.record is None else self.record.refusal_of(self.terms.features | {Feature.AGGREGATORS})
+        idle = list(self.members.aggregators) if why else []
+        for aggregator in idle:
+            self.members.remove(aggregator)
+        return [Refuse(aggregator, why, final=True) for aggregator in idle]
 
     @property
     def recovery(self) -> Recovery:

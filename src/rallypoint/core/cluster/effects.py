@@ -36,9 +36,9 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """Send this server the job's record; views follow."""
+    """Send this server or aggregator the job's record; views follow."""
 
-    server: str
+    member: str
     record: JobRecord
 
 

@@ -30,14 +30,14 @@ class Outrun:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A server or a worker connected; `member.incarnation` is what it was given before, 0 if it knows of none.
+    """A process connected; `member.incarnation` is what it was given before, 0 if it knows of none.
 
     `process` is a name that no other process has: it may have been admitted, and its connection have broken before it
     heard of that.
     """
 
     member: Member
-    role: str  # "server" or "worker"
+    role: str  # "server", "worker" or "aggregator"
     process: bytes = b""
 
 

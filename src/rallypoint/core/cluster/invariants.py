@@ -25,14 +25,14 @@ def check_course(course: Course, before: View | None) -> None:
 
 def _check_members(course: Course) -> None:
     members = course.members
-    both = members.workers.keys() & members.servers.keys()
-    assert not both, f"{sorted(both)} are workers and servers"
+    twice = [id for id in set(members.everybody) if members.everybody.count(id) > 1]
+    assert not twice, f"{sorted(twice)} have two roles"
     gone = members.leaving - members.workers.keys() - members.servers.keys()
     assert not gone, f"{sorted(gone)} are leaving, and no members"
     for name, ids in (("proposed", members.proposed.keys()), ("done", members.done)):
         gone = set(ids) - members.workers.keys()
         assert not gone, f"{sorted(gone)} are {name}, and no workers"
-    missing = members.awaited - members.workers.keys() - members.servers.keys()
+    missing = members.awaited - set(members.everybody)
     assert not missing, f"{sorted(missing)} are awaited, and no members"
 
 
@@ -50,6 +50,8 @@ def _check_view(view: View, replicas: int, shards: set[int]) -> None:
         assert assigned == list(range(replicas)), f"view {view.number} assigns {assigned} of {replicas} replicas"
     starts = [assignment.start for assignment in view.assignments]
     assert starts == sorted(starts), f"view {view.number} assigns from steps {starts}"
+    used = set(view.aggregator_of.values()) - {member.id for member in view.aggregators}
+    assert not used, f"view {view.number} gives workers to {sorted(used)}, who are not in it"
     servers = {member.id for member in view.servers}
     assert view.primary.keys() == shards, f"view {view.number} has primaries of {sorted(view.primary)}"
     assert view.paired.keys() == view.backup.keys(), f"view {view.number} pairs {sorted(view.paired)}"

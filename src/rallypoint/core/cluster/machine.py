@@ -235,13 +235,14 @@ class ClusterMachine:
             effects += self._left(member.id, "another process came under its name")
         course.recovery.gone(member.id)  # the state that a process of this id had is gone with that process
         effects.append(Admit(member.id, members.join(member, role, event.process)))
-        if role == "server" and course.record is not None and course.phase is not Phase.GATHERING:
+        if role != "worker" and course.record is not None and course.phase is not Phase.GATHERING:
             effects.append(Prepare(member.id, course.record))
+        effects += course.dismiss_aggregators()
         if course.phase is Phase.GATHERING:
             return [*effects, *self._begin_when_gathered()]
-        if role != "server":
+        if role == "worker":
             return effects
-        recovering = course.phase is Phase.RECOVERING
+        recovering = course.phase is Phase.RECOVERING and role == "server"
         return [*effects, *(self._succession.recover() if recovering else self._succession.advance())]
 
     def _returned(self, member: Member) -> list[Effect]:
@@ -253,7 +254,8 @@ class ClusterMachine:
         course.members.returned(member.id)
         self._snapshots.duty.abandon()  # it may have missed the request
         effects: list[Effect] = [Admit(member.id, member.incarnation)]
-        if member.id in course.members.servers and course.record is not None and course.phase is not Phase.GATHERING:
+        proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
+        if course.record is not None and not proposes:
             effects.append(Prepare(member.id, course.record))
         if self.view is not None:
             effects.append(Publish(self.view, (member.id,)))
@@ -291,8 +293,9 @@ class ClusterMachine:
             return []
         assert course.record is not None
         course.phase = Phase.RUNNING
-        prepare = [Prepare(server, course.record) for server in members.servers]
-        return [*prepare, *self._succession.new_generation(self._origin)]
+        refused = course.dismiss_aggregators()
+        prepare = [Prepare(member, course.record) for member in (*members.servers, *members.aggregators)]
+        return [*refused, *prepare, *self._succession.new_generation(self._origin)]
 
     def _left(self, member: str, reason: str) -> list[Effect]:
         course, members = self.course, self.course.members

@@ -1,4 +1,4 @@
-"""The members of a job: its workers and servers, and what the coordinator knows of each."""
+"""The members of a job: its workers, servers and aggregators, and what the coordinator knows of each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Membership:
 
     Attributes:
         incarnations: the highest incarnation given to a member so far.
-        workers, servers: the members that are here.
+        workers, servers, aggregators: the members that are here.
         proposed: the workers that have proposed the job's record, the earliest first.
         leaving: members that were told to leave: their replicas and shards move to others.
         done: workers that hold the last version.
@@ -31,6 +31,7 @@ class Membership:
     incarnations: int = 0
     workers: dict[str, Member] = field(default_factory=dict)
     servers: dict[str, Member] = field(default_factory=dict)
+    aggregators: dict[str, Member] = field(default_factory=dict)
     proposed: dict[str, None] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
@@ -42,7 +43,7 @@ class Membership:
     _processes: dict[str, bytes] = field(default_factory=dict)  # what a member calls its process, if it was told
 
     def __contains__(self, id: str) -> bool:
-        return id in self.servers or id in self.workers
+        return id in self.servers or id in self.workers or id in self.aggregators
 
     # ---- coming and going ----
 
@@ -50,12 +51,18 @@ class Membership:
         """Count the members of `view`, which an earlier coordinator published, as here and awaited."""
         self.workers = {member.id: member for member in view.workers}
         self.servers = {member.id: member for member in view.servers}
+        self.aggregators = {member.id: member for member in view.aggregators}
         self.proposed = dict.fromkeys(self.workers)
-        self.awaited = {*self.workers, *self.servers}
+        self.awaited = {*self.everybody}
+
+    @property
+    def everybody(self) -> list[str]:
+        """The ids of all members."""
+        return [*self.workers, *self.servers, *self.aggregators]
 
     def join(self, member: Member, role: str, process: bytes = b"") -> int:
-        """Add a process that joined as "worker" or "server". Returns its new incarnation, never the one that it has:
-        it would not notice that it is new."""
+        """Add a process that joined as "worker", "server" or "aggregator". Returns its new incarnation, never the one
+        that it has: it would not notice that it is new."""
         self.incarnations += 1 + (member.incarnation == self.incarnations + 1)
         self._processes.pop(member.id, None)
         if process:
@@ -66,6 +73,14 @@ class Membership:
     def is_taken(self, id: str, role: str) -> bool:
         """True if there is a member of that id and role."""
         return id in self._of(role)
+
+    def role_of(self, id: str) -> str:
+        """The member's role."""
+        return "server" if id in self.servers else "aggregator" if id in self.aggregators else "worker"
+
+    def has_other_role(self, id: str, role: str) -> bool:
+        """True if there is a member of that id and another role."""
+        return id in self and not self.is_taken(id, role)
 
     def unlinked(self, id: str, reset: str = "") -> None:
         """The member's connection broke, and it may live. `reset`: its system sent a reset, with this reason."""
@@ -93,6 +108,7 @@ class Membership:
         """Remove the member and all that is known of it."""
         self.workers.pop(id, None)
         self.servers.pop(id, None)
+        self.aggregators.pop(id, None)
         self.proposed.pop(id, None)
         self.resets.pop(id, None)
         for members in (self.leaving, self.done, self.awaited):
@@ -107,7 +123,7 @@ class Membership:
         return staying or self.servers
 
     def _of(self, role: str) -> dict[str, Member]:
-        return self.servers if role == "server" else self.workers
+        return {"server": self.servers, "aggregator": self.aggregators}.get(role, self.workers)
 
     # ---- signs of life ----
 
@@ -122,11 +138,11 @@ class Membership:
 
     def all_heard(self, now: float) -> None:
         """Count all members as heard at time `now` (s): a new coordinator does not know of earlier silence."""
-        self._heard = dict.fromkeys((*self.workers, *self.servers), now)
+        self._heard = dict.fromkeys(self.everybody, now)
 
     def silent(self, now: float, patience: float) -> list[tuple[str, float]]:
         """The (id, seconds) of each member that gave no sign of life for more than `patience` seconds."""
-        silences = [(id, now - self._heard.get(id, now)) for id in (*self.workers, *self.servers)]
+        silences = [(id, now - self._heard.get(id, now)) for id in self.everybody]
         return [(id, seconds) for id, seconds in silences if seconds > patience]
 
     def heard_within(self, id: str, now: float, seconds: float) -> bool:

@@ -96,6 +96,9 @@ class Recovery(Protocol):
     def writers(self, servers: Sequence[str], computing: Sequence[str]) -> list[str]:
         """The members that write any later snapshot."""
 
+    def writer_of(self, shard: int, writers: Sequence[str], view: View) -> str:
+        """The one of a snapshot's writers that stores this shard."""
+
     def awaited(self, members: Membership, terms: Terms) -> str:
         """A phrase for what a recovery waits for; "" if that is a snapshot or servers."""
 
@@ -159,6 +162,9 @@ class ServersHoldState:
 
     def writers(self, servers: Sequence[str], computing: Sequence[str]) -> list[str]:
         return list(servers)
+
+    def writer_of(self, shard: int, writers: Sequence[str], view: View) -> str:
+        return view.primary[shard]
 
     def awaited(self, members: Membership, terms: Terms) -> str:
         return ""
@@ -229,6 +235,9 @@ class WorkersHoldState:
 
     def writers(self, servers: Sequence[str], computing: Sequence[str]) -> list[str]:
         return list(computing)
+
+    def writer_of(self, shard: int, writers: Sequence[str], view: View) -> str:
+        return writers[shard % len(writers)]
 
     def awaited(self, members: Membership, terms: Terms) -> str:
         if not self.holders.reached or not members.servers:

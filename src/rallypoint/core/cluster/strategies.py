@@ -29,6 +29,7 @@ class Strategies:
         recovery: who holds the model's state, and how the job goes on when some of it is lost.
         by_speed: replicas may move to a faster worker. False where a replica leaves state on its worker.
         backup_tasks: an idle worker is asked for a straggler's replica.
+        aggregates: workers may use aggregators.
         workers_have_codec_states: a snapshot needs the workers' codec states.
         snapshot_version: the rule for the version of the next snapshot.
         snapshot_lead: ask for a snapshot so many steps before its version.
@@ -37,6 +38,7 @@ class Strategies:
     recovery: Recovery = field(default_factory=ServersHoldState)
     by_speed: bool = True
     backup_tasks: bool = False
+    aggregates: bool = True
     workers_have_codec_states: bool = False
     snapshot_version: VersionRule = a_little_ahead
     snapshot_lead: int = CAPTURE_AHEAD
@@ -49,6 +51,7 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         recovery=_RECOVERY[record.mode.holder](),
         by_speed=record.supports(Feature.BY_SPEED),
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
+        aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
         snapshot_version=snapshot_version,
         snapshot_lead=snapshot_lead,

@@ -184,7 +184,7 @@ class Succession:
         course.changed()
         if abandon:
             self.snapshots.duty.abandon()
-        told = (*(m.id for m in view.servers), *(m.id for m in view.workers))
+        told = tuple(member.id for member in (*view.servers, *view.aggregators, *view.workers))
         return [Publish(view, told), *self.dismiss()]
 
     def dismiss(self) -> list[Effect]:

@@ -19,6 +19,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat: seconds without a sign of life after which a member is given up.
         hang_after: seconds after which a worker whose main thread does nothing is given up, if all others wait for it;
             at least ten times the median step. 0: never.
+        aggregators: how many aggregators the job is started with. Nobody waits for them.
         backup_tasks: ask an idle worker for a straggler's replica too.
         snapshot_steps: take a snapshot every so many steps of training; 0: not by steps.
         snapshot_seconds: take a snapshot every so many seconds; 0: not by time.
@@ -36,6 +37,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat: float = 3.0
     hang_after: float = 60.0
     backup_tasks: bool = False
+    aggregators: int = 0
     snapshot_steps: int = 0
     snapshot_seconds: float = 0.0
     snapshots: bool = False
@@ -47,6 +49,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         asked = {
             Feature.REPLICATION: self.replication > 1,
             Feature.BACKUP_TASKS: self.backup_tasks,
+            Feature.AGGREGATORS: self.aggregators > 0,
             Feature.SNAPSHOTS: self.snapshots,
         }
         return frozenset(feature for feature, is_asked in asked.items() if is_asked)

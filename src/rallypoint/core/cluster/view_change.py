@@ -155,13 +155,16 @@ def following_assignments(
 def contributors(view: View, before: View | None) -> dict[str, tuple[int, ...]]:
     """`View.contributors` for `view`: of the workers that are here, what they had in `before`, and what they have now.
 
-    A worker that was given up in between begins anew: it sends again what may have been dropped.
+    A worker that was given up in between begins anew: it sends again what may have been dropped. An aggregator may
+    contribute what its workers may, or might: a worker that is gone may have a part in a block that others count on.
     """
-    here = {worker.id for worker in view.workers}
+    here = {member.id for member in (*view.workers, *view.aggregators)}
     known = {} if before is None else {worker: {*own} for worker, own in before.contributors.items() if worker in here}
     for assignment in view.assignments:
         for worker, own in assignment.replicas.items():
             known.setdefault(worker, set()).update(own)
+    for worker, aggregator in view.aggregator_of.items():
+        known.setdefault(aggregator, set()).update(known.get(worker, ()))
     return {worker: tuple(sorted(own)) for worker, own in sorted(known.items()) if own}
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from rallypoint.core.assignment.nearby import nearest_aggregators
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.view_change import (
     contributors,
@@ -28,12 +30,14 @@ class ViewSequence:
     Attributes:
         epoch: the coordinator's epoch (I10).
         replication: with 2, every shard has a backup.
+        aggregates: workers may use aggregators; else views give them none.
         view: the view in force; None before the first.
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
     """
 
     epoch: int
     replication: int
+    aggregates: bool = True
     view: View | None = None
     caught_up: set[int] = field(default_factory=set)
     _last: ViewNumber = field(default_factory=ViewNumber)
@@ -62,6 +66,7 @@ class ViewSequence:
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
             assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, None)
 
@@ -80,6 +85,7 @@ class ViewSequence:
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending,
+            **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 
@@ -113,6 +119,13 @@ class ViewSequence:
         } - self.caught_up
         self.caught_up |= new
         return bool(new)
+
+    def _aggregation(self, members: Membership, assignments: tuple[Assignment, ...]) -> dict[str, Any]:
+        """The aggregators, and which workers use them."""
+        here = tuple(members.aggregators.values())
+        assigned = assignments[-1].replicas if assignments else {}
+        used = nearest_aggregators(_workers(members), here, assigned) if self.aggregates else {}
+        return {"aggregators": here, "aggregator_of": used}
 
     def _next_number(self) -> ViewNumber:
         return ViewNumber(self.epoch, self._last.count + 1 if self._last.epoch == self.epoch else 1)

@@ -40,6 +40,7 @@ class Feature(enum.Enum):
     BACKUP_TASKS = "--backup-tasks"
     STANDBY = "--standby"
     RESIZE = "workers that join"
+    AGGREGATORS = "--aggregators"
     BY_SPEED = "assignment by speed"
     # the script
     EVALUATION = "run.every"

@@ -57,6 +57,10 @@ _OWN_CLOCKS = No("each replica goes on at its own clock and nobody waits for a s
 _INNER_STATE = "the inner optimizer's state stays on the worker that computes a replica; "
 _ONLY_FRESH_TASKS = Only(_F.FRESH_INNER, _INNER_STATE + "use keep_inner=False, or leave --backup-tasks out")
 _ONLY_FRESH_SPEED = Only(_F.FRESH_INNER, _INNER_STATE + "with keep_inner=False replicas move")
+_ONE_BY_ONE = No(
+    "a quorum takes replicas one by one, in the order in which they come, so there is nothing to add up on the way; "
+    "leave --aggregators out"
+)
 _STAYS = No("what a replica has changed stays on the worker that computes it; replicas do not move")
 
 
@@ -140,6 +144,17 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     ),
     _F.STANDBY: _row(),
     _F.RESIZE: _row(),
+    _F.AGGREGATORS: _row(
+        YES,
+        {
+            **dict.fromkeys(_STREAMING, No(
+                "each replica's contribution is applied by itself, so there is nothing to add up on the way; leave "
+                "--aggregators out"
+            )),
+            _M.QUORUM: _ONE_BY_ONE,
+            _M.LOCAL_QUORUM: _ONE_BY_ONE,
+        },
+    ),
     _F.BY_SPEED: _row(
         YES,
         {
@@ -161,6 +176,21 @@ CONFLICTS = (
     Conflict(
         _F.BY_SPEED, _F.CODEC_STATE,
         "the codec's state of a replica is on the worker that computes it; replicas do not move",
+    ),
+    Conflict(
+        _F.AGGREGATORS, _F.BACKUP_TASKS,
+        "an aggregator waits for the replicas of the workers near it, so the copy elsewhere would be waited for in "
+        "vain; leave one of them out",
+    ),
+    Conflict(
+        _F.AGGREGATORS, _F.CODEC_STATE,
+        "servers keep the state with the contribution that it was made for, and an aggregator adds contributions up; "
+        "use a codec without state (error_feedback=False), or leave --aggregators out",
+    ),
+    Conflict(
+        _F.AGGREGATORS, _F.TABLES,
+        "replicas contribute different rows, so their sum would hardly be smaller; use sparse=False, or leave "
+        "--aggregators out",
     ),
     Conflict(
         _F.FOLD, _F.REPLICATION,

@@ -247,7 +247,8 @@ class WorkerMachine(SlotMachine):
         return self._seek()
 
     def _viewed(self, view: View) -> list[Effect]:
-        if self.view is not None and view.number <= self.view.number:
+        rerouted = self.view is not None and view.number == self.view.number and view.primary != self.view.primary
+        if self.view is not None and view.number <= self.view.number and not rerouted:
             return []
         before, stayed = self._take_view(view)
         if before is None or before.generation != view.generation:

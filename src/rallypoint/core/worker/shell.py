@@ -20,17 +20,21 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import NoCodecStates
 from rallypoint.core.worker.handover import Paths
-from rallypoint.core.worker.links import LinkTable
+from rallypoint.core.worker.links import LinkTable, Route
 from rallypoint.core.worker.slots import (
     Action,
+    Arriving,
     Compute,
+    Discard,
     Effect,
+    Follow,
     Initialise,
     Installed,
     LinkLost,
     LinkUp,
     ReplicaAbandoned,
     ReplicaComputed,
+    Slot,
     Store,
     Viewed,
 )
@@ -46,6 +50,7 @@ class WorkerShell:
     Attributes:
         machine: decides what to compute, send and install.
         links: the links to servers, and which of them are up.
+        route: through which of them contributions and versions go.
         states: decides when codec states move to and from the servers.
         snapshots: this worker's part of the requested snapshot.
         holds: the version of the model where workers step the optimizer (AllReduce), else -1. It keeps its value when
@@ -57,7 +62,8 @@ class WorkerShell:
 
     def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
         self.machine, self.states, self.snapshots = machine, states, snapshots
-        self.links = LinkTable()
+        self.links, self.route = LinkTable(machine.me), Route(machine.me)
+        self._view: View | None = None  # as it was published; the machine gets it as `route` has it
         self.holds = -1
         self.done_in: ViewNumber | None = None
         self.finished = self.leaving = False
@@ -68,54 +74,79 @@ class WorkerShell:
     @property
     def view(self) -> View:
         """The view in force. Call it only after the first view was adopted."""
-        assert self.machine.view is not None
-        return self.machine.view
+        assert self._view is not None
+        return self._view
 
     @property
     def number(self) -> ViewNumber:
         """The number of the view in force; 0.0 before the first."""
-        return self.machine.view.number if self.machine.view is not None else ViewNumber()
+        return self._view.number if self._view is not None else ViewNumber()
 
     def links_to_end(self, view: View) -> list[str] | None:
         """The ids of servers whose links to end before `adopt(view)`; None if `view` is not newer: ignore it then."""
-        before = self.machine.view
+        before = self._view
         if before is not None and view.number <= before.number:
             return None
-        if before is not None and self._came_back(before, view):
+        if before is not None and _came_back(self.machine.me, before, view):
             return self.links.servers  # what this worker sent when it was given up may have been dropped
         return self.links.to_end(before, view)
 
     def adopt(self, view: View, ended: Iterable[str]) -> list[Effect]:
         """Put `view` in force, after the links to the servers `ended` have ended. Returns the effects to run."""
-        before = self.machine.view
+        before = self._view
         effects: list[Effect] = []
         for server in ended:
             self.links.end(server)
-            effects += self.link_lost(server)
-        effects += self.machine.handle(Viewed(view))
+            effects += self._link_gone(server, broken=False)
+        self._view = view
+        self.route.adopt(view)
+        effects += self.route.only_on_it(self.machine.handle(Viewed(self.route.seen(view))), self.machine.step)
         if before is not None and before.generation != view.generation:
             self.done_in = None
             self.states.rolled_back()
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
-        back = before is not None and self._came_back(before, view)
+        back = before is not None and _came_back(self.machine.me, before, view)
         return [*effects, *self._keep_only(frozenset() if back else self.machine.keeps)]
-
-    def _came_back(self, before: View, view: View) -> bool:
-        """True if this worker was given up between the two views, and has joined again."""
-        me = self.machine.me
-        return _incarnation(before, me) not in (-1, _incarnation(view, me))
 
     def link_up(self, server: str) -> list[Effect]:
         """The link to `server` is up (again). Returns the effects to run."""
-        if not self.links.up(server):
-            return []  # `adopt` has ended it meanwhile
-        return [*self.machine.handle(LinkUp(server)), *self._keep_only(self.machine.keeps)]
+        if not self.links.up(server) or server == self.route.aggregator:
+            return []  # `adopt` has ended it meanwhile; or the next step goes through it
+        effects = self.route.only_on_it(self.machine.handle(LinkUp(server)), self.machine.step)
+        return [*effects, *self._keep_only(self.machine.keeps)]
 
     def link_lost(self, server: str) -> list[Effect]:
         """The link to `server` is down; the caller may open it again. Returns the effects to run."""
+        return self._link_gone(server, broken=True)
+
+    def _link_gone(self, server: str, *, broken: bool) -> list[Effect]:
         self.links.lost(server)
-        return self.machine.handle(LinkLost(server))
+        if server != self.route.through:
+            return [] if server == self.route.aggregator else self.machine.handle(LinkLost(server))
+        # All that the aggregator may have had is computed and sent again, to the servers.
+        self.route.leave(broken=broken)
+        follow = self.links.follow(self.view, on=True) if self.machine.following else []
+        return [*follow, *self.machine.handle(LinkLost(server)), *self.machine.handle(Viewed(self.view))]
+
+    # ---- the route ----
+
+    def arriving(self, event: Arriving, server: str) -> list[Effect]:
+        """The header of a version has arrived from `server`. Returns Land or Discard, and other effects to run."""
+        return self.machine.handle(event) if self.route.takes_from(server) else [Discard(event.shard)]
+
+    def _go_through_aggregator(self) -> list[Effect]:
+        """A step begins: from this one on all contributions go through the aggregator, if it can be reached."""
+        machine, route = self.machine, self.route
+        if not route.step_begins() or not machine.following or route.aggregator not in self.links.connections:
+            return []
+        busy = any(slot in (Slot.LANDING, Slot.QUEUED) for slot in machine.slots)
+        if busy or machine.presum.sent or not 0 <= machine.step < machine.steps:
+            return []
+        route.through = route.aggregator
+        effects = [*machine.handle(Viewed(route.seen(self.view))), *machine.handle(LinkUp(route.through))]
+        effects = [effect for effect in effects if not isinstance(effect, Follow)]
+        return [Follow(route.through, step=machine.step), *self.links.follow(self.view, on=False), *effects]
 
     @property
     def paths(self) -> Paths:
@@ -146,7 +177,7 @@ class WorkerShell:
     @property
     def may_prepare(self) -> bool:
         """True if `prepare` would do something now. Changes nothing."""
-        known = self.states.kept and self.machine.view is not None
+        known = self.states.kept and self._view is not None
         return known and self.states.may_prepare(self._awaited(), self.paths)
 
     def prepare(self) -> list[Effect]:
@@ -155,7 +186,7 @@ class WorkerShell:
         It also gives back the codec states of a replica that was reassigned before the main thread began to compute it:
         its new worker waits for them. Returns the effects to run.
         """
-        if not self.states.kept or self.machine.view is None:
+        if not self.states.kept or self._view is None:
             return []
         self._about = None
         return [*self._keep_only(self.machine.keeps), *self.states.prepare(self._awaited(), self.paths)]
@@ -172,7 +203,7 @@ class WorkerShell:
     @property
     def gone(self) -> bool:
         """True when this worker was told to leave and may: it has no replicas, codec states or weights to upload."""
-        gone = self.machine.view is not None and not self.machine.takes_part
+        gone = self._view is not None and not self.machine.takes_part
         return self.leaving and gone and self.states.settled and not self.machine.must_upload
 
     def begin_upload(self) -> ViewNumber | None:
@@ -197,18 +228,24 @@ class WorkerShell:
         effects = self.machine.handle(Installed())
         if self.machine.step == self.machine.steps:
             self.done_in = self.view.generation
+        effects += self._go_through_aggregator()
         return [*effects, *self._keep_only(self.machine.keeps)]
 
     def _keep_only(self, replicas: frozenset[int]) -> list[Effect]:
-        if not self.states.kept or self.machine.view is None:
+        if not self.states.kept or self._view is None:
             return []
         return self.states.keep_only(replicas | ({self._about} if self._about is not None else set()), self.paths)
 
     def validate(self) -> None:
         """Raise AssertionError with a sentence if an invariant of the shell does not hold. It leaves out the machine's
         own `validate`."""
-        self.links.validate(self.machine.view)
+        self.links.validate(self._view)
         assert self.done_in is None or self.done_in == self.view.generation, "it is done in an older generation"
+
+
+def _came_back(worker: str, before: View, view: View) -> bool:
+    """True if the worker was given up between the two views, and has joined again."""
+    return _incarnation(before, worker) not in (-1, _incarnation(view, worker))
 
 
 def _incarnation(view: View, worker: str) -> int:

@@ -233,10 +233,13 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class Follow:
     """Ask a server for the newest version of each of its shards and for each later one; with `on=False`: for no more.
+
+    An aggregator is told that all contributions from round `step` on go through it.
     """
 
     server: str
     on: bool = True
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

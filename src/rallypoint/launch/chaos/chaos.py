@@ -27,11 +27,11 @@ from rallypoint.store.snapshots import SnapshotStore
 
 _SETTLE_S = 15.0  # seconds after which the next fault comes, even if the cluster has not recovered from the last one
 _SPREAD_S = 0.6  # seconds: each fault comes at a random time within so long of when it could
-_ROLES = ("worker", "server", "coordinator")
+_ROLES = ("worker", "server", "aggregator", "coordinator")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """A fault to cause. `what` is kill worker|server|coordinator, stop worker, resize N or everything."""
+    """A fault to cause. `what` is kill worker|server|aggregator|coordinator, stop worker, resize N or everything."""
 
     what: str
 
@@ -61,19 +61,20 @@ def parse_faults(text: str) -> list[Fault]:
         )
         if not fits:
             raise ConfigError(
-                f"'{fault.what}' is nothing that chaos can do: say kill or stop worker, server or coordinator, "
-                "resize 4, or everything"
+                f"'{fault.what}' is nothing that chaos can do: say kill or stop worker, server, aggregator or "
+                "coordinator, resize 4, or everything"
             )
     return faults
 
 
 def random_faults(
-    kills: int, resizes: Sequence[int], stops: int, everything: bool, servers: int, seed: int
+    kills: int, resizes: Sequence[int], stops: int, everything: bool, seed: int, servers: int, aggregators: int = 0
 ) -> list[Fault]:
-    """Return a schedule: kills spread over workers, servers (if there are two) and coordinator, the rest between them.
-    """
+    """Return a schedule: kills spread over workers, servers (if there are two), aggregators and coordinator, the rest
+    between them."""
     rng = random.Random(seed)
     shares = [("worker", 5), ("coordinator", 1), *([("server", 4)] if servers > 1 else [])]
+    shares += [("aggregator", 2)] if aggregators else []
     total = sum(share for _, share in shares)
     faults = [Fault(f"kill {role}") for role, share in shares for _ in range(kills * share // total)]
     faults += [Fault("kill worker") for _ in range(kills - len(faults))]
@@ -136,6 +137,7 @@ class Chaos:
         workers = len(members.workers) + len(members.standby)
         safe = run.plan.replication < 2 or members.exposed == 0
         here = workers >= run.workers_wanted and len(members.servers) >= run.servers_wanted
+        here = here and len(members.aggregators) >= run.supervisor.wanted["aggregator"]
         return here and safe and bool(run.of_role("coordinator"))
 
     def _strike(self, fault: Fault, run: ClusterRun) -> str:
@@ -210,11 +212,11 @@ def chaos(
 
 
 def _undisturbed(plan: Launch, console: Console, *, overwrite: bool) -> Launch:
-    """Run the plan without faults: same workers and servers; no standby workers, backups or regular snapshots."""
+    """Run the plan without faults: same workers and servers; nothing else, and no regular snapshots."""
     folder = str(Path(plan.folder) / "undisturbed")
     calm = msgspec.structs.replace(
         plan, folder=folder, snapshots=str(Path(folder).resolve() / "snapshots"), standby=0, replication=1,
-        snapshot_seconds=0.0, snapshot_steps=0, workers=(1, plan.workers_start),
+        snapshot_seconds=0.0, snapshot_steps=0, workers=(1, plan.workers_start), aggregators=0,
     )  # fmt: skip
     console.rule("the undisturbed run")
     status = launch(calm, RunConsole(console), overwrite=overwrite)

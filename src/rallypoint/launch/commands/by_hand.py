@@ -29,6 +29,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.store.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
+    from rallypoint.aggregator.service import AggregatorService
     from rallypoint.server.service import ServerService
 
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
@@ -99,15 +100,18 @@ def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str,
     return 0 if failure is None else FAILED
 
 
-def run_server(service: ServerService, coordinator: str) -> int:
-    """Run one server to the end of its job. Returns the exit status. On SIGTERM it hands its shards over and ends."""
+def run_server(service: ServerService | AggregatorService, coordinator: str) -> int:
+    """Run one server or aggregator to the end of its job. Returns the exit status. On SIGTERM it leaves the job."""
+    from rallypoint.optim.flat import import_for_optimizers  # torch, which a coordinator needs not
+
     by_hand = not hold_lifeline()
     signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
     service.start()
     try:
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
-            print(f"{service.id} {where}; it waits for its part of the parameters", flush=True)
+            print(f"{service.id} {where}; it waits for {service.waits_for}", flush=True)
+        import_for_optimizers()
         failure = service.wait()
     finally:
         service.close()

@@ -23,6 +23,8 @@ from rallypoint.server.intake.views import Views
 from rallypoint.server.reducer import inbox
 from rallypoint.store.state import read_state
 
+_FROM_AGGREGATOR = (Kind.PUSH, Kind.FOLLOW, Kind.UNFOLLOW, Kind.FETCH)
+
 Put = Callable[[inbox.Event | None], None]
 
 
@@ -56,9 +58,18 @@ class Intake:
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from another server")
 
+    def receive_from_aggregator(self, channel: Channel, aggregator: str) -> None:
+        """Receive one frame from an aggregator: of those that a worker may send."""
+        header = channel.receive_header()
+        if header.kind not in _FROM_AGGREGATOR:
+            raise ProtocolError(f"a {header.kind.name} frame from an aggregator")
+        self._take_from_worker(channel, header, aggregator)
+
     def receive_from_worker(self, channel: Channel, worker: str) -> None:
         """Receive one frame from a worker. ProtocolError if it is wrong, LinkError when the connection ends."""
-        header = channel.receive_header()
+        self._take_from_worker(channel, channel.receive_header(), worker)
+
+    def _take_from_worker(self, channel: Channel, header: Header, worker: str) -> None:
         match header.kind:
             case Kind.PUSH:
                 self._tracer.on = self._traced[0] <= header.step < self._traced[1]
@@ -84,13 +95,13 @@ class Intake:
                 self._codec_state(channel, header, worker)
             case Kind.FOLLOW:
                 self._views.wait_for(header.view)
-                self._put(inbox.Followed(channel))
+                self._put(inbox.Followed(channel, worker, header))
             case Kind.UNFOLLOW:
-                self._put(inbox.Unfollowed(channel))
+                self._put(inbox.Unfollowed(channel, worker))
             case Kind.FETCH:
                 self._checks.place(header)
                 self._views.wait_for(header.view)
-                self._put(inbox.Fetched(channel, header.shard, header.step))
+                self._put(inbox.Fetched(channel, worker, header.shard, header.step))
             case _:
                 raise ProtocolError(f"a {header.kind.name} frame from a worker")
 

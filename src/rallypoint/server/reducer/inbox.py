@@ -41,6 +41,8 @@ class Followed:
     """A worker wants the newest version of every shard, and every later one."""
 
     channel: Channel
+    worker: str
+    header: Header
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Unfollowed:
     """A worker wants no more versions."""
 
     channel: Channel
+    worker: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,7 @@ class Fetched:
     """A worker wants one version again."""
 
     channel: Channel
+    worker: str
     shard: int
     version: int
 

@@ -1,19 +1,20 @@
-"""The one thread that owns a server's shards. With a single owner no tensor needs a lock."""
+"""The one thread that owns a server's shards (or an aggregator's parts). With a single owner no tensor needs a lock."""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-from rallypoint.server.reducer.inbox import Event
+E = TypeVar("E")
+E_contra = TypeVar("E_contra", contravariant=True)
 
 
-class Handler(Protocol):
-    """What the thread calls. The reducer implements it."""
+class Handler(Protocol[E_contra]):
+    """What the thread calls. The reducer and the relay implement it."""
 
-    def handle(self, event: Event) -> None:
+    def handle(self, event: E_contra) -> None:
         """Handle one event."""
 
     def idle_work(self) -> Callable[[], None] | None:
@@ -23,16 +24,16 @@ class Handler(Protocol):
         """The job is over."""
 
 
-class Owner:
+class Owner(Generic[E]):
     """Passes the inbox's events to the reducer, in order, on its own thread.
 
     Any thread may `put` an event. An exception in the reducer ends the thread; `failed` is called with it.
     """
 
     def __init__(self, failed: Callable[[BaseException], None]) -> None:
-        self.reducer: Handler | None = None  # set once, before any event of a job is put into the inbox
+        self.reducer: Handler[E] | None = None  # set once, before any event of a job is put into the inbox
         self._failed = failed
-        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[E | None] = queue.SimpleQueue()
         self.put = self._inbox.put
         self.thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self.thread.start()
@@ -52,7 +53,7 @@ class Owner:
         except Exception as error:  # after any error the shards can no longer be trusted: the job must end
             self._failed(error)
 
-    def _next(self) -> Event | None:
+    def _next(self) -> E | None:
         while True:
             work = self.reducer.idle_work() if self.reducer is not None else None
             try:

@@ -67,7 +67,8 @@ class SimulatedExchange:
             case ("version", number, shard, version, content, replica, clock):
                 whole = not isinstance(content, Mean)
                 begins = whole and self.job.stateful_workers and shard not in self.job.buffer_shards
-                effects = self.machine.handle(machine.Arriving(shard, version, number, replica, clock, whole, begins))
+                event = machine.Arriving(shard, version, number, replica, clock, whole, begins)
+                effects = self.shell.arriving(event, link.peer.id)
                 if machine.Land(shard) in effects:
                     self.slots[shard] = GARBAGE
                     self._landing[wire] = deque()
@@ -121,8 +122,8 @@ class SimulatedExchange:
                     self.links[server].send(("fetch", self.shell.number, shard, version))
                 case machine.Want(shard=shard, replica=replica, server=server) if server in self.links:
                     self._want(self.links[server], ("want", self.shell.number, shard, replica))
-                case machine.Follow(server=server, on=on) if server in self.links:
-                    self.links[server].send(("follow", self.shell.number, on))
+                case machine.Follow(server=server, on=on, step=step) if server in self.links:
+                    self.links[server].send(("follow", self.shell.number, on, step))
                 case machine.Recall() | machine.Release() | machine.Give() | machine.ResetCodecs():
                     self.encoder.run(effect)
 

@@ -32,7 +32,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Plan:
-    """What one seed plays. `hesitate_s`: at most so long after a worker hears what it is to do it begins with it."""
+    """What one seed plays. `hesitate_s`: at most so long after a worker hears what it is to do it begins with it.
+
+    `aggregators`: so many are started; workers use them where the job's mode supports it.
+    """
 
     seed: int
     job: SimulatedJob
@@ -41,6 +44,11 @@ class Plan:
     servers: int
     faults: tuple[Fault, ...]
     hesitate_s: float = 0.0
+    aggregators: int = 0
+
+    def least(self, role: str) -> int:
+        """How many members of a role have to stay."""
+        return self.terms.workers_min if role == "worker" else 1
 
 
 _KINDS = (
@@ -158,7 +166,21 @@ def _plan_of(seed: int, sync: Mode) -> Plan:
     if cuts(seed):
         more = random.Random(seed * 7919 + 5)
         faults.append(Fault(more.uniform(0.3, 3.0), "cut", more.choice(["worker", "server"]), CUT_S))
-    return Plan(seed, job, terms, workers, servers, tuple(faults), HESITATION_S if hesitates(seed) else 0.0)
+    aggregators = 0
+    if aggregates(seed):
+        more = random.Random(seed * 7919 + 6)
+        aggregators = more.randint(1, 2)
+        faults += _on_aggregators(more)
+    hesitation = HESITATION_S if hesitates(seed) else 0.0
+    return Plan(seed, job, terms, workers, servers, tuple(faults), hesitation, aggregators)
+
+
+def _on_aggregators(rng: random.Random) -> list[Fault]:
+    kinds = ("crash", "crash", "pause", "long pause", "drop", "partition", "cut", "isolation", "join")
+    return [
+        Fault(rng.uniform(0.2, 5.0), rng.choice(kinds), "aggregator", rng.uniform(0.1, 5.0))
+        for _ in range(rng.randint(0, 4))
+    ]
 
 
 def supported(terms: Terms, job: SimulatedJob) -> Terms:
@@ -202,6 +224,11 @@ def isolates(seed: int) -> bool:
 def cuts(seed: int) -> bool:
     """Are a server and another member cut from each other for long in this seed's plan?"""
     return seed % 9 == 5
+
+
+def aggregates(seed: int) -> bool:
+    """Are there aggregators in this seed's plan?"""
+    return seed % 3 == 2
 
 
 def hesitates(seed: int) -> bool:

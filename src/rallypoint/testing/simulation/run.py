@@ -12,6 +12,7 @@ from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
+from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
 from rallypoint.testing.simulation.member import COORDINATOR, Order
 from rallypoint.testing.simulation.network import Node, World
@@ -50,6 +51,7 @@ class Simulation:
         self.outcome = Outcome()
         self.workers: dict[str, SimulatedWorker] = {}
         self.servers: dict[str, SimulatedServer] = {}
+        self.aggregators: dict[str, SimulatedAggregator] = {}
         self.coordinator: SimulatedCoordinator | None = None
         self.events: list[str] = []
         self._named = Counter[str]()
@@ -61,6 +63,8 @@ class Simulation:
         self.start_coordinator()
         for _ in range(self.plan.servers):
             self.start_server()
+        for _ in range(self.plan.aggregators):
+            self.start_aggregator()
         for _ in range(self.plan.workers):
             self.start_worker()
         for fault in self.plan.faults:
@@ -91,6 +95,11 @@ class Simulation:
         """One more server."""
         name = self._name("server")
         self.servers[name] = SimulatedServer(self.world, name, self.plan.job, self.store)
+
+    def start_aggregator(self) -> None:
+        """One more aggregator."""
+        name = self._name("aggregator")
+        self.aggregators[name] = SimulatedAggregator(self.world, name, self.plan.job)
 
     def start_worker(self) -> None:
         """One more worker."""
@@ -126,7 +135,7 @@ class Simulation:
             case "join":
                 self._again("worker" if fault.role == "coordinator" else fault.role)
             case "everything":
-                for role in ("coordinator", "server", "worker"):
+                for role in ("coordinator", "server", "aggregator", "worker"):
                     for name in self._alive(role):
                         self._crash(role, name, fault.seconds / 5)
             case _:
@@ -159,7 +168,7 @@ class Simulation:
                 other = self.world.random.choice(sorted(self.world.nodes))
                 if other != name:
                     self.world.partition(name, other, fault.seconds)
-            case "leave" if self._staying(fault.role) > (self.plan.terms.workers_min if fault.role == "worker" else 1):
+            case "leave" if len(self._staying(fault.role)) > self.plan.least(fault.role):
                 self._tell_to_leave(fault.role, name)
 
     def _watch_coordinator(self) -> None:
@@ -175,7 +184,8 @@ class Simulation:
     def _again(self, role: str) -> None:
         if self.outcome.finished:
             return
-        {"worker": self.start_worker, "server": self.start_server, "coordinator": self.start_coordinator}[role]()
+        start = {"server": self.start_server, "aggregator": self.start_aggregator, "worker": self.start_worker}
+        start.get(role, self.start_coordinator)()
 
     def _resize(self) -> None:
         """The launcher acts on it when the coordinator has announced it, as the real one does."""
@@ -188,16 +198,13 @@ class Simulation:
         """So many are to be here: start some, or tell the newest to go."""
         self.computing_at_most = order.workers
         for role, wanted in (("worker", order.workers), ("server", order.servers)):
-            staying = self._names_staying(role)
+            staying = self._staying(role)
             for name in staying[wanted:]:
                 self._tell_to_leave(role, name)
             for _ in range(wanted - len(staying)):
                 self._again(role)
 
-    def _staying(self, role: str) -> int:
-        return len(self._names_staying(role))
-
-    def _names_staying(self, role: str) -> list[str]:
+    def _staying(self, role: str) -> list[str]:
         return [name for name in self._alive(role) if name not in self._told_to_leave]
 
     def _tell_to_leave(self, role: str, name: str) -> None:
@@ -228,6 +235,8 @@ class Simulation:
         for server in self.servers.values():
             server.check_tickets()
             server_checks.check_staleness(server)
+        for aggregator in self.aggregators.values():
+            aggregator.check_memory()
         if not job.same_bytes:
             self._check_accounts()
             self._check_wants()

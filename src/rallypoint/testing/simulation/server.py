@@ -118,7 +118,7 @@ class SimulatedServer:
             self._run(self.shell.gone(wire, who))
 
         wire.on_close[1] = gone
-        if role == "worker":
+        if role != "server":
             older, effects = self.shell.workers.get(who), self.shell.linked(wire, who)
             if effects is not None and older is not None:
                 older.close(1)
@@ -148,9 +148,9 @@ class SimulatedServer:
                 self._run(())
             case ("initial", number, shard, content, version) if shell.takes(shard, number) and shell.may_begin(who):
                 self._handle(shard, shard_events.Initialise(self._ticket(shard, content), version))
-            case ("follow", _, False):
+            case ("follow", _, False, _):
                 shell.unfollow(wire)
-            case ("follow", _, True):
+            case ("follow", _, True, _):
                 for index, version in shell.follow(wire):
                     self._send_version(wire, index, version)
             case ("fetch", _, shard, version) if shell.may_see(shard, version) and version in self.held[shard].wire:

@@ -30,7 +30,7 @@ class Arrivals:
 
     # ---- versions ----
 
-    def arriving(self, header: Header) -> memoryview | None:
+    def arriving(self, header: Header, server: str) -> memoryview | None:
         shard, nbytes = self._shard(header), header.length
         skips = self._optimizer.skips(header)
         if header.codec == 0 and nbytes != (0 if skips else shard.slot_bytes):
@@ -41,7 +41,7 @@ class Arrivals:
         event = Arriving(
             shard.index, header.step, header.view, replica, header.base, whole=self._optimizer.starts(shard)
         )
-        lands = self._locked.arriving(event, lambda: self._optimizer.lands(shard.index, skips=skips))
+        lands = self._locked.arriving(event, server, lambda: self._optimizer.lands(shard.index, skips=skips))
         return self._pushes.slot(shard.index)[:nbytes if skips else None] if lands else None
 
     def decode(self, shard: int, payload: memoryview) -> None:
@@ -50,11 +50,11 @@ class Arrivals:
     def landed(self, shard: int) -> None:
         self._locked.landed(shard)
 
-    def state(self, header: Header, data: bytearray) -> None:
+    def state(self, header: Header, data: bytearray, server: str) -> None:
         shard = self._shard(header)
         record = self._optimizer.read(header, data, shard)
         event = Arriving(shard.index, header.step, header.view, begins=True)
-        if self._locked.arriving(event, lambda: self._optimizer.lands(shard.index, record=record)):
+        if self._locked.arriving(event, server, lambda: self._optimizer.lands(shard.index, record=record)):
             self._locked.landed(shard.index)
 
     def to_wait(self, replica: int, clock: int) -> None:

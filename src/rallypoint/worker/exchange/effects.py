@@ -36,8 +36,8 @@ class LinkEffects:
                 case machine.Want(shard=shard, replica=replica, server=server):
                     if (link := self._links.get(server)) is not None:
                         link.want(shard, replica, self._shell.number)
-                case machine.Follow(server=server, on=on):
+                case machine.Follow(server=server, on=on, step=step):
                     if (link := self._links.get(server)) is not None:
-                        link.follow(self._shell.number, on=on)
+                        link.follow(self._shell.number, on=on, step=step)
                 case _:
                     raise AssertionError(f"an effect that cannot follow here: {effect}")

@@ -103,7 +103,7 @@ class Exchange:
             if before is not None:
                 self._links.overdraw(step, rolled_back=rolled_back)  # who computes what may have changed in mid-step
             self._locked.effects.run(effects)
-            self._links.open(new, self.arrivals, of=len(view.servers))
+            self._links.open(new, self.arrivals, view)
 
     def assist(self, step: int, replica: int) -> None:
         """Add one more replica for this worker, as the coordinator asks (a backup task)."""

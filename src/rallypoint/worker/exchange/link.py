@@ -28,8 +28,8 @@ class Receiver(Protocol):
     A ProtocolError from any of them ends the link, and then the job with that message.
     """
 
-    def arriving(self, header: Header) -> memoryview | None:
-        """Return the bytes where this version belongs; None to read and drop it.
+    def arriving(self, header: Header, server: str) -> memoryview | None:
+        """Return the bytes where this version, which `server` sends, belongs; None to read and drop it.
 
         ProtocolError for an impossible version.
         """
@@ -43,7 +43,7 @@ class Receiver(Protocol):
     def to_wait(self, replica: int, clock: int) -> None:
         """Report that a replica's next step must wait for replicas that are behind."""
 
-    def state(self, header: Header, data: bytearray) -> None:
+    def state(self, header: Header, data: bytearray, server: str) -> None:
         """Take a shard's whole state, where workers hold states. ProtocolError if it cannot be read."""
 
     def check_codec_state(self, header: Header) -> None:
@@ -79,7 +79,9 @@ class Waiting(NamedTuple):
 
 
 class ServerLink:
-    """Keeps a connection to one server, from threads of its own, from `start` until `close`.
+    """Keeps a connection of `me` to one server, from threads of its own, from `start` until `close`.
+
+    A worker's link to its aggregator is one too (`role`): to a worker an aggregator looks like a server.
 
     At most `window` contributions are on their way without the server's credit. That bounds the server's memory, and
     keeps many workers from flooding one server's switch port at once (incast).
@@ -87,9 +89,9 @@ class ServerLink:
 
     def __init__(
         self, *, transport: Transport, server: Member, credentials: Credentials, window: int, receiver: Receiver,
-        view: Callable[[], ViewNumber], tracer: Tracer,
+        view: Callable[[], ViewNumber], tracer: Tracer, role: str = "server",
     ) -> None:  # fmt: skip
-        self.server = server
+        self.server, self.role = server, role
         self._window = window
         self._receiver, self._tracer = receiver, tracer
         self._channel: Channel | None = None
@@ -175,9 +177,12 @@ class ServerLink:
         if (channel := self._channel) is not None:
             channel.send(header, payload)
 
-    def follow(self, number: ViewNumber, *, on: bool) -> None:
-        """Ask for every shard's newest version and each one that follows; with ``on=False`` stop that."""
-        self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number))
+    def follow(self, number: ViewNumber, *, on: bool, step: int = 0) -> None:
+        """Ask for every shard's newest version and each one that follows; with ``on=False`` stop that.
+
+        `step` is for an aggregator: see `core.worker.slots.Follow`.
+        """
+        self._send(Header(Kind.FOLLOW if on else Kind.UNFOLLOW, number, step=step))
 
     def limit_in_flight(self, nbytes: int) -> None:
         """Limit the bytes of versions that are on their way to this worker at once, approximately (0: no limit)."""
@@ -230,7 +235,7 @@ class ServerLink:
                 case Kind.VERSION:
                     self._receive_version(channel, header)
                 case Kind.STATE:
-                    self._receiver.state(header, channel.receive_bytes(header))
+                    self._receiver.state(header, channel.receive_bytes(header), self.server.id)
                 case Kind.ROWS:
                     self._receiver.rows(header, channel.receive_bytes(header))
                 case Kind.CREDIT:
@@ -244,12 +249,12 @@ class ServerLink:
                     self._receiver.to_wait(header.wanted, header.base)
                 case Kind.REFUSE:
                     reason = expect(channel.receive_bytes(header), Refused).reason
-                    raise AccessDenied(f"server {self.server.id} ({self.server.address}) ended the link: {reason}")
+                    raise AccessDenied(f"{self.role} {self.server.id} ({self.server.address}) ended the link: {reason}")
                 case _:
                     raise ProtocolError(f"a {header.kind.name} frame from server {self.server.id}")
 
     def _receive_version(self, channel: Channel, header: Header) -> None:
-        place = self._receiver.arriving(header)
+        place = self._receiver.arriving(header, self.server.id)
         if place is None or header.codec:
             if len(self._scratch) < header.length:
                 self._scratch = memoryview(bytearray(header.length))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from rallypoint.config import JobConfig
-from rallypoint.core.view import Member, ViewNumber
+from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.transport import Transport, share_of
 from rallypoint.observe.trace import Tracer
@@ -46,15 +46,16 @@ class Links:
         """Return the link to that server; None if no view here has named it."""
         return self._links.get(server)
 
-    def open(self, servers: Iterable[Member], receiver: Receiver, *, of: int) -> None:
-        """Start to connect to these servers; the view has `of` servers in all. `receiver` gets what arrives."""
-        share = share_of(self._config.in_flight_bytes, of)
+    def open(self, servers: Iterable[Member], receiver: Receiver, view: View) -> None:
+        """Start to connect to these servers and aggregators of `view`. `receiver` gets what arrives."""
+        share = share_of(self._config.in_flight_bytes, len(view.servers))
         for link in self._links.values():
             link.limit_in_flight(share)
         for server in servers:
             link = self._links[server.id] = ServerLink(
                 transport=self._context.transport, server=server, credentials=self._context.credentials,
                 window=self._config.window, receiver=receiver, view=self._view, tracer=self._context.tracer,
+                role="aggregator" if server in view.aggregators else "server",
             )  # fmt: skip
             link.limit_in_flight(share)
             with self._lock:
@@ -99,11 +100,11 @@ class Links:
         counts: dict[str, int] = {}
         for shard in shards:
             counts[homes[shard]] = counts.get(homes[shard], 0) + 1
-        return "; ".join(f"{count} shards from {self._name(home)}" for home, count in counts.items())
+        return "; ".join(f"{n} shard{'s' * (n != 1)} from {self._name(home)}" for home, n in counts.items())
 
     def _name(self, server: str) -> str:
         link = self._links.get(server)
         if link is None:
             return f"server {server}"
         member = link.server
-        return f"server {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"
+        return f"{link.role} {server} on {member.host} ({member.address}{', ' + link.trouble if link.trouble else ''})"

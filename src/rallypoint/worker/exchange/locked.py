@@ -158,11 +158,11 @@ class LockedShell:
                 self.changed.notify_all()
         self.effects.run(effects)
 
-    def arriving(self, event: Arriving, lands: Callable[[], None]) -> bool:
-        """A version begins to arrive. If it may land, call `lands` under the lock and return True."""
+    def arriving(self, event: Arriving, server: str, lands: Callable[[], None]) -> bool:
+        """A version begins to arrive from `server`. If it may land, call `lands` under the lock and return True."""
         with self.changed:
             before = self.machine.target
-            effects = self.machine.handle(event)
+            effects = self.shell.arriving(event, server)
             landing = isinstance(effects[0], Land)
             if landing:
                 lands()

@@ -65,7 +65,9 @@ class Job:
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
 
-    def __init__(self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None) -> None:
+    def __init__(
+        self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = ""
+    ) -> None:
         self.id = id
         self._token = token
         self._transport: Transport = transport or TcpTransport()
@@ -82,7 +84,7 @@ class Job:
         self._staging: Staging | None = None
         self._run: Run | None = None
         self._link = CoordinatorLink(
-            transport=self._transport, address=coordinator, me=Identity("worker", id, token),
+            transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
             handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
         )  # fmt: skip
         self._link.start()

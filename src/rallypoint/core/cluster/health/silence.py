@@ -51,7 +51,7 @@ class Silence:
         """Find the members to give up at `now` (s)."""
         resets, members.resets = members.resets, {}
         quiet = {id for id, _ in members.silent(now, self.heartbeat / 2)} | resets.keys()
-        everybody = len(members.workers) + len(members.servers)
+        everybody = len(members.everybody)
         silent = members.silent(now, self.heartbeat)
         lonely = len(quiet) > 1 and (everybody - len(quiet)) * FEW <= everybody
         if lonely and (self.cut_off or silent):
@@ -68,7 +68,7 @@ class Silence:
         return Finding(tuple(gone), said, dead)
 
     def _isolated(self, members: Membership, silent: list[tuple[str, float]], now: float) -> Finding:
-        said, everybody = "", len(members.workers) + len(members.servers)
+        said, everybody = "", len(members.everybody)
         if not self.cut_off:
             self.cut_off = True
             said = (

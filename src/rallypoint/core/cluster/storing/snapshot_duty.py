@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 
 CAPTURE_AHEAD = 3  # steps after the furthest one seen: no shard may be past the version when the request arrives
-SNAPSHOT_PATIENCE = 10  # heartbeats without a part of a snapshot after which it is given up
+SNAPSHOT_PATIENCE = 10  # heartbeats in which no file of a snapshot is stored, after which it is given up
 LONGEST_PAUSE_S = 60.0  # between snapshots that fail; it begins with a heartbeat, and doubles
 _ATTEMPTS = 10_000  # the most snapshots of one coordinator: no two coordinators use the same number
 
@@ -52,12 +52,18 @@ def slowest_clock(record: JobRecord, furthest: int, last: int, clocks: Mapping[i
 
 @dataclass(slots=True)
 class SnapshotInProgress:
-    """A snapshot being taken: the shards that are not stored yet, and the time (s) when the last part was stored."""
+    """A snapshot being taken by `writers`.
+
+    Attributes:
+        missing: the shards that are not stored yet.
+        news: the time (s) of the last file that was stored, or when storing could begin, if that was later.
+    """
 
     id: str
     version: int
     missing: set[int]
     news: float
+    writers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -68,7 +74,7 @@ class SnapshotDuty:
         terms: how often to take one.
         epoch: the coordinator's epoch.
         taking: the snapshot in progress; None if there is none.
-        wanted: a snapshot is due at once: a user asked for one, or the last one could not be completed.
+        wanted: a snapshot is due: a user asked for one, or the last one could not be completed.
         last: the version of the last complete snapshot, and the time (s) when it was complete.
         final: no snapshot of the last version is needed any more: it is stored, or not wanted.
         held: the last version could not be stored; members hold it until there is room.
@@ -84,10 +90,14 @@ class SnapshotDuty:
     _attempts: int = 0
     _clocks: dict[int, int] = field(default_factory=dict)  # replica -> its next step
     _failed: int = 0  # snapshots in a row
-    _not_before: float = 0.0  # the time (s) before which none is taken, unless it is wanted
+    _not_before: float = 0.0  # the time (s) before which none is taken, unless the job ends
 
     def __post_init__(self) -> None:
         self.final = not self.terms.snapshots
+
+    def ask(self) -> None:
+        """A user asks for a snapshot: it is due at once, also in the pause after one that failed."""
+        self.wanted, self._not_before = True, 0.0
 
     def computed(self, step: int, replica: int) -> None:
         """Note that a worker has computed `replica` of `step`."""
@@ -107,18 +117,18 @@ class SnapshotDuty:
         rounds = -(-self.terms.snapshot_steps // record.steps_per_round)
         by_steps = rounds > 0 and furthest + max(1, lead) >= (version // rounds + 1) * rounds
         by_time = 0 < self.terms.snapshot_seconds <= now - when and new_steps > 0
-        by_itself = now >= self._not_before and (by_steps or by_time or self.held)
-        return by_itself or self.wanted or (ending and not self.final and not self.held)
+        due = self.wanted or by_steps or by_time or self.held
+        return (due and now >= self._not_before) or (ending and not self.final and not self.held)
 
     def next_version(self, record: JobRecord, furthest: int, rule: VersionRule, *, ending: bool) -> int:
         """The version of the next snapshot, by the job's `rule`."""
         return rule(record, furthest, self.last[0], self._clocks, ending=ending)
 
-    def begin(self, version: int, shards: Iterable[int], now: float) -> str:
-        """Begin a snapshot of `version`, which replaces the one in progress. Returns its id."""
+    def begin(self, version: int, shards: Iterable[int], now: float, writers: Iterable[str] = ()) -> str:
+        """Begin a snapshot of `version` by `writers`, which replaces the one in progress. Returns its id."""
         self._attempts += 1
         id = f"step-{version:08d}-{self.epoch * _ATTEMPTS + self._attempts}"
-        self.taking = SnapshotInProgress(id, version, set(shards), now)
+        self.taking = SnapshotInProgress(id, version, set(shards), now, tuple(writers))
         return id
 
     def under_way(self, id: str) -> SnapshotInProgress | None:
@@ -142,7 +152,8 @@ class SnapshotDuty:
     def lost(self, passed: int, now: float) -> int:
         """Drop the snapshot in progress: it cannot be completed. Returns its version.
 
-        If a shard was past that version already (`passed` is not -1), the next snapshot is due at once.
+        If a shard was past that version already (`passed` is not -1), the next snapshot is due at once; else after a
+        pause.
         """
         assert self.taking is not None
         version, self.taking = self.taking.version, None
@@ -169,14 +180,16 @@ class SnapshotDuty:
         self.held = False
         self._clocks.clear()
 
-    def given_up(self, now: float) -> SnapshotLost | None:
-        """The event to handle when no part of the snapshot in progress was stored for too long; else None.
+    def given_up(self, now: float, missed: Sequence[str] = ()) -> SnapshotLost | None:
+        """The event to handle when nothing of the snapshot in progress was stored for too long; else None.
 
-        A server may have missed the request, or cannot write. The next snapshot is due at once.
+        A member may have missed the request, or its store hangs. `missed` are those that have not stored all of their
+        shards. The next snapshot is due after the pause that follows one that failed.
         """
         patience = SNAPSHOT_PATIENCE * self.terms.heartbeat
         if self.taking is None or now - self.taking.news < patience:
             return None
         self.wanted = True
-        missing = len(self.taking.missing)
-        return SnapshotLost(self.taking.id, f"{missing} of its shards have not been stored for {patience:.0f} s")
+        whose = f" ({', '.join(missed)})" if missed else ""
+        shards = f"{len(self.taking.missing)} of its shards{whose}"
+        return SnapshotLost(self.taking.id, f"{shards} are not stored, and none was for {patience:.0f} s")

@@ -41,7 +41,7 @@ class Snapshots:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
             case events.SnapshotWanted():
-                self.duty.wanted = True
+                self.duty.ask()
                 return self.take_if_due()
             case events.Captured(snapshot=snapshot, shards=shards) if taking := self.duty.under_way(snapshot):
                 return [Commit(snapshot, taking.version)] if self.duty.stored(shards, self.course.now) else []
@@ -56,8 +56,12 @@ class Snapshots:
                 return []
 
     def tick(self) -> list[Effect]:
-        """Give up the snapshot in progress if no part of it was stored for too long; take one if it is due."""
-        lost = self.duty.given_up(self.course.now)
+        """Give up the snapshot in progress if nothing of it was stored for too long; take one if it is due."""
+        taking, now = self.duty.taking, self.course.now
+        missed = [] if taking is None else self._unfinished(taking)
+        if taking is not None and not self._has_come(taking.version):
+            taking.news = now  # nobody can store it yet: three steps may take longer than the patience
+        lost = self.duty.given_up(now, missed)
         return [*([] if lost is None else self._lost(lost)), *self.take_if_due()]
 
     def take_if_due(self) -> list[Effect]:
@@ -89,7 +93,17 @@ class Snapshots:
         """Begin a snapshot of `version`, which replaces the one in progress, and ask `writers` for their parts."""
         assert self.course.record is not None
         shards = (shard.index for shard in self.course.record.layout.shards)
-        return [Capture(self.duty.begin(version, shards, self.course.now), version, tuple(writers))]
+        return [Capture(self.duty.begin(version, shards, self.course.now, writers), version, tuple(writers))]
+
+    def _has_come(self, version: int) -> bool:
+        """True if members are known to have this version."""
+        return self._ending or version <= max(self.course.furthest, self.course.applied + 1)
+
+    def _unfinished(self, taking: SnapshotInProgress) -> list[str]:
+        """The writers that have not stored all of their shards."""
+        view = self.course.view
+        assert view is not None
+        return sorted({self.course.recovery.writer_of(shard, taking.writers, view) for shard in taking.missing})
 
     def _committed(self, version: int) -> list[Effect]:
         if not self.course.begun:

@@ -1,0 +1,1 @@
+"""The aggregator's decisions: what to merge, what to send upstream, what to hand down."""

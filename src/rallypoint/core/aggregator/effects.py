@@ -1,0 +1,134 @@
+"""What an aggregator's machine takes (`Contribution`), and what it wants done (effects).
+
+A *part* is a block of the sum of (shard, step) that the aggregator keeps; `at` is its first replica. A payload that
+arrives is named by its `ticket`; each ticket goes out once, in `Keep` or `Drop`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rallypoint.core.sums.tree import Block
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """A block of replicas' contribution to a shard's step. A block of one replica is not weighted yet.
+
+    Attributes:
+        losses, gradients: the replicas in it whose loss, or only whose gradient, is not finite, as far as known.
+    """
+
+    shard: int
+    step: int
+    block: Block
+    weight: float
+    ticket: int
+    losses: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The payload becomes a part."""
+
+    shard: int
+    step: int
+    at: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The payload is not needed. `fault`: no honest worker sends it; end its connection with this sentence."""
+
+    ticket: int
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Add part `right` to part `left`, each times its factor first (a leaf's weight; 1.0 for what is weighted)."""
+
+    shard: int
+    step: int
+    left: int
+    right: int
+    left_factor: float
+    right_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Release a part."""
+
+    shard: int
+    step: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Send a part to the shard's primary. It is kept: it may have to be sent again."""
+
+    shard: int
+    step: int
+    block: Block
+    weight: float
+    server: str
+    losses: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """Keep the version that has arrived."""
+
+    shard: int
+    version: int
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class Give:
+    """Send a kept version to a worker. `asked`: it needs this very version."""
+
+    worker: str
+    shard: int
+    version: int
+    asked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Release a kept version."""
+
+    shard: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Follow:
+    """Ask a server for the newest version of each of its shards, and each later one."""
+
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Ask a shard's primary for one version."""
+
+    shard: int
+    version: int
+    server: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dismiss:
+    """End the connections of these workers: they are to use the servers. `why` is a sentence for them."""
+
+    workers: tuple[str, ...]
+    why: str
+
+
+Effect = Keep | Drop | Merge | Forget | Push | Store | Give | Release | Follow | Fetch | Dismiss

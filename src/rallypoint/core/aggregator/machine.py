@@ -1,0 +1,254 @@
+"""The aggregator's machine: merges the contributions of workers near it, sends them upstream, hands versions down.
+
+Pure: events are method calls, effects come back, to be run in order. To its workers an aggregator looks like the server
+of all shards; to the servers it looks like a worker that has all of its workers' replicas.
+
+    worker w0 (0, 1) --[0,2)--+
+                              +--> aggregator --[0,4)--> each shard's primary
+    worker w1 (2, 3) --[2,4)--+    (one push a shard; each version comes down once, and is given to w0 and w1)
+
+It owns nothing that could be lost. A worker whose link to it breaks sends the step in progress again, to the servers,
+where whatever the aggregator did send is a repeat (I2). An aggregator whose link to a server breaks, or that sees a
+shard move, sends its parts again: it keeps every part until a version shows that the step is over.
+
+A worker says with `followed(worker, round)` that from that round on everything it contributes comes here. So the
+aggregator knows what may still come: the replicas that the view assigns to such workers. A part is sent when nothing
+that is coming can be added to it; nobody ever waits for a replica that goes another way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rallypoint.core.aggregator.effects import (
+    Contribution,
+    Dismiss,
+    Drop,
+    Effect,
+    Fetch,
+    Follow,
+    Give,
+    Push,
+    Release,
+    Store,
+)
+from rallypoint.core.aggregator.sums import BlockSum, Part
+from rallypoint.core.cadence import TOGETHER, Cadence
+from rallypoint.core.view import View
+
+VERSIONS_KEPT = 2  # I5: as a server does
+STEPS_KEPT = 2  # sums in progress of one shard: a worker's versions may be one ahead of what has come here
+CUT_OFF_S = 1.0  # a server that cannot be reached for so long: the workers can perhaps reach it themselves
+
+
+@dataclass(slots=True)
+class AggregatorMachine:
+    """One aggregator in one job. The caller makes one call at a time.
+
+    Attributes:
+        me: this aggregator's id.
+        expected: by shard, how many replicas contribute to it.
+        cadence: the shards that each round updates.
+        view: the view in force; None before the first.
+    """
+
+    me: str
+    expected: Sequence[int]
+    cadence: Cadence = TOGETHER
+    view: View | None = None
+    _sums: dict[tuple[int, int], BlockSum] = field(default_factory=dict)  # by shard and step
+    _versions: dict[int, list[int]] = field(default_factory=dict)  # by shard: the versions kept, ascending
+    _newest: dict[int, int] = field(default_factory=dict)  # by shard: the newest version that has come
+    _from: dict[str, int] = field(default_factory=dict)  # worker -> the first round that it contributes here
+    _up: dict[str, int] = field(default_factory=dict)  # server -> number of the connection
+    _down_from: dict[str, float] = field(default_factory=dict)  # server without a connection -> since when, in seconds
+    _asked: dict[tuple[int, int], set[str]] = field(default_factory=dict)  # version fetched -> for these workers
+    _connections: int = 0
+    _now: float = 0.0
+
+    # ---- views and time ----
+
+    def viewed(self, view: View) -> list[Effect]:
+        """Adopt a view, if it is newer than the one in force."""
+        before = self.view
+        if before is not None and view.number <= before.number:
+            return []
+        self.view = view
+        stayed = {member for member in view.servers if before is not None and member in before.servers}
+        self._up = {id: number for id, number in self._up.items() if id in {member.id for member in stayed}}
+        here = {member.id for member in view.servers}
+        self._down_from = {id: self._down_from.get(id, self._now) for id in here - self._up.keys()}
+        effects: list[Effect] = []
+        if before is None or before.generation != view.generation:
+            effects += self._forget_all()
+            effects += [Follow(server) for server in sorted(self._up)]  # what was asked before may count as stale there
+        mine = set(view.workers_of(self.me))
+        if others := tuple(sorted(self._from.keys() - mine)):
+            effects += self._dismiss(others, "the view gives it to another aggregator, or to none")
+        return [*effects, *self._ask_again(), *self._send_ready()]
+
+    def _forget_all(self) -> list[Effect]:
+        effects: list[Effect] = [effect for known in self._sums.values() for effect in known.forget_all()]
+        effects += [Release(shard, version) for shard, kept in self._versions.items() for version in kept]
+        for known in (self._sums, self._versions, self._newest, self._asked, self._from):
+            known.clear()
+        return effects
+
+    def tick(self, now: float) -> list[Effect]:
+        """The time is `now`, in seconds. Let the workers go if a server cannot be reached from here."""
+        self._now = now
+        lost = sorted(id for id, at in self._down_from.items() if now - at > CUT_OFF_S)
+        if not lost or not self._from:
+            return []
+        return self._dismiss(tuple(sorted(self._from)), f"this aggregator cannot reach {', '.join(lost)}")
+
+    @property
+    def accepts(self) -> bool:
+        """True if workers may use this aggregator: it reaches every server of the view."""
+        return self.view is not None and not self._down_from
+
+    # ---- servers ----
+
+    def server_up(self, server: str) -> list[Effect]:
+        """The connection to a server is up (again). What was under way on the one before may be lost."""
+        self._connections += 1
+        self._up[server] = self._connections
+        self._down_from.pop(server, None)
+        return [Follow(server), *self._ask_again(server), *self._send_ready()]
+
+    def server_lost(self, server: str) -> list[Effect]:
+        """The connection to a server has ended."""
+        if self._up.pop(server, None) is not None:
+            self._down_from[server] = self._now
+        return []
+
+    def arrived(self, shard: int, version: int, ticket: int) -> list[Effect]:
+        """A version of the current generation has arrived: keep it, and hand it down."""
+        kept, newest = self._versions.setdefault(shard, []), self._newest.get(shard, -1)
+        askers = self._asked.pop((shard, version), set())
+        if version in kept or (version <= newest - VERSIONS_KEPT and not askers):
+            return [Drop(ticket)]
+        effects: list[Effect] = [Store(shard, version, ticket)]
+        kept.append(version)
+        kept.sort()
+        if version > newest:
+            self._newest[shard] = version
+            effects += [effect for step in self._steps(shard) if step < version for effect in self._end(shard, step)]
+            effects += [Give(worker, shard, version) for worker in sorted(self._from)]
+        effects += [Give(worker, shard, version, asked=True) for worker in sorted(askers)]
+        while len(kept) > VERSIONS_KEPT:
+            effects.append(Release(shard, kept.pop(0)))
+        return effects
+
+    def _steps(self, shard: int) -> list[int]:
+        return sorted(step for index, step in self._sums if index == shard)
+
+    def _end(self, shard: int, step: int) -> list[Effect]:
+        """The version after this step exists: nothing of the step is needed any more."""
+        return [*self._sums.pop((shard, step)).forget_all()]
+
+    # ---- workers ----
+
+    def followed(self, worker: str, round: int) -> list[Effect]:
+        """From `round` on everything that the worker contributes comes here; it wants every version."""
+        if self.view is None or self.view.aggregator_of.get(worker) != self.me or not self.accepts:
+            return [Dismiss((worker,), "this aggregator is not for it now")]
+        self._from[worker] = round
+        return [Give(worker, shard, version) for shard, version in sorted(self._newest.items())]
+
+    def gone(self, worker: str) -> list[Effect]:
+        """The worker's connection has ended, or it follows no more: it goes another way."""
+        if self._from.pop(worker, None) is None:
+            return []
+        for asking in self._asked.values():
+            asking.discard(worker)
+        return self._send_ready()
+
+    def contributed(self, new: Contribution) -> list[Effect]:
+        """A contribution of the current generation has arrived."""
+        newest, steps = self._newest.get(new.shard, -1), self._steps(new.shard)
+        if new.step < newest:
+            return [Drop(new.ticket)]  # the step is over
+        if 0 <= newest < new.step - 1 or (new.step not in steps and len(steps) >= STEPS_KEPT):
+            return [Drop(new.ticket, f"a contribution to step {new.step} of shard {new.shard}, at version {newest}")]
+        key = (new.shard, new.step)
+        if key not in self._sums:
+            self._sums[key] = BlockSum(*key, self.expected[new.shard])
+        return [*self._sums[key].add(new), *self._send_ready_of(self._sums[key])]
+
+    def fetched(self, worker: str, shard: int, version: int) -> list[Effect]:
+        """A worker needs this version again, or for the first time."""
+        if version in self._versions.get(shard, ()):
+            return [Give(worker, shard, version, asked=True)]
+        if worker not in self._from or version <= self._newest.get(shard, -1) - VERSIONS_KEPT:
+            return []
+        first = (shard, version) not in self._asked
+        self._asked.setdefault((shard, version), set()).add(worker)
+        home = self._home(shard)
+        return [Fetch(shard, version, home)] if first and home in self._up else []
+
+    def _dismiss(self, workers: tuple[str, ...], why: str) -> list[Effect]:
+        for worker in workers:
+            del self._from[worker]
+        return [Dismiss(workers, why), *self._send_ready()]
+
+    # ---- what goes upstream ----
+
+    def _coming(self, round: int) -> frozenset[int]:
+        """The replicas whose contribution to `round` comes here, if it has not come yet."""
+        assert self.view is not None
+        assigned = self.view.assigned(round)
+        return frozenset(
+            replica for worker, start in self._from.items() if start <= round for replica in assigned.get(worker, ())
+        )
+
+    def _send_ready(self) -> list[Effect]:
+        return [effect for _, known in sorted(self._sums.items()) for effect in self._send_ready_of(known)]
+
+    def _send_ready_of(self, known: BlockSum) -> list[Effect]:
+        """Send what is ready, and once more what was sent on a connection that is not that of the primary now."""
+        home = self._home(known.shard)
+        if home not in self._up:
+            return []
+        now = (home, self._up[home])
+        coming = self._coming(self.cadence.round_of(known.shard, known.step))
+        coming = frozenset(replica for replica in coming if replica < known.replicas)
+        again = [part for part in known if part.sent not in (None, now)]
+        return [self._push(known, part, now) for part in (*again, *known.ready(coming))]
+
+    def _push(self, known: BlockSum, part: Part, to: tuple[str, int]) -> Push:
+        part.sent = to
+        return Push(known.shard, known.step, part.block, part.weight, to[0], part.losses, part.gradients)
+
+    def _ask_again(self, server: str | None = None) -> list[Effect]:
+        """Fetch what workers wait for from the primaries of now (or only from `server`)."""
+        effects: list[Effect] = []
+        for shard, version in sorted(self._asked):
+            home = self._home(shard)
+            if home in self._up and server in (None, home):
+                effects.append(Fetch(shard, version, home))
+        return effects
+
+    def _home(self, shard: int) -> str:
+        return "" if self.view is None else self.view.primary[shard]
+
+    # ---- invariants ----
+
+    def validate(self) -> None:
+        """Raise AssertionError with a sentence if an invariant does not hold."""
+        for (shard, step), known in self._sums.items():
+            known.validate()
+            assert step >= self._newest.get(shard, -1), f"parts of step {step}, which is over"
+            home = self._home(shard)
+            for part in known:
+                assert home not in self._up or part.sent in (None, (home, self._up[home])), f"{part} is lost"
+        for shard, kept in self._versions.items():
+            assert kept == sorted(set(kept)), f"versions {kept} of shard {shard}"
+            assert len(kept) <= VERSIONS_KEPT, f"{len(kept)} versions of shard {shard}"
+        assert not self._up.keys() & self._down_from.keys(), "a server is up and down"
+
+
+def linked(machine: AggregatorMachine) -> Iterable[str]:
+    """The workers whose contributions come through this aggregator."""
+    return machine._from.keys()

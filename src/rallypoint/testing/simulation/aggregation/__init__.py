@@ -1,0 +1,1 @@
+"""What the simulation plays of aggregators."""

@@ -1,0 +1,419 @@
+"""The aggregator's machine: the reference's sum bit for bit, whoever comes when, and nobody waits for what never comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.aggregator import effects as machine
+from rallypoint.core.aggregator.effects import Contribution, Dismiss, Drop, Fetch, Follow, Give, Push, Release, Store
+from rallypoint.core.aggregator.machine import CUT_OFF_S, AggregatorMachine
+from rallypoint.core.aggregator.shell import AggregatorShell
+from rallypoint.core.shard.effects import Discard, Merge, Take
+from rallypoint.core.shard.events import Contribute
+from rallypoint.core.shard.summing import TreeSum
+from rallypoint.core.sums.tree import Block, blocks_of, leaf
+from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.testing.reference import tree_sum
+
+SHARD, STEP = 0, 5
+
+
+def view_of(
+    workers: dict[str, Sequence[int]], near: Iterable[str], count: int = 1, home: str = "s0", generation: int = 1
+) -> View:
+    """Workers with these replicas; those `near` may use aggregator a0; two servers, the shard on `home`."""
+    return View(
+        number=ViewNumber(1, count), generation=ViewNumber(1, generation),
+        workers=tuple(Member(worker, "h") for worker in workers), servers=(Member("s0", "h"), Member("s1", "h")),
+        assignments=(Assignment(0, {worker: tuple(own) for worker, own in workers.items()}),),
+        primary={SHARD: home}, homed={SHARD: ViewNumber(1, 1)}, aggregators=(Member("a0", "h"),),
+        aggregator_of=dict.fromkeys(near, "a0"), contributors={worker: tuple(own) for worker, own in workers.items()},
+    )  # fmt: skip
+
+
+def aggregator(
+    workers: dict[str, Sequence[int]], *, follow: Iterable[str] | None = None, replicas: int = 0
+) -> AggregatorMachine:
+    """One that is linked to all servers; the workers in `follow` (by default all) contribute through it."""
+    made = AggregatorMachine("a0", [replicas or sum(map(len, workers.values()))])
+    made.viewed(view_of(workers, workers))
+    made.server_up("s0")
+    made.server_up("s1")
+    for worker in workers if follow is None else follow:
+        assert not any(isinstance(effect, Dismiss) for effect in made.followed(worker, 0))
+    return made
+
+
+def push(made: AggregatorMachine, block: tuple[int, int], ticket: int = 1, step: int = STEP) -> list[machine.Effect]:
+    effects = made.contributed(Contribution(SHARD, step, Block(*block), float(block[1] - block[0]), ticket))
+    made.validate()
+    return effects
+
+
+def pushed(effects: Iterable[machine.Effect]) -> list[tuple[int, int]]:
+    return [tuple(effect.block) for effect in effects if isinstance(effect, Push)]
+
+
+# ---- what is merged, and when it leaves ----
+
+
+def test_siblings_of_two_workers_leave_as_one_block() -> None:
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)})
+    assert pushed(push(made, (0, 2))) == []
+    effects = push(made, (2, 4))
+    assert machine.Merge(SHARD, STEP, 0, 2, 1.0, 1.0) in effects
+    assert pushed(effects) == [(0, 4)]
+
+
+def test_a_leaf_that_is_merged_is_weighted_first_and_one_that_leaves_alone_is_not() -> None:
+    made = aggregator({"w0": (0,), "w1": (1, 2)}, replicas=4)
+    made.contributed(Contribution(SHARD, STEP, leaf(0), 0.5, 1))
+    effects = made.contributed(Contribution(SHARD, STEP, leaf(1), 3.0, 2))
+    assert machine.Merge(SHARD, STEP, 0, 1, 0.5, 3.0) in effects
+    (alone,) = [e for e in made.contributed(Contribution(SHARD, STEP, leaf(2), 0.25, 3)) if isinstance(e, Push)]
+    assert (alone.block, alone.weight) == ((2, 3), 0.25)
+
+
+def test_only_the_highest_nodes_leave() -> None:
+    """Replicas 1 to 6 of 8: [1,2), [2,4), [4,6) and [6,7); [2,4) and [4,6) have siblings that go other ways."""
+    made = aggregator({"w0": (1, 2, 3), "w1": (4, 5, 6)}, replicas=8)
+    sent = [block for r in (3, 4, 6, 1, 5, 2) for block in pushed(push(made, (r, r + 1), r))]
+    assert sorted(sent) == [tuple(block) for block in blocks_of(range(1, 7), 8)]
+
+
+def test_a_repeat_is_dropped_and_a_larger_block_replaces_what_it_covers() -> None:
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)})
+    push(made, (0, 1), 1)
+    assert push(made, (0, 1), 2) == [Drop(2)]
+    assert machine.Forget(SHARD, STEP, 0) in push(made, (0, 2), 3)
+    assert push(made, (1, 2), 4) == [Drop(4)]
+
+
+def test_nobody_waits_for_a_worker_that_goes_another_way() -> None:
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)})
+    assert pushed(push(made, (0, 2))) == []
+    assert pushed(made.gone("w1")) == [(0, 2)]
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)}, follow=["w0"])
+    assert pushed(push(made, (0, 2))) == [(0, 2)]
+
+
+def test_a_worker_counts_from_the_round_it_names() -> None:
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)}, follow=["w0"])
+    made.followed("w1", STEP + 1)
+    assert pushed(push(made, (0, 2))) == [(0, 2)]
+    assert pushed(push(made, (0, 2), step=STEP + 1)) == []
+
+
+def test_what_was_sent_is_not_merged_any_more() -> None:
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)}, follow=["w0"])
+    push(made, (0, 2), 1)
+    made.followed("w1", 0)
+    effects = push(made, (2, 4), 2)
+    assert pushed(effects) == [(2, 4)]
+    assert not any(isinstance(effect, machine.Merge) for effect in effects)
+
+
+# ---- servers come and go ----
+
+
+def test_what_was_under_way_to_a_server_is_sent_again() -> None:
+    made = aggregator({"w0": (0, 1)})
+    assert pushed(push(made, (0, 2))) == [(0, 2)]
+    made.server_lost("s0")
+    assert made.server_up("s0") == [Follow("s0"), Push(SHARD, STEP, Block(0, 2), 2.0, "s0")]
+
+
+def test_a_shard_that_moves_gets_all_of_its_parts_again() -> None:
+    made = aggregator({"w0": (0, 1)})
+    push(made, (0, 2))
+    effects = made.viewed(view_of({"w0": (0, 1)}, ["w0"], count=2, home="s1"))
+    assert [effect.server for effect in effects if isinstance(effect, Push)] == ["s1"]
+    made.validate()
+
+
+def test_the_next_version_ends_the_step() -> None:
+    made = aggregator({"w0": (0, 1)})
+    push(made, (0, 2))
+    effects = made.arrived(SHARD, STEP + 1, 9)
+    assert effects[:2] == [Store(SHARD, STEP + 1, 9), machine.Forget(SHARD, STEP, 0)]
+    assert Give("w0", SHARD, STEP + 1) in effects
+    assert push(made, (0, 2), 3) == [Drop(3)]  # it is over
+    made.server_lost("s0")
+    assert pushed(made.server_up("s0")) == []
+
+
+def test_a_server_that_cannot_be_reached_for_long_sends_the_workers_away() -> None:
+    made = aggregator({"w0": (0, 1)})
+    made.tick(10.0)
+    made.server_lost("s1")
+    assert made.tick(10.0 + CUT_OFF_S) == []
+    (dismissed,) = made.tick(10.1 + CUT_OFF_S)
+    assert isinstance(dismissed, Dismiss)
+    assert dismissed.workers == ("w0",)
+    assert isinstance(made.followed("w0", STEP)[0], Dismiss)
+    made.server_up("s1")
+    assert made.followed("w0", STEP) == []
+
+
+# ---- versions ----
+
+
+def test_two_versions_are_kept_and_each_is_fetched_once() -> None:
+    made = aggregator({"w0": (0,), "w1": (1,)})
+    assert made.fetched("w0", SHARD, 7) == [Fetch(SHARD, 7, "s0")]
+    assert made.fetched("w1", SHARD, 7) == []  # asked for already
+    effects = made.arrived(SHARD, 7, 1)
+    assert {effect.worker for effect in effects if isinstance(effect, Give) and effect.asked} == {"w0", "w1"}
+    assert made.arrived(SHARD, 7, 2) == [Drop(2)]
+    made.arrived(SHARD, 8, 3)
+    assert Release(SHARD, 7) in made.arrived(SHARD, 9, 4)
+    assert made.fetched("w0", SHARD, 8) == [Give("w0", SHARD, 8, asked=True)]
+    assert made.fetched("w0", SHARD, 7) == []  # too old: newer ones have been sent
+
+
+def test_who_begins_to_follow_gets_the_newest_version() -> None:
+    made = aggregator({"w0": (0,)}, follow=[])
+    made.arrived(SHARD, 4, 1)
+    assert made.followed("w0", 4) == [Give("w0", SHARD, 4)]
+
+
+def test_a_new_generation_forgets_everything_and_follows_again() -> None:
+    made = aggregator({"w0": (0, 1), "w1": (2,)})
+    push(made, (0, 2))
+    made.arrived(SHARD, STEP, 2)
+    effects = made.viewed(view_of({"w0": (0, 1), "w1": (2,)}, ["w0", "w1"], count=2, generation=2))
+    assert machine.Forget(SHARD, STEP, 0) in effects
+    assert Release(SHARD, STEP) in effects
+    assert effects[-2:] == [Follow("s0"), Follow("s1")]
+    assert pushed(push(made, (0, 2), step=0)) == [(0, 2)]  # nobody follows in it yet
+
+
+def test_a_worker_that_the_view_takes_away_is_sent_away() -> None:
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)})
+    push(made, (0, 2))
+    effects = made.viewed(view_of({"w0": (0, 1), "w1": (2, 3)}, ["w0"], count=2))
+    assert [effect.workers for effect in effects if isinstance(effect, Dismiss)] == [("w1",)]
+    assert pushed(effects) == [(0, 2)]
+
+
+def test_impossible_contributions_end_their_connection() -> None:
+    made = aggregator({"w0": (0, 1, 2)}, replicas=3)
+    (dropped,) = push(made, (1, 3), 1)
+    assert isinstance(dropped, Drop)
+    assert "no block" in dropped.fault
+    made.arrived(SHARD, STEP, 2)
+    (far,) = push(made, (0, 1), 3, step=STEP + 2)
+    assert isinstance(far, Drop)
+    assert far.fault
+
+
+# ---- stale frames and older links ----
+
+
+class Link:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_frames_of_an_older_generation_and_of_older_links_do_not_count() -> None:
+    shell: AggregatorShell[Link] = AggregatorShell(AggregatorMachine("a0", [2]))
+    shell.adopt(view_of({"w0": (0, 1)}, ["w0"], count=3, generation=3))
+    for server in ("s0", "s1"):
+        shell.server_up(Member(server, "h"))
+    assert shell.server_up(Member("s0", "h", incarnation=7)) == []  # not in the view
+    older, newer = Link(1), Link(2)
+    shell.linked(newer, "w0")
+    shell.linked(older, "w0")
+    assert shell.followed(older, "w0", 0, ViewNumber(1, 3)) == []
+    assert shell.followed(newer, "w0", 0, ViewNumber(1, 2)) == []  # stale
+    new = Contribution(SHARD, 0, Block(0, 2), 2.0, 1)
+    assert shell.contributed("w0", new, ViewNumber(1, 2)) == [Drop(1)]
+    assert shell.arrived(SHARD, 0, 2, ViewNumber(1, 2)) == [Drop(2)]
+    assert pushed(shell.contributed("w0", new, ViewNumber(1, 3))) == [(0, 2)]
+    assert shell.contributed("w1", new, ViewNumber(1, 3)) == [Drop(1)]  # another worker's replicas
+    assert shell.gone(older, "w0") == []
+    assert shell.workers == {"w0": newer}
+
+
+# ---- whatever happens, the root is that of the reference ----
+
+
+class Play:
+    """Workers, one aggregator and the shard's primary, on fp32 numbers; messages are lost, repeated and delayed."""
+
+    def __init__(self, replicas: int, workers: int) -> None:
+        self.values = [torch.tensor([1.0 / (3 + r), 1e-3 * r], dtype=torch.float32) for r in range(replicas)]
+        self.weights = [1.0, 0.3, 2.0, 1.7][:replicas] * (replicas // min(replicas, 4) + 1)
+        self.replicas = replicas
+        self.names = [f"w{i}" for i in range(workers)]
+        self.assigned = {name: list[int]() for name in self.names}
+        for replica in range(replicas):
+            self.assigned[self.names[replica * workers // replicas]].append(replica)
+        self.through, self.delivered = set(self.names), {n: set[int]() for n in self.names}
+        self.count, self.home, self.tickets = 1, "s0", 0
+        self.made = AggregatorMachine("a0", [replicas])
+        self.parts: dict[int, torch.Tensor] = {}
+        self.payloads: dict[int, torch.Tensor] = {}
+        self.new_server()
+        self.run(self.made.viewed(self.view()))
+        for server in ("s0", "s1"):
+            self.run(self.made.server_up(server))
+        for name in self.names:
+            self.run(self.made.followed(name, STEP))
+
+    def view(self) -> View:
+        self.count += 1
+        return view_of(self.assigned, self.names, self.count, self.home)
+
+    # ---- the server ----
+
+    def new_server(self) -> None:
+        self.sum, self.held = TreeSum(self.replicas), dict[int, torch.Tensor]()
+
+    def serve(self, block: Block, weight: float, values: torch.Tensor) -> None:
+        contribution = Contribute(STEP, block.start, weight, 0, count=block.size)
+        assert self.sum.fault(contribution) == ""
+        if self.sum.covers(contribution):
+            return
+        for effect in self.sum.add(contribution, None):
+            match effect:
+                case Take(at=at, weight=factor, count=count):
+                    self.held[at] = values.clone() * (factor if count == 1 else 1.0)
+                case Merge(left=left, right=right):
+                    self.held[left] = self.held[left] + self.held.pop(right)
+                case Discard(at=at):
+                    del self.held[at]
+
+    # ---- the aggregator ----
+
+    def run(self, effects: Iterable[machine.Effect], *, lost: bool = False) -> None:
+        for effect in effects:
+            match effect:
+                case machine.Keep(at=at, ticket=ticket):
+                    self.parts[at] = self.payloads.pop(ticket)
+                case machine.Drop(ticket=ticket, fault=fault):
+                    assert not fault, fault
+                    del self.payloads[ticket]
+                case machine.Merge(left=left, right=right, left_factor=one, right_factor=other):
+                    self.parts[left] = self.parts[left] * one + self.parts.pop(right) * other
+                case machine.Forget(at=at):
+                    del self.parts[at]
+                case machine.Push(block=block, weight=weight, server=server):
+                    if server == self.home and not lost:
+                        self.serve(block, weight, self.parts[block.start])
+                case machine.Dismiss(workers=workers):
+                    for name in workers:
+                        self.go_direct(name)
+        self.made.validate()
+
+    # ---- workers ----
+
+    def contribute(self, name: str, count: int, *, lost: bool = False) -> None:
+        """The next blocks of up to `count` replicas that this worker has not delivered."""
+        todo = [replica for replica in self.assigned[name] if replica not in self.delivered[name]][:count]
+        for block in blocks_of(todo, self.replicas):
+            leaves = [self.values[r] * (self.weights[r] if block.size > 1 else 1.0) for r in range(*block)]
+            values, weight = tree_sum(leaves), tree_sum([self.weights[r] for r in range(*block)])
+            self.delivered[name] |= set(range(*block))
+            if name in self.through:
+                self.tickets += 1
+                self.payloads[self.tickets] = values.clone()
+                self.run(self.made.contributed(Contribution(SHARD, STEP, block, weight, self.tickets)), lost=lost)
+            else:
+                self.serve(block, weight, values)
+
+    def go_direct(self, name: str) -> None:
+        self.through.discard(name)
+        self.delivered[name].clear()  # computed and sent again
+
+    def act(self, action: str, which: int) -> None:
+        name = self.names[which % len(self.names)]
+        match action:
+            case "contribute":
+                self.contribute(name, 1 + which % 4)
+            case "repeat":
+                self.delivered[name].clear()
+            case "lost":  # what the aggregator sends is lost with its connection
+                self.contribute(name, 4, lost=True)
+                self.run(self.made.server_lost(self.home))
+                self.run(self.made.server_up(self.home))
+            case "down":
+                self.run(self.made.server_lost(self.home))
+                self.contribute(name, 2)
+                self.run(self.made.server_up(self.home))
+            case "break":
+                if name in self.through:
+                    self.go_direct(name)
+                    self.run(self.made.gone(name))
+            case "die" if len(self.names) > 1:
+                self.names.remove(name)
+                orphans, heir = self.assigned.pop(name), self.names[which % len(self.names)]
+                self.assigned[heir] = sorted({*self.assigned[heir], *orphans})
+                self.run(self.made.gone(name) if which % 2 else [])  # its end may be noticed after the view
+                self.run(self.made.viewed(self.view()))
+                self.run(self.made.gone(name))
+            case "move":  # the shard's sum is forgotten, and direct workers send again
+                self.home = "s1" if self.home == "s0" else "s0"
+                self.new_server()
+                for direct in set(self.names) - self.through:
+                    self.delivered[direct].clear()
+                self.run(self.made.viewed(self.view()))
+
+    def finish(self) -> torch.Tensor:
+        for name in self.names:
+            self.contribute(name, self.replicas)
+        assert list(self.sum._forest) == [Block(0, self.replicas)], f"{list(self.sum._forest)} of {self.replicas}"
+        return self.held[0]
+
+
+ACTIONS = ("contribute", "contribute", "contribute", "repeat", "lost", "down", "break", "die", "move")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(1, 9), st.integers(1, 4),
+    st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 99)), max_size=40),
+)  # fmt: skip
+def test_whatever_happens_the_servers_end_with_the_reference_s_sum(
+    replicas: int, workers: int, actions: list[tuple[str, int]]
+) -> None:
+    play = Play(replicas, min(workers, replicas))
+    for action, which in actions:
+        play.act(action, which)
+    expected = tree_sum([play.values[r] * play.weights[r] for r in range(replicas)])
+    assert torch.equal(play.finish(), expected)
+    assert play.parts.keys() == {part.block.start for known in play.made._sums.values() for part in known}
+    assert not play.payloads
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+def test_an_aggregator_of_all_workers_sends_one_block(workers: int) -> None:
+    play = Play(8, workers)
+    sent: list[Block] = []
+    serve = play.serve
+    play.serve = lambda block, weight, values: (sent.append(block), serve(block, weight, values))[1]  # type: ignore[method-assign]
+    play.finish()
+    assert sent == [Block(0, 8)]
+
+
+def test_views_and_links_that_are_old_news_change_nothing() -> None:
+    made = aggregator({"w0": (0, 1)})
+    assert made.viewed(view_of({"w0": ()}, [])) == []  # not newer
+    reborn = msgspec.structs.replace(
+        view_of({"w0": (0, 1)}, ["w0"], count=2),
+        servers=(replace_member(Member("s0", "h")), Member("s1", "h")),
+    )
+    push(made, (0, 2))
+    assert pushed(made.viewed(reborn)) == []  # the new s0 is not linked yet
+    assert pushed(made.server_up("s0")) == [(0, 2)]
+
+
+def replace_member(member: Member) -> Member:
+    return msgspec.structs.replace(member, incarnation=member.incarnation + 1)
