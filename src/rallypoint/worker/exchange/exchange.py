@@ -5,7 +5,7 @@ that is pushed, then the new parameters that arrive (see `core/worker/slots.py`)
 of a worker, except for the gradients that autograd holds for a moment.
 
 Files: the shell under its lock, and the order of all locks (`locked.py`); links (`links.py`, `link.py`); what leaves
-(`replica.py`, `pushes.py`, `encoder.py`); what arrives (`arrivals.py`); pulls of rows (`row_pulls.py`); codec states
+(`replica.py`, `pushes.py`, `encoder.py`); what arrives (`arrivals.py`); pulls of rows (`rows/`); codec states
 (`codec_states.py`); the optimizer's state where workers hold it (`replicated.py`).
 """
 
@@ -40,7 +40,7 @@ from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
-from rallypoint.worker.exchange.row_pulls import RowPulls
+from rallypoint.worker.exchange.rows.pulls import RowPulls
 
 
 class Exchange:
