@@ -673,3 +673,26 @@ def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the
     assert said[0] == f"the run's folder: {played.folder}"
     assert said[-1] == f"everything of this run: {played.folder}"
     assert said[-2].startswith("done: 12 steps, ")
+
+
+def test_while_the_last_version_is_held_a_coordinator_that_dies_is_replaced_though_a_worker_has_failed(
+    tmp_path: Path,
+) -> None:
+    """Without it nobody could store what the servers hold."""
+    gate = tmp_path / "gate"
+    gate.write_text("5")
+    fails = "import os, signal\nsignal.signal(signal.SIGUSR1, lambda number, frame: os._exit(1))\n"
+    played = Played(tmp_path, fails + GATED, workers=2, heartbeat=2.0)
+
+    def fail(run: ClusterRun) -> bool:
+        run.handles["worker1"].signal(signal.SIGUSR1)
+        return True
+
+    holds = lambda run: run.console.holding  # noqa: E731
+    moves = until(
+        at_step(5), _breaks_the_store, opens(gate, 99), holds, fail, lambda run: "worker1" not in run.handles,
+        kills("coordinator"), lambda run: not holds(run), holds, _mends_the_store,
+    )  # fmt: skip
+    assert played.run(moves) == 0, played.said
+    assert played.said.count("coordinator was killed (SIGKILL): starting another") == 1
+    assert len(list(tmp_path.glob("run/snapshots/step-00000012-*/manifest.json"))) == 1

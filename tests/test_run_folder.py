@@ -36,6 +36,7 @@ from rallypoint.launch.folder import (
 )
 from rallypoint.launch.plan import Launch, read_plan, write_plan
 from rallypoint.net.messages import Say
+from rallypoint.store import closing
 from rallypoint.store.files import Files
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -258,7 +259,7 @@ def test_what_a_run_writes_is_for_its_owner_only(tmp_path: Path) -> None:
         old_run(tmp_path / "run", None)
         log = EventLog(str(tmp_path / "run"))
         log.write(Say("words"))
-        log.close()
+        closing.end(log.stop())
         with Files(str(tmp_path / "run" / "snapshots")).writing("step-00000001-1/server0-0.shards") as write:
             write(b"weights")
     finally:
@@ -275,6 +276,6 @@ def test_files_of_an_earlier_version_that_others_could_read_are_closed_to_them(t
         (tmp_path / name).touch()
         (tmp_path / name).chmod(0o644)
     old_run(tmp_path, None)
-    EventLog(str(tmp_path)).close()
+    closing.end(EventLog(str(tmp_path)).stop())
     for name in ("journal.sqlite", "events.jsonl"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600, name

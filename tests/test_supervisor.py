@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.launch.cluster import Exit
-from rallypoint.launch.supervisor import Drain, Fail, Limits, Over, Start, Supervisor, Warn
+from rallypoint.launch.supervisor import HOLD_S, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 
 KILLED, WELL, ERROR = Exit(137, "SIGKILL"), Exit(0), Exit(1)
 
@@ -253,3 +253,70 @@ def test_a_worker_that_never_took_part_takes_no_other_with_it_that_is_to_be_star
         Warn(f"worker2 ended with status 1 {WITHOUT_IT}")
     ]
     assert supervisor.due(21.0) == [Start("worker3", "worker")]
+
+
+def holding(supervisor: Supervisor, now: float) -> None:
+    """worker0 ends with an error while the coordinator stores the newest version."""
+    supervisor.held(now)
+    assert supervisor.ended("worker0", ERROR, now) == []
+
+
+def test_while_the_coordinator_ends_the_job_itself_a_failure_waits_and_what_dies_is_started_again() -> None:
+    supervisor = running()
+    holding(supervisor, 20.0)
+    assert supervisor.due(21.0) == []
+    assert supervisor.ended("server0", KILLED, 21.0) == [Warn("server0 was killed (SIGKILL): starting another")]
+    assert supervisor.ended("coordinator", KILLED, 21.0) == [
+        Warn("coordinator was killed (SIGKILL): starting another")
+    ]
+    assert supervisor.due(21.0) == [Start("server1", "server"), Start("coordinator", "coordinator")]
+    assert supervisor.due(22.0) == []
+
+
+def test_a_coordinator_that_ends_the_job_itself_is_waited_for_as_long_as_it_speaks() -> None:
+    supervisor = running()
+    holding(supervisor, 20.0)
+    for now in (40.0, 60.0, 80.0):
+        assert supervisor.due(now) == []
+        supervisor.held(now)
+    assert supervisor.due(79.0 + HOLD_S) == []
+    assert supervisor.due(80.0 + HOLD_S) == [Fail("worker0 ended with status 1")], "it hangs: say the first reason"
+
+
+def test_the_next_coordinator_may_find_out_for_itself_whether_it_holds_something() -> None:
+    supervisor = running()
+    holding(supervisor, 20.0)
+    now = 19.0 + HOLD_S
+    supervisor.ended("coordinator", KILLED, now)
+    assert supervisor.due(now) == [Start("coordinator", "coordinator")]
+    assert supervisor.due(now + HOLD_S - 1.0) == []
+    assert supervisor.due(now + HOLD_S) == [Fail("worker0 ended with status 1")]
+
+
+def test_a_coordinator_that_is_not_started_again_ends_no_job() -> None:
+    supervisor = running(limits=Limits(quick_deaths=0))
+    holding(supervisor, 5.0)
+    assert supervisor.ended("coordinator", KILLED, 6.0) == [Fail("worker0 ended with status 1")]
+    supervisor = running()
+    holding(supervisor, 20.0)
+    assert supervisor.ended("coordinator", ERROR, 21.0) == [], "its last word may still be on its way"
+    assert supervisor.due(21.5) == [Fail("worker0 ended with status 1")]
+
+
+def test_who_dies_again_and_again_fails_the_run_once_nothing_is_held() -> None:
+    supervisor = running(limits=Limits(quick_deaths=0))
+    supervisor.held(5.0)
+    assert supervisor.ended("server0", KILLED, 6.0) == []
+    assert supervisor.due(4.0 + HOLD_S) == []
+    assert supervisor.due(5.0 + HOLD_S) == [
+        Fail("server0 was killed (SIGKILL); it is not started again: 1 servers in a row died soon")
+    ]
+
+
+def test_a_job_whose_workers_have_all_ended_does_not_fail_while_its_last_version_is_held() -> None:
+    supervisor = running(workers=1)
+    supervisor.held(20.0)
+    supervisor.ended("worker0", WELL, 20.0)
+    assert [supervisor.due(now) for now in (20.0, 25.0, 19.0 + HOLD_S)] == [[], [], []]
+    (failure,) = supervisor.due(20.0 + HOLD_S)
+    assert isinstance(failure, Fail)

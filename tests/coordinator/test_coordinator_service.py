@@ -66,6 +66,7 @@ from rallypoint.net.messages import (
     decode,
     expect,
 )
+from rallypoint.store import closing
 
 PATIENCE_S = 20.0
 LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's silence
@@ -427,6 +428,24 @@ def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     second.wait()  # after a heartbeat: whoever has not come by then does not come any more
 
 
+def test_a_coordinator_that_ends_the_job_before_it_has_taken_over_tells_who_has_come_back(
+    house: House, tmp_path: Path
+) -> None:
+    folder = JoinInfo(folder=str(tmp_path))
+    first = house.open(join_info=folder)
+    _, worker, view = house.begin()
+    worker.link.send(Report(0, 0, 1.0, 1.0, 1, generation=view.generation))
+    until(lambda: first._shell._kept)
+    house.close()
+    house.__init__()  # type: ignore[misc]
+    second = house.open(join_info=folder)
+    member = house.call("worker", "worker0", incarnation=worker.link.incarnation)
+    until(lambda: bool(second._shell._take_over and second._shell._take_over.waiting))
+    second.abort("somebody pulled the plug")
+    assert decode(member.receive_bytes(member.receive_header())) == Aborted("somebody pulled the plug")
+    assert second.wait() == "somebody pulled the plug"
+
+
 def test_a_fault_of_its_own_ends_the_job_with_a_sentence(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinator = house.open()
     server, worker, _ = house.begin()
@@ -480,9 +499,10 @@ def test_a_log_whose_disk_gets_room_again_goes_on_and_counts_what_it_missed(
     monkeypatch.setattr(events_module.os, "write", little_room)
     for number in range(3):  # the first is torn, the others are not tried
         log.write(Say(f"lost {number}"))
+    log._lines.join()
     clock.ahead, room[0] = 1.5, 10_000
     log.write(Say("room"))
-    log.close()
+    closing.end(log.stop())
     torn, whole = (tmp_path / "events.jsonl").read_bytes().splitlines()
     assert len(torn) == 5
     assert msgspec.json.decode(whole)["text"] == "room"
@@ -564,6 +584,102 @@ def test_a_disk_that_is_full_at_the_very_end_does_not_lose_the_model(house: Hous
     assert coordinator.wait() is None
     said = eyes.next(Say, lambda said: "journal" in said.text).text
     assert "cannot be written (database or disk is full): the job goes on, and its members keep" in said
+
+
+def ends_in_time(coordinator: CoordinatorService) -> bool:
+    """Close it; False if that waits for the disk."""
+    closes = threading.Thread(target=coordinator.close)
+    closes.start()
+    closes.join(PATIENCE_S)
+    return not closes.is_alive()
+
+
+def test_a_job_goes_on_and_can_be_ended_while_the_journal_s_disk_hangs(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(closing, "PATIENCE_S", 0.01)
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)), workers_max=2)
+    eyes = house.enter("observer", "eyes")
+    server, worker, view = house.begin()
+    worker.link.send(Report(0, 0, 1.0, 1.0, 1, generation=view.generation))
+    until(lambda: coordinator._shell._kept)  # it has begun, and the journal knows
+    house.settle()
+    answers = threading.Event()
+    save = coordinator._journal.save
+    monkeypatch.setattr(coordinator._journal, "save", lambda state: (answers.wait(), save(state)))
+    try:
+        other = house.enter("worker", "worker1")
+        other.link.send(Propose(record()))
+        assert other.next(NewView), "a view is published without the disk"
+        said = eyes.next(Say, lambda said: "journal" in said.text).text
+        assert "cannot be written (its disk has not answered for 0.01 s): the job goes on" in said
+        coordinator.abort("somebody wants it so")
+        for member in (server, worker, other):
+            assert member.next(Aborted) == Aborted("somebody wants it so")
+        assert coordinator.wait() == "somebody wants it so"
+        server.link.close()
+        assert ends_in_time(coordinator), "the end of the job waits for the disk"
+    finally:
+        answers.set()
+    assert [entry.message for entry in caplog.records] == [
+        f"given up: the journal {tmp_path}/journal.sqlite. The job is over, and the store has not answered for 0.01 s"
+    ]
+
+
+def test_a_job_goes_on_and_can_be_ended_while_nothing_can_be_added_to_its_log(
+    house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log is a pipe that nobody reads: a write to it hangs."""
+    monkeypatch.setattr(closing, "PATIENCE_S", 0.01)
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    os.mkfifo(tmp_path / "events.jsonl")
+    reader = os.open(tmp_path / "events.jsonl", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
+        eyes = house.enter("observer", "eyes")
+        server, worker, view = house.begin()
+        for _ in range(100):  # more than a pipe holds
+            coordinator.say("words " * 1000)
+        coordinator.say("the last of many")
+        assert eyes.next(Say, lambda said: said.text == "the last of many")
+        house.finish(worker, view)
+        assert server.next(Finished) == Finished("worker0")
+        server.link.close()
+        assert ends_in_time(coordinator), "the end of the job waits for the log"
+    finally:
+        os.close(reader)  # a write to it fails now
+    assert (
+        f"given up: the event log {tmp_path}/events.jsonl. The job is over, and the store has not answered for 0.01 s"
+    ) in [entry.message for entry in caplog.records]
+
+
+def test_a_log_whose_disk_hangs_keeps_some_events_and_counts_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    monkeypatch.setattr(events_module, "_MOST_WAITING", 3)
+    entered, answers, write = threading.Event(), threading.Event(), os.write
+
+    def hangs(descriptor: int, data: bytes) -> int:
+        entered.set()
+        assert answers.wait(PATIENCE_S)
+        return write(descriptor, data)
+
+    monkeypatch.setattr(events_module.os, "write", hangs)
+    log = EventLog(str(tmp_path))
+    log.write(Say("0"))
+    assert entered.wait(PATIENCE_S)
+    for number in range(1, 6):
+        log.write(Say(str(number)))
+    answers.set()
+    closing.end(log.stop())
+    lines = (tmp_path / "events.jsonl").read_bytes().splitlines()
+    assert [msgspec.json.decode(line)["text"] for line in lines] == ["0", "1", "2", "3"]
+    assert [entry.message.rpartition("jsonl ")[2] for entry in caplog.records] == [
+        "cannot be written, the job goes on: its disk does not answer", "is written again: 2 events are missing",
+    ]  # fmt: skip
 
 
 def test_a_coordinator_killed_at_any_moment_of_its_start_leaves_a_journal_to_go_on_from(
@@ -650,11 +766,11 @@ def test_a_server_s_account_that_comes_after_the_last_word_is_written_down(house
     server, worker, view = house.begin()
     house.finish(worker, view)
     assert server.next(Finished) == Finished("worker0")
-    closing = threading.Thread(target=coordinator.close)
-    closing.start()
+    closes = threading.Thread(target=coordinator.close)
+    closes.start()
     server.link.send(Accounted(6, 0, 0, 0))
     server.link.close()  # as a server does when the job is over
-    closing.join(PATIENCE_S)
+    closes.join(PATIENCE_S)
     assert "Accounted" in (tmp_path / "events.jsonl").read_text()
 
 
@@ -680,11 +796,11 @@ def test_whoever_closes_a_coordinator_waits_for_servers_without_looking_at_the_c
     monkeypatch.setattr(coordinator, "_hear_servers_out", waiting)
     monkeypatch.setattr(service, "time", NoSleep())
     monkeypatch.setattr(service, "_FAREWELL_S", LONG)
-    closing = threading.Thread(target=coordinator.close)
-    closing.start()
+    closes = threading.Thread(target=coordinator.close)
+    closes.start()
     assert waits.wait(PATIENCE_S)
     looked.wait(0.1)  # without the mend it looks at once; with it there is nothing to wait for
     server.link.close()
-    closing.join(PATIENCE_S)
-    assert not closing.is_alive()
+    closes.join(PATIENCE_S)
+    assert not closes.is_alive()
     assert not looked.is_set()

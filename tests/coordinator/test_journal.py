@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
+from rallypoint.coordinator import journal as journal_module
 from rallypoint.coordinator.journal import JOURNAL, Journal, Persistence
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.effects import Abort, Finish
@@ -22,7 +25,9 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import DataError
+from rallypoint.store import closing
 
+WAIT_S = 20.0
 LAYOUT = build_layout([TensorSpec("w", (30, 3), "float32", 0), TensorSpec("b", (3,), "float32", 1)], shard_bytes=128)
 RECORD = msgspec.json.decode(  # lists, as from the wire
     msgspec.json.encode(record_of(resolve({"replicas": 2}), LAYOUT, {"frozen": "00ff"})), type=JobRecord
@@ -31,9 +36,7 @@ RECORD = msgspec.json.decode(  # lists, as from the wire
 WRITER = """
 import sys
 import msgspec
-from rallypoint.coordinator.journal import Journal, Persistence
-from rallypoint.core.cluster.effects import Abort, Finish
-from rallypoint.core.cluster.state import ClusterState
+from rallypoint.coordinator.journal import Journal
 journal = Journal(sys.argv[1])
 state = journal.load()
 while True:
@@ -206,6 +209,87 @@ def test_every_error_of_the_disk_is_tried_again_ever_more_rarely(error: str) -> 
     assert tries[-1] - tries[-2] == 60.0
     with pytest.raises(DataError, match=error):
         persistence.save(state(), clock, needed=True)
+    closing.end(persistence.stop())
+
+
+# ---- a disk that hangs -----------------------------------------------------------------------------------------
+
+
+class Hanging(Journal):
+    """Each `save` waits for the test's leave."""
+
+    def __init__(self, folder: str = "") -> None:
+        super().__init__(folder)
+        self.asked: queue.SimpleQueue[ClusterState] = queue.SimpleQueue()
+        self.leave = threading.Semaphore(0)
+
+    def save(self, state: ClusterState) -> None:
+        self.asked.put(state)
+        assert self.leave.acquire(timeout=WAIT_S)
+        super().save(state)
+
+
+def test_a_journal_that_hangs_is_waited_for_once_and_written_with_the_newest_state_when_it_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journal_module, "PATIENCE_S", 0.01)
+    said: list[str] = []
+    journal = Hanging()
+    persistence = Persistence(journal, said.append)
+    persistence.save(state(1), 0.0, needed=False)
+    assert journal.asked.get(timeout=WAIT_S) == state(1)
+    assert said == [
+        "the journal :memory: cannot be written (its disk has not answered for 0.01 s): the job goes on, and its "
+        "members keep what the next coordinator must know; make room. It is tried again until it succeeds"
+    ]
+    monkeypatch.setattr(journal_module, "PATIENCE_S", WAIT_S)  # whoever waits for it once more fails
+    for count in (2, 3):
+        persistence.save(state(count), 0.1, needed=False)
+        persistence.tick(1000.0)
+    assert journal.asked.empty()
+    journal.leave.release(2)
+    now = 1000.0
+    while len(said) < 2:
+        persistence.tick(now)
+    assert said[1] == "the journal is written again"
+    assert journal.asked.get(timeout=WAIT_S) == state(3), "the newest, and none between"
+    assert journal.load() == state(3)
+    closing.end(persistence.stop())
+
+
+def test_a_state_that_is_needed_is_waited_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "NEEDED_PATIENCE_S", 0.01)
+    journal = Hanging()
+    persistence = Persistence(journal, print)
+    for _ in range(2):  # the second time it has to wait for the first
+        with pytest.raises(DataError, match=r"^the journal :memory: cannot be written \(its disk has not answered"):
+            persistence.save(state(), 0.0, needed=True)
+    journal.leave.release(2)
+    closing.end(persistence.stop())
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_the_end_tries_once_more_and_waits_for_a_disk_that_hangs_so_long_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path, answers: bool
+) -> None:
+    monkeypatch.setattr(journal_module, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(closing, "PATIENCE_S", WAIT_S if answers else 0.01)
+    journal = Hanging(str(tmp_path))
+    persistence = Persistence(journal, lambda text: None)
+    persistence.save(state(1), 0.0, needed=False)
+    persistence.save(state(2), 0.0, needed=False)
+    if answers:
+        journal.leave.release(2)
+    ending = persistence.stop()
+    closing.end(ending)
+    assert [entry.message for entry in caplog.records] == [] if answers else [
+        f"given up: the journal {tmp_path / JOURNAL}. The job is over, and the store has not answered for 0.01 s"
+    ]
+    journal.leave.release(2)
+    ending[0].join(WAIT_S)
+    again = Journal(str(tmp_path))
+    assert again.load() == state(2)
+    again.close()
 
 
 def test_the_job_s_secret_is_made_once_and_kept(tmp_path: Path) -> None:

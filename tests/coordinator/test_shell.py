@@ -526,6 +526,50 @@ def test_a_member_that_comes_too_late_with_a_newer_view_sends_everybody_back_to_
     assert any(isinstance(act, acts.FindSnapshot) for act in after.done)
 
 
+def test_a_job_that_ends_before_anything_is_taken_over_ends_for_all_who_have_come_and_who_come_soon() -> None:
+    _, after, newest = after_a_full_disk(heartbeat=1.0)
+    after.known |= {"s0": newest, "w0": newest}
+    after.join("s0", "w0", "s1")
+    after.take(inbox.Closed("s1", after.hello("s1"), "its connection ended", inbox.End.LOST))
+    after.take(inbox.Ended("the coordinator failed"))
+    told = lambda: [act.connection for act in after.done if isinstance(act, acts.Send)]  # noqa: E731
+    assert after.sent(Aborted) == [Aborted("the coordinator failed")] * 3
+    assert set(told()) == {"s0", "w0", "s1"}
+    assert not [act for act in after.done if isinstance(act, acts.Over)], "others are about to come"
+    after.join("w1")
+    assert told()[-1] == "w1"
+    after.take(inbox.Ticked(), 2.0)
+    assert not [act for act in after.done if isinstance(act, acts.Over)]
+    assert after.take(inbox.Ticked(), 1.0) == [acts.Over("the coordinator failed")]
+    assert not after.sent(NewView), "nothing is decided any more"
+    assert set(after.shell.announcer.observers) == {"s0", "w0", "w1"}, "whom `close` waits for"
+
+
+@pytest.mark.parametrize("heard", ["s0", "w0"])
+def test_the_coordinator_after_one_that_went_on_without_a_view_knows_that_it_did(heard: str) -> None:
+    """The one between hears too late of the newest view, and publishes one; it dies before it is told."""
+    _, between, newest = after_a_full_disk("s1", heartbeat=6.0)
+    between.known |= dict.fromkeys(("s0", "w0"), newest)
+    between.take(inbox.Opened("w2", between.hello("w2")))
+    between.take(inbox.Ticked(), seconds=3.1)
+    between.say("w2", Propose(between.record))
+    assert between.view.gaps == ((ViewNumber(1, 1), ViewNumber(2)),)
+    assert ViewNumber(1, 1) < newest.number < between.view.number
+    last = Play(between.shell.machine.state(), servers=2, replication=2, heartbeat=6.0)
+    last.incarnations, last.known = dict(between.incarnations), dict(between.known)
+    last.join(heard)
+    last.take(inbox.Ticked(), seconds=3.1)
+    said = " ".join(say.text for say in last.logged(Say))
+    assert f"{heard} comes back with view {newest.number}, which the journal had no room for" in said
+    assert last.shell.machine.phase is Phase.RECOVERING
+    last.join("s2")
+    last.take(inbox.SnapshotFound("step-1", 1))
+    generation = last.view.generation
+    assert last.view.gaps == ()
+    last.join("w0" if heard == "s0" else "s0")
+    assert last.view.generation == generation, "once is enough: nothing from before the generation counts"
+
+
 def test_a_process_that_comes_in_the_place_of_another_ends_the_wait_for_it() -> None:
     """Its coordinator died before it heard that it was admitted: it comes as somebody new."""
     _, after, newest = after_a_full_disk()

@@ -73,7 +73,7 @@ class Keeper:
 def keeper(tmp_path: Path) -> Iterator[Keeper]:
     keeper = Keeper(tmp_path, Retention(keep_last=2))
     yield keeper
-    keeper.keeper.close()
+    closing.end(keeper.keeper.stop())
 
 
 def broken(error: Exception) -> Callable[..., Any]:
@@ -97,7 +97,7 @@ def test_old_ones_are_deleted_and_the_one_that_a_server_may_still_need_is_not(tm
     keeper = Keeper(tmp_path, Retention(keep_last=1))
     for version in (1, 2, 3):
         assert isinstance(keeper.commit(keeper.store(version), version, snapshot_id(1, 1)), inbox.SnapshotCommitted)
-    keeper.keeper.close()
+    closing.end(keeper.keeper.stop())
     assert keeper.on_disk() == [1, 3]
 
 
@@ -207,7 +207,7 @@ def test_the_figures_of_an_evaluation_that_ends_after_its_snapshot_are_added_to_
         keeper.keeper.do(Judge(version, {"loss": loss}))
     keeper.keeper.do(Judge(9, {"loss": 0.0}))  # of a version of which there is no snapshot
     assert keeper.find() == inbox.SnapshotFound(snapshot_id(4, 1), 4)
-    keeper.keeper.close()
+    closing.end(keeper.keeper.stop())
     assert keeper.on_disk() == [2, 4], "the best and the newest"
     assert SnapshotStore(keeper.url).load(snapshot_id(2, 1)).metrics == {"loss": 1.0}
 
@@ -242,7 +242,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
     monkeypatch.setattr(SnapshotStore, "commit", hangs)
     keeper.keeper.do(CommitSnapshot(name, 3, 3, JOB, {}, ""))
     assert entered.wait(PATIENCE_S)
-    closes = threading.Thread(target=keeper.keeper.close)
+    closes = threading.Thread(target=lambda: closing.end(keeper.keeper.stop()))
     closes.start()
     closes.join(PATIENCE_S)
     ended = not closes.is_alive()
@@ -257,7 +257,7 @@ def test_a_store_that_hangs_does_not_keep_the_job_from_ending(
 def test_what_was_asked_for_before_the_end_is_still_done(keeper: Keeper, caplog: pytest.LogCaptureFixture) -> None:
     name = keeper.store(3)
     keeper.keeper.do(CommitSnapshot(name, 3, 3, JOB, {}, ""))
-    keeper.keeper.close()
+    closing.end(keeper.keeper.stop())
     assert keeper.on_disk() == [3]
     assert caplog.records == []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +55,13 @@ class Stage(ProcessCluster):
         for name in names:
             self.members[name].process.kill()
             self.members[name].process.join()
+
+    def stop(self, *names: str) -> None:
+        """Suspend them with SIGSTOP, to the end."""
+        for name in names:
+            pid = self.members[name].process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
 
     def open(self) -> None:
         """Let everybody go on."""

@@ -216,6 +216,19 @@ def the_aggregator_is_killed_mid_step(walk: Walk) -> None:
     walk.ends(stage, "worker0")
 
 
+def test_an_aggregator_that_hangs_is_left_long_before_it_is_given_up(tmp_path: Path) -> None:
+    """With a heartbeat of 60 s, workers notice by themselves that it is silent."""
+    walk = Walk(tmp_path, job_of(Feature.AGGREGATORS, ModeName.SYNC))
+    try:
+        stage = walk.begin(aggregators=1)
+        stage.until_held("worker0", "worker1")
+        stage.stop("aggregator0")
+        walk.ends(stage, "worker0", "worker1")
+        assert not stage.said("aggregator0 is gone")
+    finally:
+        walk.close()
+
+
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
     Feature.REPLICATION: a_server_with_a_backup_is_killed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
@@ -22,7 +23,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
-from rallypoint.net.transport import Transport
+from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.observe.trace import Tracer
 
 PATIENCE_S = 20.0
@@ -226,7 +227,7 @@ def test_a_refusal_is_why_there_is_no_connection(transport: Transport) -> None:
 
 
 @pytest.mark.parametrize("state", ["not started", "dialling", "up"])
-def test_closing_joins_and_calls_nothing_any_more(transport: Transport, state: str) -> None:
+def test_closing_ends_the_thread_and_calls_nothing_any_more(transport: Transport, state: str) -> None:
     host = Host(transport, "127.0.0.1:0")
     if state == "dialling":
         host.close()
@@ -240,7 +241,7 @@ def test_closing_joins_and_calls_nothing_any_more(transport: Transport, state: s
         caller.expect("serve")
     caller.dialer.close()
     caller.dialer.close()
-    assert not caller.dialer._thread.is_alive()
+    assert has_ended(caller)
     assert caller.calls.empty(), "its owner has closed it: that is no news"
     host.close()
 
@@ -251,8 +252,78 @@ def test_closing_again_and_again_in_the_middle_of_dialling_hangs_never(transport
         caller = Caller(transport, host.address)
         caller.dialer.start()
         caller.dialer.close()
-        assert not caller.dialer._thread.is_alive()
+        assert has_ended(caller)
     host.close()
+
+
+def has_ended(caller: Caller) -> bool:
+    thread = caller.dialer._thread
+    if thread.ident is not None:
+        thread.join(PATIENCE_S)
+    return not thread.is_alive()
+
+
+class Slow:
+    """A transport whose `connect` takes as long as the test wants, as to a host that has died."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.connecting, self.goes_on = threading.Semaphore(0), threading.Event()
+
+    def connect(self, address: str, timeout: float) -> Connection:
+        self.connecting.release()
+        assert self.goes_on.wait(PATIENCE_S)
+        return self.transport.connect(address, timeout)
+
+    def listen(self, address: str) -> Listener:
+        return self.transport.listen(address)
+
+    def private(self, address: str) -> bool:
+        return self.transport.private(address)
+
+
+def test_closing_does_not_wait_for_an_attempt_to_connect(transport: Transport, host: Host) -> None:
+    slow = Slow(transport)
+    caller = Caller(slow, host.address)
+    caller.dialer.start()
+    assert slow.connecting.acquire(timeout=PATIENCE_S)
+    closes = threading.Thread(target=caller.dialer.close)
+    closes.start()
+    closes.join(PATIENCE_S / 2)
+    closed = not closes.is_alive()
+    slow.goes_on.set()
+    closes.join(PATIENCE_S)
+    assert closed
+    assert has_ended(caller)
+    assert caller.calls.empty(), "a connection that comes after that is nobody's"
+
+
+def test_closing_waits_until_nothing_of_the_connection_is_used_any_more(
+    transport: Transport, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(transport, host.address)
+    serves, goes_on, order = threading.Event(), threading.Event(), []
+
+    def serve(channel: Channel) -> None:
+        serves.set()
+        assert goes_on.wait(PATIENCE_S)
+        order.append("the last byte has landed")
+
+    def close() -> None:
+        caller.dialer.close()
+        order.append("closed")
+
+    calls = dataclasses.replace(caller.dialer._calls, serve=serve)
+    monkeypatch.setattr(caller.dialer, "_calls", calls)
+    caller.dialer.start()
+    assert serves.wait(PATIENCE_S)
+    closes = threading.Thread(target=close)
+    closes.start()
+    assert caller.dialer._closed.wait(PATIENCE_S)
+    goes_on.set()
+    closes.join(PATIENCE_S)
+    assert order == ["the last byte has landed", "closed"]
+    assert has_ended(caller)
 
 
 def until_trouble(caller: Caller, words: str) -> None:

@@ -58,8 +58,10 @@ class Coordinator:
     joined: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
     heard: queue.SimpleQueue[Message] = field(default_factory=queue.SimpleQueue)
     ended: queue.SimpleQueue[Channel] = field(default_factory=queue.SimpleQueue)
+    reads: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        self.reads.set()
         welcome = Welcome(heartbeat=self.heartbeat)
         me = Identity("coordinator", "", self.token, secret=SECRET)
         self.gate = Gate(self.transport, self.address, me, lambda hello: welcome, self._serve)
@@ -78,6 +80,7 @@ class Coordinator:
         self.joined.put((channel, hello))
         try:
             while True:
+                self.reads.wait(PATIENCE_S)
                 self.heard.put(decode(channel.receive_bytes(channel.receive_header())))
         finally:
             self.ended.put(channel)
@@ -144,6 +147,26 @@ def until(happened: Callable[[], bool]) -> None:
     while not happened():
         assert time.monotonic() < deadline, "it has not happened"
         time.sleep(0.005)
+
+
+def test_of_what_it_says_to_a_coordinator_that_does_not_read_only_so_much_waits(
+    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    channel, _ = admit(coordinator, me, 3)
+    coordinator.reads.clear()
+    monkeypatch.setattr(me.link._channel._outbox._backlog, "most", 100_000)
+    most = 0
+    while not me.link._channel._last_word:
+        me.link.send(Say("x" * 400))
+        most = max(most, me.link._channel.waiting_bytes)
+    assert most < 100_000
+    coordinator.reads.set()  # it reads all that was on its way, and then that the connection is ended
+    while isinstance(said := coordinator.hear(), Say):
+        pass
+    assert isinstance(said, Refused)
+    channel.connection.close()
+    _, again = coordinator.member()
+    assert again.incarnation == 3
 
 
 def test_a_process_has_one_name_on_all_of_its_connections_and_no_other_has_it(

@@ -15,7 +15,7 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import AllReduce, Async, Mode, Sync
 from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
-from rallypoint.net.frames import Header, Kind
+from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce
 from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, NewView, Propose, decode
@@ -120,6 +120,29 @@ def test_of_each_shard_only_the_newest_version_waits_for_a_follower_that_does_no
         idle.receive_bytes(Header(Kind.VERSION, length=4 * WORDS))
         header = idle.receive_header()
         newest[header.shard] = header.step
+
+
+def test_of_the_answers_to_a_streaming_worker_that_does_not_read_only_each_shard_s_newest_waits() -> None:
+    """Each is another version, so each holds a buffer of its own."""
+    cluster = Cluster(Async())
+    try:
+        fast = cluster.enter(cluster.server._gate.address, "worker0", cluster.view.number)
+        cluster.push(fast, Kind.INITIAL, 0)
+        idle = cluster.enter(cluster.server._gate.address, "worker1", cluster.view.number)
+        idle.connection.limit_in_flight(64 << 10)
+        waiting = []
+        for step in range(STEPS):
+            cluster.push(fast, Kind.PUSH, step)
+            for shard in range(SHARDS):
+                idle.send(Header(Kind.WANT, cluster.view.number, shard=shard, wants=wants(1)))
+            if step == 0:
+                assert idle.receive_header().kind is Kind.VERSION  # from now on it reads nothing
+            channel = cluster.reducer.shell.workers["worker1"]
+            waiting.append(channel.waiting_bytes)
+        assert max(waiting) <= MODEL, "one version of each shard, however often it asks"
+        assert cluster.reducer.job.pool.made <= 7 * SHARDS
+    finally:
+        cluster.close()
 
 
 def test_where_workers_step_the_optimizer_they_miss_no_version() -> None:

@@ -140,6 +140,38 @@ def test_an_encoded_version_longer_than_any_codec_writes_is_refused(exchange: Ex
         exchange.arrivals.arriving(header, SERVER.id)
 
 
+@pytest.mark.parametrize(
+    ("sync", "wrong"),
+    [
+        ({"type": "sync"}, {"step": 10}),  # the job has 9 steps: the worker would push nothing more to this shard
+        ({"type": "sync"}, {"step": (1 << 32) - 1}),
+        ({"type": "async"}, {"step": 19, "wants": 2}),  # two replicas, 9 updates each
+        ({"type": "async"}, {"base": 10, "wants": 2}),
+        ({"type": "async"}, {"wants": 4}),
+    ],
+)
+def test_a_version_that_the_job_cannot_have_is_refused(sync: dict[str, str], wrong: dict[str, int]) -> None:
+    context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
+    exchange = Exchange(LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64, "sync": sync}), context)
+    _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
+    last = Header(Kind.VERSION, exchange.view.number, shard=0, length=64, step=9 if sync["type"] == "sync" else 18)
+    try:
+        exchange.arrivals.arriving(last, "s")
+        with pytest.raises(ProtocolError, match="this job has"):
+            exchange.arrivals.arriving(last._replace(**wrong), "s")
+    finally:
+        exchange.finish()
+        exchange.close()
+
+
+def test_a_view_that_comes_when_the_exchange_is_closed_opens_no_links(exchange: Exchange) -> None:
+    """The coordinator's link ends after the exchange: a view may come in between."""
+    exchange.close()
+    before = set(threading.enumerate())
+    _adopt(exchange, _view(1, {"w": (0,), "x": (1,)}))
+    assert set(threading.enumerate()) == before
+
+
 def test_a_worker_whose_next_version_is_whole(exchange: Exchange) -> None:
     exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
     exchange.arrivals.link_up(SERVER)
@@ -212,6 +244,43 @@ def _at(count: int, primary: dict[int, str], homes: list[_Home]) -> View:
     servers = tuple(home.member for home in homes)
     assignments = (Assignment(0, {"w": (0,), "x": (1,)}),)
     return View(ViewNumber(1, count), ViewNumber(1, 1), (), servers, assignments, primary, {}, uploader="x")
+
+
+class _Dead:
+    """A transport to servers whose host has died: no attempt to connect ends before the test does."""
+
+    def __init__(self) -> None:
+        self.connecting: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.over = threading.Event()
+
+    def connect(self, address: str, timeout: float) -> Any:
+        self.connecting.put(address)
+        assert self.over.wait(PATIENCE_S)
+        raise LinkError(f"nobody answers at {address}")
+
+
+def test_a_view_without_the_servers_of_a_dead_host_is_adopted_at_once() -> None:
+    """The links to them are still connecting, which takes seconds and cannot be cut short."""
+    transport: Any = _Dead()
+    exchange = Exchange(
+        LAYOUT, resolve({"replicas": 2, "steps": 9, "shard_bytes": 64}),
+        Context(credentials(), transport, Tracer("w"), lambda text: None),
+    )  # fmt: skip
+    dead = tuple(Member(f"s{n}", "dead", f"dead:{n}", n) for n in range(1, 5))
+    before = msgspec.structs.replace(
+        _view(1, {"w": (0,), "x": (1,)}), servers=dead, primary={shard.index: "s1" for shard in LAYOUT.shards}
+    )
+    _adopt(exchange, before)
+    assert {transport.connecting.get(timeout=PATIENCE_S) for _ in dead} == {server.address for server in dead}
+    adopts = threading.Thread(target=_adopt, args=(exchange, _view(2, {"w": (0,), "x": (1,)})))
+    adopts.start()
+    try:
+        assert transport.connecting.get(timeout=PATIENCE_S) == SERVER.address, "the new home is connected to"
+    finally:
+        transport.over.set()
+        adopts.join(PATIENCE_S)
+        exchange.finish()
+        exchange.close()
 
 
 def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange: Exchange) -> None:

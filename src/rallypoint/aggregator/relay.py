@@ -51,7 +51,7 @@ class Relay:
             inbox.ServerUp: lambda e: shell.server_up(e.server),
             inbox.ServerLost: lambda e: shell.server_lost(e.server),
             inbox.Arrived: self._arrived,
-            inbox.Ticked: lambda e: shell.machine.tick(e.now),
+            inbox.Ticked: self._ticked,
         }
 
     def handle(self, event: inbox.Event) -> None:
@@ -83,6 +83,12 @@ class Relay:
             replicas if flags == BAD_GRADIENT else (),
         )  # fmt: skip
         return self._shell.contributed(event.worker, new, header.view)
+
+    def _ticked(self, event: inbox.Ticked) -> Iterable[machine.Effect]:
+        """Give every worker a sign of life of this thread, too."""
+        for channel in self._shell.workers.values():
+            self._credit(channel, 0)
+        return self._shell.machine.tick(event.now)
 
     def _arrived(self, event: inbox.Arrived) -> Iterable[machine.Effect]:
         header = event.header
@@ -132,9 +138,9 @@ class Relay:
                 for channel in self._shell.dismissed(effect):
                     channel.refuse(why)
 
-    def _credit(self, sender: Channel | None) -> None:
+    def _credit(self, sender: Channel | None, count: int = 1) -> None:
         if sender is not None:
-            sender.send(Header(Kind.CREDIT, self._shell.fence.number, replica=1), urgent=True)
+            sender.send(Header(Kind.CREDIT, self._shell.fence.number, replica=count), urgent=True)
 
     def _merge(self, merge: machine.Merge) -> None:
         words = self._job.shards[merge.shard].words

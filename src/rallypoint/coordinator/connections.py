@@ -11,7 +11,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
-from rallypoint.net.messages import Hello, Welcome, decode
+from rallypoint.net.messages import Hello, Refused, Welcome, decode, expect
 from rallypoint.net.transport import Transport
 
 ROLES = ("worker", "server", "aggregator", "observer")
@@ -53,6 +53,8 @@ class Connections:
         try:
             while True:
                 header = channel.receive_header()
+                if header.kind is Kind.REFUSE:  # it is there, and comes back: too much had waited to be read here
+                    raise LinkError(expect(channel.receive_bytes(header), Refused).reason)
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
                 self._put(inbox.Received(channel, hello, checked(decode(channel.receive_bytes(header)), hello)))

@@ -1,11 +1,16 @@
-"""The journal: the job's record and its cluster's state, kept in SQLite for the next coordinator (I7)."""
+"""The journal: the job's record and its cluster's state, kept in SQLite for the next coordinator (I7).
+
+A thread of its own writes it: a disk that hangs stops no job.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import sqlite3
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +20,14 @@ from rallypoint.config.kept import kept_record
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError
 from rallypoint.net.keys import KEY_BYTES
+from rallypoint.store import closing
+
+log = logging.getLogger("rallypoint")
 
 JOURNAL = "journal.sqlite"
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+PATIENCE_S = 5.0  # a disk that takes longer hangs: views are published without it, and steps go on meanwhile
+NEEDED_PATIENCE_S = 30.0  # before the job has begun
 _SCHEMA = """
 create table if not exists record (id integer primary key check (id = 1), body blob not null);
 create table if not exists state (id integer primary key check (id = 1), body blob not null);
@@ -42,13 +52,14 @@ class Journal:
     Any thread may use it, but only one at a time.
 
     Attributes:
+        path: the file.
         secret: the job's secret, from which the secrets of members follow. It is made with the journal, and never
             changes.
     """
 
     def __init__(self, folder: str) -> None:
         path = str(Path(folder) / JOURNAL) if folder else ":memory:"
-        self._path = path
+        self.path = path
         try:
             if folder:
                 own(Path(path))
@@ -73,7 +84,7 @@ class Journal:
         try:
             self._write(state)
         except sqlite3.DatabaseError as error:
-            raise DataError(f"the journal {self._path} cannot be written ({error})") from None
+            raise DataError(f"the journal {self.path} cannot be written ({error})") from None
         self._recorded = state.record is not None
 
     def _write(self, state: ClusterState) -> None:
@@ -112,7 +123,7 @@ class Journal:
             state = msgspec.msgpack.decode(row[0], type=ClusterState)
             if record is None:
                 return state
-            about = f"the journal {self._path}"
+            about = f"the journal {self.path}"
             return msgspec.structs.replace(state, record=kept_record(msgspec.msgpack.decode(record[0]), about))
         except (sqlite3.DatabaseError, msgspec.DecodeError) as error:
             raise self._unreadable(error) from None
@@ -123,11 +134,14 @@ class Journal:
             self._db.close()
 
     def _unreadable(self, error: Exception) -> DataError:
-        return DataError(f"the journal {self._path} cannot be read ({error}): move it away to start the job anew")
+        return DataError(f"the journal {self.path} cannot be read ({error}): move it away to start the job anew")
 
 
 class Persistence:
-    """Writes states to a journal; while that fails, keeps the newest and tries again, ever more rarely.
+    """Writes states to a journal; while that fails or hangs, keeps the newest and tries again, ever more rarely.
+
+    `save` returns when the state is durable, or when the disk has taken too long. Then nothing waits for the disk any
+    more until it has answered.
 
     `say` gets a sentence when saving begins to fail, and one when it works again.
 
@@ -135,7 +149,7 @@ class Persistence:
     """
 
     def __init__(self, journal: Journal, say: Callable[[str], None]) -> None:
-        self._journal, self._say = journal, say
+        self._writer, self._say = _Writer(journal), say
         self._unsaved: ClusterState | None = None
         self._pause = 0.0
         self._again_at = 0.0
@@ -148,19 +162,17 @@ class Persistence:
 
     def tick(self, now: float) -> None:
         """Try again if it is time."""
-        if self._unsaved is not None and now >= self._again_at:
+        if self._unsaved is not None and now >= self._again_at and not self._writer.is_busy:
             self._try(now, needed=False)
 
-    def close(self) -> None:
-        """Try once more, then close the journal."""
-        if self._unsaved is not None:
-            self._try(self._again_at, needed=False)
-        self._journal.close()
+    def stop(self) -> closing.Ending:
+        """Let the thread try once more, close the journal and end. Return it, to be waited for."""
+        return self._writer.stop(self._unsaved)
 
     def _try(self, now: float, *, needed: bool) -> None:
         assert self._unsaved is not None
         try:
-            self._journal.save(self._unsaved)
+            self._writer.write(self._unsaved, NEEDED_PATIENCE_S if needed else PATIENCE_S)
         except DataError as error:
             if needed:
                 raise
@@ -170,8 +182,74 @@ class Persistence:
                     "It is tried again until it succeeds"
                 )
             self._pause = min(max(2 * self._pause, FIRST_PAUSE_S), LONGEST_PAUSE_S)
-            self._again_at = now + self._pause
+            self._again_at = now if self._writer.is_busy else now + self._pause  # one that hangs needs no pause
             return
         if self._pause > 0.0:
             self._say("the journal is written again")
         self._unsaved, self._pause = None, 0.0
+
+
+class _Writer:
+    """The thread that writes to the journal, one state at a time, and closes it at the end."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._changed = threading.Condition()
+        self._state: ClusterState | None = None  # being written
+        self._error: Exception | None = None  # of the last one
+        self._stopping = False
+        self._last: ClusterState | None = None  # to be written before the end
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+
+    @property
+    def is_busy(self) -> bool:
+        """True while a state is being written."""
+        with self._changed:
+            return self._state is not None
+
+    def write(self, state: ClusterState, patience: float) -> None:
+        """Write the state. Raises DataError if it cannot be written, or has not been in `patience` seconds."""
+        with self._changed:
+            if self._thread.ident is None:
+                self._thread.start()
+            if self._changed.wait_for(lambda: self._state is None, patience):
+                self._state = state
+                self._changed.notify_all()
+                if self._changed.wait_for(lambda: self._state is None, patience):
+                    if self._error is not None:
+                        raise self._error
+                    return
+        why = f"its disk has not answered for {patience:g} s"
+        raise DataError(f"the journal {self._journal.path} cannot be written ({why})")
+
+    def stop(self, unsaved: ClusterState | None) -> closing.Ending:
+        """Let the thread write `unsaved`, close the journal and end."""
+        with self._changed:
+            if self._thread.ident is None:
+                self._thread.start()
+            self._stopping, self._last = True, unsaved
+            self._changed.notify_all()
+        return self._thread, f"the journal {self._journal.path}"
+
+    def _run(self) -> None:
+        while (state := self._next()) is not None:
+            error: Exception | None = None
+            try:
+                self._journal.save(state)
+            except Exception as failure:  # `write` raises it to whoever waits
+                error = failure
+            with self._changed:
+                self._state, self._error = None, error
+                self._changed.notify_all()
+        if self._last is not None:
+            try:
+                self._journal.save(self._last)
+            except DataError as failure:
+                log.warning("%s; the job is over", failure)
+        self._journal.close()
+
+    def _next(self) -> ClusterState | None:
+        """Wait for a state to write; None when there comes no more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is not None or self._stopping)
+            return self._state

@@ -28,6 +28,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.observed import observed
 from rallypoint.observe.waits import wait_heeding_signals
+from rallypoint.store import closing
 from rallypoint.store.retention import Retention
 
 _FAREWELL_S = 2.0
@@ -144,10 +145,8 @@ class CoordinatorService:
 
     def _stop(self) -> None:
         self._owner.stop()
-        if self._keeper is not None:
-            self._keeper.close()
-        self._log.close()
-        self._persistence.close()
+        keeper = [] if self._keeper is None else [self._keeper.stop()]
+        closing.end(*keeper, self._log.stop(), self._persistence.stop())
 
     # ---- what it is made of ----
 

@@ -32,7 +32,7 @@ from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.view import Member, View
 from rallypoint.net.messages import (
     Aborted,
     Accounted,
@@ -99,9 +99,6 @@ class CoordinatorShell:
         self._capture: Capture | None = None  # the last snapshot that was asked for
         self._end_at = 0.0
         self._take_over: TakeOver | None = None
-        # No newer view of an earlier coordinator can have had an effect that we do not know
-        epoch = self.machine.course.views.epoch
-        self._based_on = ViewNumber(epoch) if self.machine.view is None else self.machine.view.number
         self._kept = recovered is not None and recovered.begun  # the journal has the record, and that the job has begun
         if recovered is not None and resume is None and needed(recovered):
             self._take_over = TakeOver(recovered, max(_RETURN_S, terms.heartbeat * _RETURN))
@@ -130,11 +127,7 @@ class CoordinatorShell:
         self._take_over = None
         state = take_over.state()
         start = self._awake  # who does not come back has been silent since then
-        acts = [] if state is None else self._drive(cluster_events.TookOver(state))
-        if take_over.is_complete:
-            self._based_on = ViewNumber(self.machine.course.views.epoch)
-        elif state is not None and state.view is not None:
-            self._based_on = state.view.number
+        acts = self._drive(cluster_events.TookOver(state, take_over.is_complete))
         for when in (start, self._time_awake()):
             acts += self._drive(cluster_events.Tick(when))
         for event in take_over.waiting:
@@ -242,7 +235,7 @@ class CoordinatorShell:
 
     def _knows(self, hello: Hello, view: View | None) -> list[Act]:
         """A member has come back, too late for the take-over."""
-        match late_view(hello, view, self.machine.course, self._based_on):
+        match late_view(hello, view, self.machine.course):
             case cluster_events.Outrun() as outrun:
                 return self._drive(outrun)
             case Say() as say if self._said.is_new("another coordinator"):
@@ -365,7 +358,13 @@ class CoordinatorShell:
         if self.last_word is not None:
             return []
         self.last_word = word
-        return [*self._send(word, *self.members), *self._announce(word), Over(_failure(word))]
+        told = [*self._send(word, *self.members), *self._announce(word)]
+        return [*told, Over(_failure(word))] if self._take_over is None else [*told, *self._end_early(self._take_over)]
+
+    def _end_early(self, take_over: TakeOver) -> list[Act]:
+        """The job has ended before anything was taken over: tell those who have come, and for a while who comes."""
+        self._take_over, self._end_at = None, self._now + _RETURN_S
+        return [act for event in take_over.connected for act in self._handle(event)]
 
     # ---- words ----
 

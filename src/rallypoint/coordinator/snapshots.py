@@ -64,10 +64,10 @@ class SnapshotKeeper:
             case _:
                 raise AssertionError(f"an act that is not about snapshots: {act}")
 
-    def close(self) -> None:
-        """End the thread after what was asked for before. A store that hangs is waited for only a few seconds."""
+    def stop(self) -> closing.Ending:
+        """Let the thread end after what was asked for before. Return it, to be waited for."""
         self._tasks.put(None)
-        closing.end((self._thread, self._doing))
+        return self._thread, self._doing
 
     def _add(self, part: Stored) -> None:
         if (parts := self._parts.get(part.snapshot)) is not None:

@@ -16,7 +16,7 @@ from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.events import Outrun
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.view_change import still_caught_up
-from rallypoint.core.view import Member, View, ViewNumber
+from rallypoint.core.view import Member, View
 from rallypoint.net.messages import Hello, Knows, Release, Resize, Say, SnapshotWanted
 
 
@@ -84,6 +84,11 @@ class TakeOver:
         awaited = (member for member in _members(self._newest) if member.id not in self._replaced)
         return {_key(member) for member in awaited} <= self._came
 
+    @property
+    def connected(self) -> list[inbox.Opened | inbox.Closed]:
+        """Of the events that were kept back, those about connections."""
+        return [event for event in self.waiting if isinstance(event, inbox.Opened | inbox.Closed)]
+
     def state(self) -> ClusterState | None:
         """What to go on from instead of the journal's state; None if members know neither a newer view nor a higher
         incarnation."""
@@ -111,18 +116,18 @@ def knows_truly(hello: Hello, view: View) -> bool:
     return (hello.id, hello.incarnation) in {_key(member) for member in _members(view)}
 
 
-def late_view(hello: Hello, view: View | None, course: Course, based_on: ViewNumber) -> Outrun | Say | None:
-    """What follows when a member comes back after the take-over and knows `view`. `based_on`: from that view the
-    coordinator went on.
+def late_view(hello: Hello, view: View | None, course: Course) -> Outrun | Say | None:
+    """What follows when a member comes back and knows `view`.
 
-    If the member acted on a newer one, the job begins anew. A view of this epoch or a higher one, and not ours, is
-    another coordinator's: the member would take ours for older ones, so say what to do.
+    If it acted on a view that this coordinator, or one before it, went on without, the job begins anew. A view of this
+    epoch or a higher one, and not ours, is another coordinator's: the member would take ours for older ones, so say
+    what to do.
     """
     if view is None or not knows_truly(hello, view):
         return None
     epoch, own = course.views.epoch, course.view
     if view.number.epoch < epoch:
-        return Outrun(hello.id, view.number) if based_on < view.number else None
+        return Outrun(hello.id, view.number) if course.views.is_outrun_by(view.number) else None
     if own is not None and view.number <= own.number:
         return None
     return Say(

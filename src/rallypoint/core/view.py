@@ -60,6 +60,8 @@ class View(msgspec.Struct, frozen=True):
         origin: the snapshot from which this generation starts; "" if it starts from what `uploader` uploads.
         uploader: the worker that uploads the state with which this generation starts, if `origin` is "".
         ending: a worker holds the last version: all other workers fetch it.
+        gaps: pairs (a, b): views between a and b may have been published by an earlier coordinator, and were not known
+            to the one that went on from a with b. What was done in them is not part of this generation's history.
         contributors: worker (or aggregator) -> the replicas of which servers take its contributions: all that it (or
             its workers) was assigned in this generation, and its backup tasks. So a contribution that comes late, when
             the replica is somebody else's, is not lost: its sender counts it as delivered.
@@ -79,6 +81,7 @@ class View(msgspec.Struct, frozen=True):
     origin: str = ""
     uploader: str = ""
     ending: bool = False
+    gaps: tuple[tuple[ViewNumber, ViewNumber], ...] = ()
     contributors: dict[str, tuple[int, ...]] = {}
     aggregators: tuple[Member, ...] = ()
     aggregator_of: dict[str, str] = {}

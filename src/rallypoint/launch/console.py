@@ -86,7 +86,8 @@ class RunConsole:
         self.version = -1  # of the last snapshot; -1: none so far
         self._said_done = False
         self.holding = False  # members hold the newest version, which is not stored yet
-        self.heard = time.monotonic()  # when the coordinator last sent something, or we last reported its silence
+        self.heard = time.monotonic()  # when the coordinator last sent something
+        self._silence_said = self.heard  # when we last said that it sends nothing
 
     def relay(self, process: str, line: str) -> None:
         """Show a line that a process printed. After the job, a worker's lines get no prefix."""
@@ -146,9 +147,10 @@ class RunConsole:
 
     def warn_of_silence(self, after: float) -> None:
         """Warn when the coordinator has sent nothing for `after` seconds: it cannot report that itself (I8)."""
-        silence = time.monotonic() - self.heard
-        if silence > after:
-            self.heard = time.monotonic()
+        now = time.monotonic()
+        silence = now - self.heard
+        if now - max(self.heard, self._silence_said) > after:
+            self._silence_said = now
             self.say(
                 f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
                 "overloaded? Steps go on without it, but nobody can join or be replaced"

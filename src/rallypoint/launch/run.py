@@ -138,6 +138,8 @@ class ClusterRun:
         if members is not None:
             everybody = (*members.workers, *members.standby, *members.servers, *members.aggregators)
             self.supervisor.members(everybody)
+        if self.console.holding:
+            self.supervisor.held(self.console.heard)
         while not self.console.sizes.empty():
             self._resized(self.console.sizes.get())
         for name, how in self._ended():
@@ -164,7 +166,7 @@ class ClusterRun:
                     self.handles[name].signal(signal.SIGTERM)
                 case Warn(text=text):
                     self.console.say(f"[yellow]{escape(text)}[/yellow]")
-                case Fail(reason=reason) if not self.console.holding:  # the coordinator ends the job, and says why
+                case Fail(reason=reason):
                     self.failure = reason
                 case Over():
                     self._over = True

@@ -18,6 +18,7 @@ from rallypoint.launch.cluster import Exit
 _PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # seconds before a process is started again, after the first, second, ... quick death
 _TRIES_S = (1.0, 2.0, 5.0, 10.0, 20.0, 60.0)  # seconds before the next try after one that could not join
 _LAST_WORD_S = 0.5  # seconds in which the coordinator's message about an ending may still arrive
+HOLD_S = 30.0  # seconds without a word of a coordinator that ends the job itself, or that is to be started again
 COORDINATOR = "coordinator"
 _STARTED = ("server", "aggregator", "worker")  # in this order, once the coordinator listens
 
@@ -101,7 +102,8 @@ class Supervisor:
     _start_at: dict[str, float] = field(default_factory=dict)
     _try_at: dict[str, list[float]] = field(default_factory=dict)  # by role: one for each process that could not join
     _tries: Counter[str] = field(default_factory=Counter)  # processes in a row that could not join, by role
-    _failing: tuple[float, str] | None = None
+    _failing: tuple[float, str] | None = None  # why the run fails, and from when on it may
+    _held_until: float = 0.0  # until then the coordinator is trusted to end the job itself
     _lonely_since: float | None = None
 
     # ---- events ----
@@ -123,6 +125,11 @@ class Supervisor:
         self.took_part |= new
         for role in {self.running[name].role for name in new & self.running.keys()}:
             del self._tries[role]
+
+    def held(self, at: float) -> None:
+        """The coordinator ends the job itself, once the newest version is stored; its last word of any kind came at
+        `at`. The run does not fail before HOLD_S seconds after that, but what dies by a signal is started again."""
+        self._held_until = max(self._held_until, at + HOLD_S)
 
     def ended(self, name: str, how: Exit, now: float) -> list[Decision]:
         """A process has ended."""
@@ -153,8 +160,8 @@ class Supervisor:
 
     def due(self, now: float) -> list[Decision]:
         """Return the decisions that are due at `now`."""
-        if self._failing is not None and now >= self._failing[0]:
-            return [Fail(self._failing[1])]
+        if failure := self._failure(now):
+            return failure
         first = self.running.get(COORDINATOR)
         if first is not None and not self._listening and now - first.started > self.limits.listen_s:
             return [Fail(f"the coordinator has not begun to listen within {self.limits.listen_s:.0f} s")]
@@ -192,19 +199,35 @@ class Supervisor:
         """The process ended by itself, with an error."""
         if self._could_not_join(name, process.role):
             return self._try_later(name, process.role, how, now)
+        if process.role == COORDINATOR:
+            self._held_until = now + _LAST_WORD_S
+        return self._fail(f"{name} {how}", now, after=_LAST_WORD_S)
+
+    def _fail(self, reason: str, now: float, *, after: float = 0.0) -> list[Decision]:
+        """Let the run fail for this reason (or an earlier one) in `after` seconds, or when nothing is held any more."""
         if self._failing is None:
-            self._failing = (now + _LAST_WORD_S, f"{name} {how}")
-        return []
+            self._failing = (now + after, reason)
+        return self._failure(now)
+
+    def _failure(self, now: float) -> list[Decision]:
+        """Return the failure of the run, if it is time for it."""
+        if self._failing is None or now < max(self._failing[0], self._held_until):
+            return []
+        return [Fail(self._failing[1])]
 
     def _died(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
         role, deaths = process.role, self._count_death(process, now)
         if deaths > self.limits.quick_deaths and self._could_not_join(name, role):
             return self._try_later(name, role, how, now)
         if deaths > self.limits.quick_deaths:
-            whom = "times in a row the coordinator" if role == COORDINATOR else f"{role}s in a row"
-            return [Fail(f"{name} {how}; it is not started again: {deaths} {whom} died soon")]
+            whom = f"{role}s in a row"
+            if role == COORDINATOR:
+                whom, self._held_until = "times in a row the coordinator", now
+            return self._fail(f"{name} {how}; it is not started again: {deaths} {whom} died soon", now)
         pause = _PAUSES_S[min(deaths - 1, len(_PAUSES_S) - 1)]
         self._start_at[role] = now + pause
+        if role == COORDINATOR and now < self._held_until:
+            self.held(now)  # the next one finds out for itself what there is to store
         return [Warn(f"{name} {how}: starting another{f' in {pause:g} s' if pause else ''}")]
 
     def _count_death(self, process: _Process, now: float) -> int:
@@ -225,7 +248,8 @@ class Supervisor:
         tries = self._tries[role]
         computing = any(p.role == "worker" and n in self.took_part for n, p in self.running.items())
         if tries >= self.limits.quick_deaths and not computing:
-            return [Fail(f"{name} {how}: {tries + 1} {role}s in a row could not join, and no worker computes")]
+            reason = f"{name} {how}: {tries + 1} {role}s in a row could not join, and no worker computes"
+            return self._fail(reason, now)
         self._tries[role] += 1
         self._try_at.setdefault(role, []).append(now + _TRIES_S[min(tries, len(_TRIES_S) - 1)])
         if tries:
@@ -242,4 +266,5 @@ class Supervisor:
         self._lonely_since = now if self._lonely_since is None else self._lonely_since
         if now - self._lonely_since < _LAST_WORD_S:
             return []
-        return [Fail("every worker ended before the job was over: does the script join and loop to the last step?")]
+        ended = "every worker ended before the job was over"
+        return self._fail(f"{ended}: does the script join and loop to the last step?", now)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rallypoint.core.view import Member, ViewNumber
@@ -48,6 +49,10 @@ class Dialer:
     """Keeps a channel to `peer`, a server or an aggregator, in its own thread, from `start` to `close`.
 
     It proves itself with `credentials`, as they are at each attempt.
+
+        connecting, handshake  -- up, serve, down -->  connecting, handshake  -- close -->  closed
+
+    `close` waits for calls only: after a host's death an attempt to connect takes seconds, and cannot be cut short.
     """
 
     def __init__(
@@ -56,6 +61,8 @@ class Dialer:
         self.peer = peer
         self._transport, self._credentials, self._calls, self._tracer = transport, credentials, calls, tracer
         self._closed = threading.Event()
+        self._state = threading.Condition()
+        self._calling = False
         self._connection: Connection | None = None  # set before the handshake, so that `close` can end it
         self.trouble = ""  # why there is no connection now; empty if there is one
         self._lost_at, self._up_at = time.monotonic(), 0.0  # `_up_at` is 0.0 while there is no connection
@@ -73,12 +80,29 @@ class Dialer:
         return time.monotonic() - self._lost_at
 
     def close(self) -> None:
-        """End the connection and the thread. `down` is not called any more."""
-        self._closed.set()
+        """End the connection. When this returns, none of `calls` runs or will run, but perhaps `view`.
+
+        The thread may live on for a moment: until its attempt to connect is over.
+        """
+        with self._state:
+            self._closed.set()
         if (connection := self._connection) is not None:
             connection.close()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._thread is not threading.current_thread():
+            with self._state:
+                self._state.wait_for(lambda: not self._calling)
+
+    @contextlib.contextmanager
+    def _may_call(self) -> Iterator[bool]:
+        """True if `close` has not been called; then it waits for the end of the body."""
+        with self._state:
+            self._calling = not self._closed.is_set()
+        try:
+            yield self._calling
+        finally:
+            with self._state:
+                self._calling = False
+                self._state.notify_all()
 
     def _run(self) -> None:
         try:
@@ -86,7 +110,9 @@ class Dialer:
         except Exception as fault:  # else this thread would end unseen while others wait for its frames
             log.error("the link to %s has failed", self.peer.id, exc_info=fault)
             self.trouble = f"it has failed: {fault!r}"
-            self._calls.failed(fault)
+            with self._may_call() as may_call:
+                if may_call:
+                    self._calls.failed(fault)
 
     def _connect_again_and_again(self) -> None:
         tries = 0
@@ -97,8 +123,8 @@ class Dialer:
             except RallypointError as error:
                 self.trouble = str(error)
             else:
-                self.trouble = ""
-                self._keep(channel)
+                with self._may_call() as may_call:
+                    self._keep(channel) if may_call else channel.close()
                 if time.monotonic() - began > _PAUSES_S[-1]:
                     tries = 0  # the connection lasted: connect again at once
                     continue
@@ -119,11 +145,11 @@ class Dialer:
 
     def _keep(self, channel: Channel) -> None:
         error: RallypointError = LinkError("the link was closed")
+        self.trouble = ""
         self._up_at = up_at = time.monotonic()
         try:
-            if not self._closed.is_set():
-                self._calls.up(channel)
-                self._calls.serve(channel)
+            self._calls.up(channel)
+            self._calls.serve(channel)
         except RallypointError as lost:
             error = lost
             if isinstance(lost, CorruptFrame):

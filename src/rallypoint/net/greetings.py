@@ -71,7 +71,7 @@ class Welcome(AnyMessage, frozen=True):
     trace: tuple[int, int] = (0, 0)
     snapshots: str = ""
     compression: str = "none"
-    heartbeat: float = 3.0
+    heartbeat: Annotated[float, msgspec.Meta(gt=0.0, le=1e9)] = 3.0
 
 
 class Refused(Shown, frozen=True):

@@ -18,6 +18,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
 from rallypoint.net.messages import Admitted, Beat, Hello, Knows, Message, NewView, Refused, decode
+from rallypoint.net.outbox import Backlog
 from rallypoint.net.transport import Connection, Transport
 
 log = logging.getLogger("rallypoint")
@@ -28,6 +29,7 @@ _CONNECT_S = 1.0  # for one attempt: in a longer one TCP waits longer and longer
 _RETRY_S = 0.05
 _SLOW_RETRY_S = 1.0  # the longest pause between attempts while somebody else listens there
 NEWCOMER_TIMEOUT_S = 5.0  # so long a newcomer waits while somebody else listens there: its token may be wrong
+_MOST_WAITING = 64 << 20  # bytes for a coordinator that does not read (it is paused): reports of very many steps
 _NAME_BYTES = 16  # of a process's random name
 _BEATS = 4  # heartbeats in the time after which a silent member is given up
 
@@ -129,7 +131,7 @@ class CoordinatorLink:
         except BaseException:
             connection.close()
             raise
-        return Channel(connection, "the coordinator", keys)
+        return Channel(connection, "the coordinator", keys, backlog=Backlog(_MOST_WAITING, _MOST_WAITING))
 
     def _join_patiently(self, patience: float) -> Channel:
         """Join. A coordinator that dies meanwhile, or that has not proved itself, is waited for like an absent one.

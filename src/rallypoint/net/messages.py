@@ -15,6 +15,7 @@ from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
+from rallypoint.observe.lines import printable
 
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
@@ -330,7 +331,7 @@ def decode(data: bytes | bytearray | memoryview) -> Message:
     try:
         message: Message = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise ProtocolError(f"a control message that cannot be read: {error}") from None
+        raise ProtocolError(f"a control message that cannot be read: {printable(str(error))}") from None
     return message
 
 

@@ -68,10 +68,13 @@ class Followers:
         self._send(channel, shard, Header(Kind.VERSION, step=version), raw=raw, place=place)
 
     def reply(self, shard: int, reply: Reply) -> None:
-        """Send the version that a worker asked for, if the worker is still connected."""
+        """Send the version that a worker asked for, if the worker is still connected.
+
+        It replaces the shard's answer that still waits: since then the worker has asked for another replica's.
+        """
         if (channel := self._shell.workers.get(reply.follower)) is not None:
             header = Header(Kind.VERSION, step=reply.version, base=reply.clock, wants=wants(reply.replica))
-            self._send(channel, shard, header, raw=reply.last)
+            self._send(channel, shard, header, raw=reply.last, place=("reply", shard))
 
     def tell(self, worker: str, header: Header, payload: memoryview | None = None, *, urgent: bool = False) -> None:
         """Send any other frame to a worker, if it is still connected."""

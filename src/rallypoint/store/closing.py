@@ -10,8 +10,10 @@ log = logging.getLogger("rallypoint")
 
 PATIENCE_S = 10.0  # seconds that a store may still take when the job is over
 
+Ending = tuple[threading.Thread, str]  # a thread that was told to end, and what it does
 
-def end(*threads: tuple[threading.Thread, str]) -> None:
+
+def end(*threads: Ending) -> None:
     """Wait for threads that were told to end, each given with what it does, for PATIENCE_S together.
 
     If the store does not answer a thread in time, logs what is given up. The threads must be daemons: they may then be

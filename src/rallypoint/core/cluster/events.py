@@ -12,12 +12,13 @@ from rallypoint.core.view import Member, ViewNumber
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """Members of an earlier coordinator know more than its journal has: go on from this state.
+    """Members of an earlier coordinator have said what they know: go on from this state; None: from the journal's.
 
-    It comes before all other events, or not at all.
+    It comes before all other events, or not at all. `complete`: no view had an effect that nobody has told of.
     """
 
-    state: ClusterState
+    state: ClusterState | None
+    complete: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,11 +98,10 @@ class ClusterMachine:
         course.members.expect(course.view)
         course.recovery.recovered(state.state_holders, moved=bool(course.view.assignments) or state.begun)
 
-    def _took_over(self, state: ClusterState) -> list[Effect]:
+    def _took_over(self, state: ClusterState) -> None:
         epoch = max(self.course.views.epoch, state.epoch + 1)
         self.course.views.epoch = self._snapshots.duty.epoch = epoch
         self._recover(state)
-        return []
 
     # ---- questions the shell asks ----
 
@@ -174,12 +173,9 @@ class ClusterMachine:
         if course.phase is Phase.FAILING:
             return self._ending.handle(event)
         match event:
-            case events.Heard(member=member):
+            case events.Heard(member=member) | events.Beat(member=member):
                 course.members.spoke(member, course.now)
-                return []
-            case events.Beat(member=member):
-                course.members.spoke(member, course.now)
-                if member in course.members:
+                if isinstance(event, events.Beat) and member in course.members:
                     self._reach.beat(event)
                 return []
             case events.Progress():
@@ -215,8 +211,11 @@ class ClusterMachine:
                 return []
             case events.Found():
                 return self._succession.found(event)
-            case events.TookOver(state=state):
-                return self._took_over(state)
+            case events.TookOver(state=state, complete=complete):
+                course.views.complete = complete
+                if state is not None:
+                    self._took_over(state)
+                return []
             case events.Outrun():
                 return self._succession.outrun(event)
             case _:

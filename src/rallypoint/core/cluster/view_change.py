@@ -176,4 +176,4 @@ def says_nothing_new(view: View, before: View, furthest: int) -> bool:
     pending = any(assignment.start > furthest + 1 for assignment in before.assignments)
     same_assignment = len(view.assignments) < 2 and not pending and view.assigned(0) == before.assigned(furthest + 1)
     assignments = before.assignments if same_assignment else view.assignments
-    return msgspec.structs.replace(view, number=before.number, assignments=assignments) == before
+    return msgspec.structs.replace(view, number=before.number, assignments=assignments, gaps=before.gaps) == before

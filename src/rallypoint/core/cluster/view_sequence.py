@@ -33,6 +33,7 @@ class ViewSequence:
         aggregates: workers may use aggregators; else views give them none.
         view: the view in force; None before the first.
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
+        complete: every view of earlier coordinators that had an effect is known.
     """
 
     epoch: int
@@ -40,6 +41,7 @@ class ViewSequence:
     aggregates: bool = True
     view: View | None = None
     caught_up: set[int] = field(default_factory=set)
+    complete: bool = False
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property
@@ -84,7 +86,7 @@ class ViewSequence:
         )
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
-            assignments=assignments, primary=primary, backup=backup, ending=ending,
+            assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
             **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
@@ -96,7 +98,19 @@ class ViewSequence:
         if replica in own:
             return None
         may = {**self.view.contributors, worker: tuple(sorted((*own, replica)))}
-        return msgspec.structs.replace(self.view, number=self._next_number(), contributors=may)
+        gaps = self._gaps(self.view)
+        return msgspec.structs.replace(self.view, number=self._next_number(), contributors=may, gaps=gaps)
+
+    def _gaps(self, before: View) -> tuple[tuple[ViewNumber, ViewNumber], ...]:
+        """The gaps in the history of the view that follows `before`."""
+        joins = self.complete or before.number.epoch == self.epoch
+        return before.gaps if joins else (*before.gaps, (before.number, ViewNumber(self.epoch)))
+
+    def is_outrun_by(self, number: ViewNumber) -> bool:
+        """True if the view of that number may have had effects in this generation that the view in force ignores."""
+        if self.view is None or number < self.view.generation:
+            return False
+        return any(known < number < went_on for known, went_on in self._gaps(self.view))
 
     def adopt(self, view: View) -> None:
         """Put `view` in force."""

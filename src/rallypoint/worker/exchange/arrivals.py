@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rallypoint.config import JobConfig
 from rallypoint.core.layout import Layout, Shard
 from rallypoint.core.view import Member
 from rallypoint.core.worker.slots import Arriving, ToWait
@@ -21,10 +22,11 @@ class Arrivals:
     """The `Receiver` of all links of one exchange. It has no mutable field of its own: its parts guard theirs."""
 
     def __init__(
-        self, layout: Layout, replicas: int, locked: LockedShell, pushes: Pushes, encoder: Encoder,
+        self, layout: Layout, config: JobConfig, locked: LockedShell, pushes: Pushes, encoder: Encoder,
         codec_states: CodecStates | None, optimizer: ServerState, rows: RowPulls,
     ) -> None:  # fmt: skip
-        self._layout, self._replicas = layout, replicas
+        self._layout, self._replicas, self._rounds = layout, config.replicas, config.rounds
+        self._most_updates = config.rounds * max(1, config.clocks("parameters"))  # of one shard
         self._locked, self._pushes, self._encoder = locked, pushes, encoder
         self._codec_states, self._optimizer, self._rows = codec_states, optimizer, rows
 
@@ -37,6 +39,7 @@ class Arrivals:
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {shard.slot_bytes}")
         if nbytes > 2 * shard.slot_bytes + _CODEC_HEAD:
             raise ProtocolError(f"an encoded version of {nbytes} bytes for shard {shard.index}: no codec needs so many")
+        self._check_version(header)
         replica = 0 if header.wanted is None else header.wanted
         event = Arriving(
             shard.index, header.step, header.view, replica, header.base, whole=self._optimizer.starts(shard)
@@ -52,6 +55,7 @@ class Arrivals:
 
     def state(self, header: Header, data: bytearray, server: str) -> None:
         shard = self._shard(header)
+        self._check_version(header)
         record = self._optimizer.read(header, data, shard)
         event = Arriving(shard.index, header.step, header.view, begins=True)
         if self._locked.arriving(event, server, lambda: self._optimizer.lands(shard.index, record=record)):
@@ -96,6 +100,16 @@ class Arrivals:
 
     def link_failed(self, server: Member, fault: Exception) -> None:
         self._locked.fail(JobAborted(f"the link to server {server.id} has failed: {fault!r}"))
+
+    def _check_version(self, header: Header) -> None:
+        """ProtocolError for a version that the job cannot have: the worker would wait for the other shards' for ever.
+        """
+        replica = header.wanted or 0
+        if header.step > self._most_updates or header.base > self._rounds or replica >= self._replicas:
+            raise ProtocolError(
+                f"version {header.step} of shard {header.shard}, for replica {replica}'s step {header.base}: "
+                f"this job has {self._replicas} replicas and {self._rounds} rounds"
+            )
 
     def _shard(self, header: Header) -> Shard:
         if not 0 <= header.shard < len(self._layout.shards):

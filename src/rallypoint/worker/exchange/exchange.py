@@ -64,6 +64,7 @@ class Exchange:
             observed(shell.states, f"{context.me}-codec-states")
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
+        self._closed = False  # guarded by `_adopting`
         self._evaluating = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
@@ -78,7 +79,7 @@ class Exchange:
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
         self.arrivals = Arrivals(
-            layout, config.replicas, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
+            layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
         )
 
     # ---- messages of the coordinator, on its link's thread ----
@@ -86,6 +87,8 @@ class Exchange:
     def adopt(self, view: View) -> None:
         """Install a new view. Returns after the links that the view ends have ended."""
         with self._adopting:
+            if self._closed:
+                return
             with self._locked.changed:
                 ended = self._shell.links_to_end(view)
             if ended is None:
@@ -133,8 +136,9 @@ class Exchange:
         self._locked.fail(error)
 
     def close(self) -> None:
-        """End every link."""
+        """End every link. Views that come later are ignored: the coordinator's link ends last."""
         with self._adopting:
+            self._closed = True
             self._links.close()
 
     # ---- the state of this worker ----

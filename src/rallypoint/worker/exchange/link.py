@@ -19,6 +19,7 @@ from rallypoint.net.outbox import Rank
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 
+AGGREGATOR_SILENT_S = 2.0  # an aggregator gives a sign of life far more often: one that does not, hangs
 _NOTHING = memoryview(b"")
 
 
@@ -81,7 +82,8 @@ class Waiting(NamedTuple):
 class ServerLink:
     """Keeps a connection of `me` to one server, from threads of its own, from `start` until `close`.
 
-    A worker's link to its aggregator is one too (`role`): to a worker an aggregator looks like a server.
+    A worker's link to its aggregator is one too (`role`): to a worker an aggregator looks like a server. The link ends
+    when nothing comes from it for AGGREGATOR_SILENT_S, or it reads nothing for so long: the worker can do without it.
 
     At most `window` contributions are on their way without the server's credit. That bounds the server's memory, and
     keeps many workers from flooding one server's switch port at once (incast).
@@ -211,6 +213,8 @@ class ServerLink:
             in_flight = self._in_flight
         if in_flight:
             channel.connection.limit_in_flight(in_flight)
+        if self.role == "aggregator":
+            channel.connection.set_timeout(AGGREGATOR_SILENT_S)
         self._receiver.link_up(self.server)
 
     def _down(self, error: RallypointError) -> None:

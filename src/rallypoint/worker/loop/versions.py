@@ -31,6 +31,7 @@ class Versions:
             return
         if optimizer.version < 0:
             optimizer.version = exchange.holds = 0
+            self._keep_buffers()  # the upload may be lost with a link, and is repeated then
         else:
             self.restore_buffers()
         exchange.initialise(tensors.part, optimizer.record)
@@ -55,7 +56,7 @@ class Versions:
             else:
                 parts.tensors.read_shards_from(vector, shards)
         parts.source.installed(shards)
-        self._buffers_at_start = [placed.tensor.clone() for placed in parts.tensors.buffers]
+        self._keep_buffers()
         generation = exchange.installed(version)
         self._trace(version)
         return generation
@@ -67,6 +68,9 @@ class Versions:
 
     def _trace(self, version: int) -> None:
         self._parts.tracer.on = self._trace_steps[0] <= version < self._trace_steps[1]
+
+    def _keep_buffers(self) -> None:
+        self._buffers_at_start = [placed.tensor.clone() for placed in self._parts.tensors.buffers]
 
     @torch.no_grad()
     def restore_buffers(self) -> None:

@@ -1,0 +1,72 @@
+"""Mutated frames against every role, before and after the proof, under every policy: a short run of `fuzz_long.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from fuzz_campaign import ATTACKS, WHOLE_JOBS, Campaign
+from fuzz_decoders import Decoders
+from fuzz_jobs import POLICIES
+
+from rallypoint.net.frames import Kind
+from rallypoint.server.intake import views
+
+SEED = 20261122
+FRAMES = 150  # of each attack on each policy; strangers' connections cost the most
+QUICK = [which for which in ATTACKS if which not in WHOLE_JOBS]
+IN_CI = {"sync": WHOLE_JOBS, "all-reduce": ["worker after, its servers"], "async": ["server after, its servers"]}
+
+
+@pytest.fixture(scope="module")
+def campaign_of() -> Callable[[str], Campaign]:
+    """One campaign for each policy: its undisturbed job runs once."""
+
+    @cache
+    def campaign(policy: str) -> Campaign:
+        found = Campaign(policy, SEED)
+        found.record()
+        return found
+
+    return campaign
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of a view that does not exist is waited for: not for long."""
+    monkeypatch.setattr(views, "VIEW_TIMEOUT_S", 0.5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_strangers_and_servers_that_lie_change_nothing(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
+    """Nobody fails or hangs, and a job whose bytes do not depend on timing ends with the undisturbed ones."""
+    campaign = campaign_of(policy)
+    campaign.attack(dict.fromkeys(QUICK, FRAMES))
+    assert not campaign.faults
+    assert all(campaign.thrown[which] >= FRAMES for which in QUICK)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_decoders_decode_or_refuse(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
+    decoders = Decoders(campaign_of(policy), SEED)
+    decoders.attack(4000)
+    assert not decoders.faults
+    assert len(decoders.thrown) == len(Kind)
+
+
+def _possessed() -> list[object]:
+    """Every role under every policy; some always, the others in `make test-all`."""
+    cases = [(policy, which) for policy in POLICIES for which in WHOLE_JOBS]
+    return [pytest.param(*case, marks=() if case[1] in IN_CI.get(case[0], ()) else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize(("policy", "which"), _possessed())
+def test_members_that_send_mutated_frames_too(
+    policy: str, which: str, campaign_of: Callable[[str], Campaign]
+) -> None:
+    """A man in the middle with the keys may change or end a job: but with a sentence, and no member fails."""
+    campaign = campaign_of(policy)
+    faults = len(campaign.faults)
+    campaign.attack({which: 40})
+    assert not campaign.faults[faults:]
