@@ -10,11 +10,12 @@ from test_core_cluster import SHARDS, STEPS, _Job, _of, _record, _running, _term
 from test_core_worker import _view
 
 from rallypoint.config import group_of, resolve, with_own_optimizer
-from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Say
-from rallypoint.core.cluster.events import Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
+from rallypoint.core.cluster.effects import Abort, Capture, Effect, FindSnapshot, Hold, Say
+from rallypoint.core.cluster.events import Beat, Captured, Committed, Found, Leaving, Left, SnapshotWanted, Tick
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.state_holders import StateHolders
+from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.modes import Holder
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
@@ -262,6 +263,30 @@ def test_stateful_workers_store_a_share_each() -> None:
 
 
 # ---- the shard's machine ----
+
+
+@pytest.mark.parametrize("ending", [False, True])
+def test_a_worker_that_evaluates_for_long_stores_its_share_afterwards(ending: bool) -> None:
+    """Its main thread does both. At the end nobody is told to make room, and to press Ctrl-C."""
+    job = _running(_terms(snapshots=True, heartbeat=2.0), EVERYBODY, RECORD)
+    (first,) = [job.machine._snapshots.taking]
+    assert first is not None
+    job.play(Captured("w0", first.id, tuple(SHARDS)), Committed(first.id))
+    for step in range(STEPS if ending else 1):
+        job.step(step)
+    (capture,) = _of(Capture, job.done("w1") if ending else job.play(SnapshotWanted()))
+    for step in range(1, 0 if ending else capture.version + 1):
+        job.step(step)
+    job.play(Captured("w1", capture.snapshot, tuple(SHARDS[list(capture.writers).index("w1") :: 2])))
+    for _ in range(3 * SNAPSHOT_PATIENCE):
+        job.play(Beat("w0", evaluating=True))
+        assert _of(Hold, effects := job.tick(1.0)) == []
+        assert _of(Say, effects) == []
+    job.play(Beat("w0"))
+    for _ in range(2 * SNAPSHOT_PATIENCE - 1):
+        assert job.tick(1.0) == []
+    (said,) = _of(Hold if ending else Say, job.tick(2.0))
+    assert "of its shards (w0) are not stored, and none was for 20 s" in said.text
 
 
 def test_a_shard_begins_at_the_version_that_is_uploaded() -> None:

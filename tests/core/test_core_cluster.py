@@ -32,6 +32,7 @@ from rallypoint.core.cluster.events import (
     Captured,
     CaughtUp,
     Committed,
+    Disproved,
     Done,
     Event,
     Failed,
@@ -1507,3 +1508,25 @@ def test_nothing_follows_the_last_word_although_more_members_are_silent(monkeypa
     effects = job.machine.handle(Tick(job.now + 1000.0))
     assert len(gone) == 1
     assert len(_of(Abort, effects)) == 1
+
+
+# ---- backups that do not hold what they acknowledge ----
+
+
+def test_a_backup_that_was_disproved_is_given_up_and_holds_nothing_when_it_comes_back() -> None:
+    job = _begun(_terms(2, replication=2), ("s0", "s1", "s2", "w0", "w1"))
+    shard, backup = next(iter(job.view.backup.items()))
+    primary, paired = job.view.primary[shard], job.view.paired[shard]
+    assert job.play(Disproved(backup, shard, 4, paired)) == [], "it is not the primary"
+    assert job.play(Disproved(primary, shard, 4, ViewNumber(9, 9))) == [], "another pair's"
+    effects = job.play(Disproved(primary, shard, 4, paired))
+    (refused,) = _of(Refuse, effects)
+    assert refused.member == backup
+    assert refused.reason.startswith(
+        f"given up: it acknowledged version 4 of shard {shard}, and does not hold what {primary} sent it"
+    )
+    assert backup not in {*job.view.primary.values(), *job.view.backup.values()}
+    job.play(Joined(Member(backup, "here", f"{backup}:2"), "server"))
+    assert backup in {server.id for server in job.view.servers}
+    assert backup not in {*job.view.primary.values(), *job.view.backup.values()}
+    assert job.play(Disproved(primary, shard, 4, paired)) == [], "a word that comes twice gives nobody else up"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -89,6 +89,43 @@ def test_a_worker_that_began_to_wait_a_little_later_is_heard_first() -> None:
         for worker, waited in (("w0", beats.stalled), ("w1", beats.stalled - late)):
             job.play(Beat(worker, dict.fromkeys(missed[worker], beats.stalled), waited, 1))
         job.play(Beat("s0", {}, 0.0, 1), Beat("s1", {}, 0.0, 1), Tick(job.now))
+    assert _apart(job) == {"s1"}
+
+
+def _play_beats(job: _Job, seconds: float, beats: Callable[[float], Sequence[Beat]]) -> None:
+    """`beats` gets the seconds since the first beat."""
+    for count in range(1, round(seconds / TICK_S) + 1):
+        job.now += TICK_S
+        job.play(*beats(count * TICK_S), Tick(job.now))
+
+
+def _sawtooth(now: float) -> float:
+    """Waits of less than three heartbeats, one after the other."""
+    return TICK_S + now % (2 * HB)
+
+
+def test_short_waits_of_a_worker_that_misses_nobody_put_no_other_pair_off() -> None:
+    job = _job()
+    _play_beats(job, 4 * HB, lambda now: [
+        Beat("w0", {"s1": now}, now), Beat("w1", {}, _sawtooth(now), round(now)), Beat("s0"), Beat("s1"),
+    ])  # fmt: skip
+    assert _apart(job) == {"w0"}
+
+
+@pytest.mark.parametrize("witness", ["w1", "s0"])
+def test_a_pair_is_put_off_while_who_may_miss_the_same_peer_has_not_waited_long_enough(witness: str) -> None:
+    """Judged by w0 alone, w0 would be set apart in vain; s1 is the one that all miss."""
+    job = _job()
+    missed = {name: {"s1": 4 * HB} if name in ("w0", witness) else {} for name in ("w0", "w1", "s0")}
+    waits = {"w0": 4 * HB, "w1": 2 * HB}
+
+    def beats(_: float) -> Sequence[Beat]:
+        return [Beat("s1"), *(Beat(name, peers, waits.get(name, 0.0)) for name, peers in missed.items())]
+
+    _play_beats(job, 4 * TICK_S, beats)
+    assert _apart(job) == set()
+    waits["w1"] = 3 * HB
+    _play_beats(job, TICK_S, beats)
     assert _apart(job) == {"s1"}
 
 

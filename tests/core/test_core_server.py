@@ -14,7 +14,19 @@ from rallypoint.core.policy import Async, Policy, Sync
 from rallypoint.core.shard.clip import Measure, Rule, Tell, Verdict
 from rallypoint.core.shard.effects import Abandon, Apply, Capture, CaughtUp, Fill, Finish, Install, Publish, Reply, Take
 from rallypoint.core.shard.events import Acked, Contribute, Initialise, Loaded, Replicated
-from rallypoint.core.shard.server import FILLS_AT_ONCE, Disown, Effect, On, Own, Plan, Report, Restore, ServerMachine
+from rallypoint.core.shard.replication import Proofs
+from rallypoint.core.shard.server import (
+    FILLS_AT_ONCE,
+    Disown,
+    Disproved,
+    Effect,
+    On,
+    Own,
+    Plan,
+    Report,
+    Restore,
+    ServerMachine,
+)
 from rallypoint.core.shard.shell import ServerShell
 from rallypoint.core.view import Member, View, ViewNumber
 
@@ -513,3 +525,58 @@ def test_a_link_that_is_older_than_the_known_one_is_not_followed() -> None:
     shell.linked(new, "w")
     assert shell.linked(old, "w") is None
     assert shell.workers == {"w": new}
+
+
+# ---- proofs of backups ----
+
+
+class _Link:
+    number = 1
+
+
+def _filled() -> tuple[ServerShell[_Link], _Link]:
+    """s0 has sent its shard's state, at version 0, to the backup s1."""
+    shell: ServerShell[_Link] = ServerShell(ServerMachine("s0", _plan(1)))
+    view = _view(1, {0: "s0"}, {0: "s1"})
+    shell.adopt(view)
+    link = _Link()
+    shell.peer_linked(view.server("s1"), link)
+    shell.machine.handle(0, Initialise(1))
+    assert shell.fill(0, 0, b"version 0") is link
+    return shell, link
+
+
+def test_a_backup_that_proves_what_it_acknowledges_is_caught_up() -> None:
+    shell, link = _filled()
+    assert shell.acked("s1", link, 0, Acked(0), FIRST, b"version 0") == [On(0, CaughtUp())]
+    assert shell.machine.caught_up
+
+
+@pytest.mark.parametrize("digest", [b"", b"version 1", bytes(16)])
+def test_a_backup_that_acknowledges_what_it_does_not_hold_is_found_out(digest: bytes) -> None:
+    shell, link = _filled()
+    assert shell.acked("s1", link, 0, Acked(0), FIRST, digest) == [Disproved(0, 0, FIRST)]
+    assert not shell.machine.caught_up
+    replication = shell.machine.machine(0).replication  # type: ignore[union-attr]
+    assert replication.acked == -1, "nothing is published that it says it has"
+
+
+@pytest.mark.parametrize("version", [1, 7, 2**32 - 1])
+def test_an_acknowledgement_of_what_was_never_sent_proves_nothing(version: int) -> None:
+    shell, link = _filled()
+    assert shell.acked("s1", link, 0, Acked(version), FIRST, b"version 0") == []
+    assert not shell.machine.caught_up
+
+
+def test_each_version_has_its_own_proof() -> None:
+    proofs = Proofs()
+    proofs.filled(0, 3, b"three")
+    for version in (4, 5):
+        proofs.sent(0, version, bytes([version]))
+    assert proofs.check(1, 3, b"three") is None
+    assert proofs.check(0, 4, b"three") is False
+    assert proofs.check(0, 5, bytes([5])) is True
+    assert proofs.check(0, 4, bytes([4])) is None, "of an earlier version, which it has been told since"
+    assert proofs.check(0, 5, bytes([5])) is True, "said again"
+    proofs.filled(0, 7, b"seven")
+    assert proofs.check(0, 5, bytes([5])) is None, "another state was sent since"

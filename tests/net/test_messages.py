@@ -31,6 +31,7 @@ EXAMPLES: list[m.Message] = [
     m.Welcome({"steps": 3}, "runs/x", (5, 7), "s3://snapshots", "none", 1.5), m.Refused("because"), m.Propose(RECORD),
     m.Beat(), m.Report(1, 2, 0.5, 1.0, 32, 0.25, ViewNumber(2, 1)), m.Applied(3, 2, 1e9, {"w0": 0.5}, ViewNumber(2, 1)),
     m.Accounted(7, 2, 1, 3, {0: 4, 5: 6}, ViewNumber(2, 1)), m.CaughtUp({0: ViewNumber(2, 1), 4: ViewNumber(3, 4)}),
+    m.Disproved(3, 7, ViewNumber(2, 1)),
     m.Leaving(), m.Stored("step-00000004-1", {"s0.shards": 9}, {0: ("s0.shards", 0, 9, "00ff")}),
     m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
     m.Say("words"), m.Skipped(4, (0, 1), ViewNumber(2)),

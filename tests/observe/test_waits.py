@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rallypoint.observe.waits import wait_heeding_signals, wait_until
+from rallypoint.observe.waits import Progress, wait_heeding_signals, wait_until
 
 PATIENCE_S = 20.0
 
@@ -59,3 +59,57 @@ def test_a_long_wait_is_said_and_said_again() -> None:
     with changed:
         wait_until(changed, lambda: len(said) == 2, lambda: "the other one", said.append, 0.01)
     assert [text.partition(",")[0] for text in said] == ["waiting for the other one"] * 2
+
+
+# ---- how a main thread gets on ----
+
+
+def _compute(progress: Progress, replica: int) -> None:
+    progress.given(("compute", 7, replica))
+
+
+def test_a_link_that_flaps_does_not_hide_that_its_worker_waits() -> None:
+    """Each connection lasts 3 s and carries nothing large: the replica is computed again, and waited for again."""
+    progress, now = Progress(), 0.0
+    for count in range(4):
+        _compute(progress, 0)
+        assert progress.waited(now) == 0.0, "it computes"
+        progress.waits(now)
+        now += 3.0
+        assert progress.waited(now) == 3.0 * (count + 1)
+        progress.goes_on(now)
+        now += 0.25
+
+
+@pytest.mark.parametrize("new", [("install", 8), ("compute", 7, 1)])
+def test_something_new_ends_the_waiting(new: tuple[object, ...]) -> None:
+    progress = Progress()
+    _compute(progress, 0)
+    progress.waits(0.0)
+    progress.goes_on(3.0)
+    progress.given(new, ends_round=new[0] == "install")
+    progress.waits(4.0)
+    assert progress.waited(5.0) == 1.0
+
+
+def test_after_a_version_the_same_replica_is_something_new() -> None:
+    """A roll-back: steps are computed a second time."""
+    progress = Progress()
+    for _ in range(2):
+        progress.given(("install", 7), ends_round=True)
+        _compute(progress, 0)
+        assert progress.waits(0.0) == 0.0
+        progress.goes_on(3.0)
+
+
+def test_the_words_of_a_wait_that_is_begun_anew_go_on_where_they_were() -> None:
+    """A wait of 3 s after one of 3 s speaks after 2 s more; none says the same seconds twice."""
+    changed, said = threading.Condition(), []
+
+    def say(sentence: str) -> None:
+        said.append(sentence)
+
+    with changed:
+        wait_until(changed, lambda: len(said) == 1, lambda: "version 8", say, PATIENCE_S, waited=2 * PATIENCE_S - 0.001)
+        wait_until(changed, lambda: True, lambda: "version 8", say, PATIENCE_S, waited=2 * PATIENCE_S)
+    assert said == [f"waiting for version 8, {2 * PATIENCE_S:.0f} s so far"]

@@ -49,6 +49,7 @@ class Hold:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began: list[int] = []  # the steps whose forward pass began early
+        self.given: list[int] = []  # how many tasks a worker remembers then
         self.said: list[str] = []
         self._held: dict[LockedShell, list[int]] = {}
         landed, allow, wait = LockedShell.landed, ForwardVersion.allow, LockedShell.wait_for_shards
@@ -81,6 +82,7 @@ class Hold:
         def note(early: EarlyForward) -> None:
             if early._starts:
                 self.began.append(early._parts.exchange.step)
+                self.given.append(len(early._parts.exchange._locked.progress._given))
             begin(early)
 
         torch._dynamo.utils.counters.clear()  # other tests compile
@@ -218,6 +220,7 @@ def test_whoever_reads_a_parameter_early_gets_its_new_values(hold: Hold, case: s
     trained = train(build(make), loss, **more)
     assert hold.began == EARLY
     assert trained == train(build(make), loss, overlap=False, **more)
+    assert max(hold.given) <= 2 + SETTINGS["replicas"], "its memory of tasks grows from step to step"
     if case != "bfloat16":  # whose master copy on the servers is fp32
         assert trained == reference(make, loss, **more)
 

@@ -64,7 +64,7 @@ def _adopt(exchange: Exchange, view: View) -> None:
 
 @pytest.fixture
 def exchange(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exchange]:
-    def only_when_told(changed: threading.Condition, ready: Callable[[], bool], *_: Any) -> None:
+    def only_when_told(changed: threading.Condition, ready: Callable[[], bool], *_: Any, **__: Any) -> None:
         changed.wait_for(ready)
 
     monkeypatch.setattr(module, "wait_until", only_when_told)
@@ -428,7 +428,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
     """After a roll-back the encoder forgets and codec states are recalled: once, and not by the look whether."""
     waiting = False
 
-    def many_looks(changed: threading.Condition, ready: Callable[[], bool], *_: Any) -> None:
+    def many_looks(changed: threading.Condition, ready: Callable[[], bool], *_: Any, **__: Any) -> None:
         nonlocal waiting
         waiting = True
         while sum(ready() for _ in range(3)) < 3:
@@ -469,7 +469,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
 @pytest.fixture
 def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchange, list[Header]]]:
     """The exchange of worker w, about to compute replica 0 of step 0; and what it has sent of codec states."""
-    monkeypatch.setattr(module, "wait_until", lambda changed, ready, *_: changed.wait_for(ready))
+    monkeypatch.setattr(module, "wait_until", lambda changed, ready, *_, **__: changed.wait_for(ready))
     settings = {"replicas": 2, "steps": 9, "shard_bytes": 64, "codec": {"type": "topk", "ratio": 0.5}}
     context = Context(credentials(), InprocTransport(), Tracer("w"), lambda text: None)
     exchange = Exchange(LAYOUT, resolve(settings), context)
@@ -546,10 +546,28 @@ def test_a_beat_says_for_how_long_the_main_thread_has_waited_and_which_server_is
     assert exchange.beat().waited == 0.0
 
 
+def test_a_replica_that_is_computed_again_because_its_link_broke_does_not_end_the_waiting(exchange: Exchange) -> None:
+    """A link over which only small frames pass comes back at once, again and again."""
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    progress = exchange._locked.progress
+    for count in range(3):
+        _compute(exchange, 0)
+        assert progress.waits(100.0 * count) >= 3.0 * count
+        progress.goes_on(100.0 * count + 3.0)
+        exchange.replica.abandoned()
+        exchange.arrivals.link_lost(SERVER, LinkError("no acknowledgement for 3 s"))
+        exchange.arrivals.link_up(SERVER)
+
+
 def test_a_main_thread_that_evaluates_counts_as_active(exchange: Exchange) -> None:
     before = exchange.beat().activity
     assert exchange.beat().activity == before
+    assert not exchange.beat().evaluating
     with exchange.evaluating():
+        assert exchange.beat().evaluating
         assert exchange.beat().activity < exchange.beat().activity
     exchange.check()
     assert exchange.beat().activity > before

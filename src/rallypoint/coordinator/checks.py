@@ -13,6 +13,7 @@ from rallypoint.net.messages import (
     Applied,
     Beat,
     CaughtUp,
+    Disproved,
     Done,
     GiveUp,
     Hello,
@@ -36,7 +37,7 @@ _AGE_S = 1e9  # no wait is longer
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
     "worker": (Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
-    "server": (Knows, Beat, Applied, Accounted, CaughtUp, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
+    "server": (Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
     "aggregator": (Knows, Beat, Say),
     "observer": (SnapshotWanted, Resize, Release),
 }

@@ -14,6 +14,7 @@ from rallypoint.core.view import View
 from rallypoint.net.messages import (
     Capture,
     CaughtUp,
+    Disproved,
     Done,
     GiveUp,
     Leaving,
@@ -65,6 +66,8 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.Proposed(sender, record)
         case CaughtUp(backups=backups):
             return cluster_events.CaughtUp(sender, backups)
+        case Disproved(shard=shard, version=version, paired=paired):
+            return cluster_events.Disproved(sender, shard, version, paired)
         case Leaving():
             return cluster_events.Leaving(sender)
         case Stored(snapshot=snapshot, shards=shards):

@@ -103,7 +103,7 @@ _LIMITS = {
     Kind.FOLLOW: 0,
     Kind.FETCH: 0,
     Kind.UNFOLLOW: 0,
-    Kind.ACK: 0,
+    Kind.ACK: 16,  # the digest of what the backup holds
     Kind.WANT: 0,
     Kind.WAIT: 0,
     Kind.RECALL: 0,

@@ -32,6 +32,7 @@ class Beat(AnyMessage, frozen=True):
     unreachable: dict[str, float] = msgspec.field(default_factory=dict)
     waited: float = 0.0
     activity: int = 0
+    evaluating: bool = False
 
 
 class Report(AnyMessage, frozen=True):
@@ -90,6 +91,17 @@ class CaughtUp(AnyMessage, frozen=True):
     """
 
     backups: dict[Index, ViewNumber]
+
+
+class Disproved(AnyMessage, frozen=True):
+    """A shard's backup does not hold the version that it has acknowledged: its digest is another one.
+
+    `paired` is the view that paired this primary with that backup.
+    """
+
+    shard: Index
+    version: Index
+    paired: ViewNumber
 
 
 class Leaving(AnyMessage, frozen=True):
@@ -310,10 +322,10 @@ class Snapshotted(AnyMessage, frozen=True):
 
 
 Message = (
-    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Leaving |
-    Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted | Prepare |
-    NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members | Snapshotted | Knows |
-    Held | Release
+    Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
+    Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted |
+    Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
+    Snapshotted | Knows | Held | Release
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

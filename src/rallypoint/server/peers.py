@@ -78,5 +78,6 @@ class Peers:
                 raise AccessDenied(expect(channel.receive_bytes(header), Refused).reason)
             if header.kind is not Kind.ACK:
                 raise ProtocolError(f"a {header.kind.name} frame from server {peer}")
+            digest = bytes(channel.receive_bytes(header))
             acked = Acked(header.step, chosen=header.base == 1)
-            self._put(inbox.Acked(peer, channel, header.shard, acked, header.view))
+            self._put(inbox.Acked(peer, channel, header.shard, acked, header.view, digest))

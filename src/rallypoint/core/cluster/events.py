@@ -83,6 +83,19 @@ class CaughtUp:
 
 
 @dataclass(frozen=True, slots=True)
+class Disproved:
+    """The primary `server` says that the shard's backup does not hold `version`, which it has acknowledged.
+
+    `paired` is the view in which the two became primary and backup.
+    """
+
+    server: str
+    shard: int
+    version: int
+    paired: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class Leaving:
     """A member was told to leave: the next view moves its replicas or shards to others."""
 
@@ -136,14 +149,17 @@ class Beat:
 
     Attributes:
         unreachable: peer -> seconds for which the sender could not reach it. Only peers that it should reach.
-        waited: seconds for which a worker's main thread has waited for others; 0.0 while it does not wait.
+        waited: seconds for which a worker's main thread has waited for others since it last did something new; 0.0
+            while it does not wait.
         activity: rises whenever a worker's main thread gets on.
+        evaluating: a worker's main thread evaluates, and does nothing else until that is over.
     """
 
     member: str
     unreachable: Mapping[str, float] = field(default_factory=dict)
     waited: float = 0.0
     activity: int = 0
+    evaluating: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +220,7 @@ class Found:
 
 
 Event = (
-    Joined | Proposed | Progress | Applied | CaughtUp | Leaving | Done | Left | Unlinked | Failed | Heard | Beat | Tick
-    | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun | Released
+    Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked | Failed
+    | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun
+    | Released
 )  # fmt: skip

@@ -10,8 +10,7 @@ Its parts:
     ending      the last snapshot of a job that fails
     assigner    which worker computes which replicas
 
-`state()` is what the next coordinator needs. The shell writes it to the journal whenever `revision` has risen, before
-it runs any effect (I7).
+The shell writes `state()` to the journal whenever `revision` has risen, before it runs any effect (I7).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
-from rallypoint.core.cluster.health.apart import set_apart
+from rallypoint.core.cluster.health.apart import disproved, set_apart
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.invariants import check_course
@@ -177,7 +176,7 @@ class ClusterMachine:
                 course.members.spoke(member, course.now)
                 if isinstance(event, events.Beat) and member in course.members:
                     self._reach.beat(event)
-                return []
+                return self._snapshots.handle(event)
             case events.Progress():
                 return self._progress(event)
             case events.Applied(server=server, step=step, generation=generation):
@@ -190,6 +189,8 @@ class ClusterMachine:
                 return self._joined(event)
             case events.Proposed(worker=worker, record=record):
                 return self._proposal(worker, record)
+            case events.Disproved():
+                return disproved(event, course, self._left)
             case events.CaughtUp():
                 return self._succession.caught_up(event.server, event.backups)
             case events.Leaving(member=member):

@@ -1,8 +1,9 @@
-"""What a primary knows about its shard's backup."""
+"""What a primary knows about its shard's backup, and how the backup proves what it acknowledges."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
@@ -76,3 +77,33 @@ class Replication:
         assert self.acked <= version, f"{self}: the backup acknowledged more than version {version}"
         lost = self.caught_up and self.acked >= 0 and published > self.acked
         assert not lost, f"publishes version {published} while its backup, caught up, is at version {self.acked}"
+
+
+Digest = Hashable  # of what a shard holds at a version: bytes; in the simulation the content itself
+
+
+@dataclass(slots=True)
+class Proofs:
+    """The digests that acknowledgements must carry: of the state that was sent, and of each version after it.
+
+    Only who has loaded the state and applied the updates knows the digest of the version that they make. So a server
+    that acknowledges everything and holds nothing is found out by its first acknowledgement.
+    """
+
+    _expected: dict[int, dict[int, Digest]] = field(default_factory=dict)  # shard -> version -> digest
+
+    def filled(self, shard: int, version: int, digest: Digest) -> None:
+        """The whole state is sent to the shard's backup."""
+        self._expected[shard] = {version: digest}
+
+    def sent(self, shard: int, version: int, digest: Digest) -> None:
+        """The update that makes `version` is sent."""
+        self._expected.setdefault(shard, {})[version] = digest
+
+    def check(self, shard: int, version: int, digest: Digest) -> bool | None:
+        """Is the digest right? None if this version is not awaited: an earlier one, or one that was never sent."""
+        expected = self._expected.get(shard, {})
+        if version not in expected:
+            return None
+        self._expected[shard] = {later: known for later, known in expected.items() if later >= version}
+        return expected[version] == digest

@@ -88,6 +88,18 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Disproved:
+    """Tell the coordinator that the backup of this shard does not hold `version`, which it has acknowledged.
+
+    `paired` is the view in which the two became primary and backup.
+    """
+
+    shard: int
+    version: int
+    paired: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class On:
     """An effect on one shard."""
 
@@ -95,7 +107,7 @@ class On:
     effect: shard_effects.Effect
 
 
-Effect = Own | Disown | Restore | Report | On | Tell | Verdict
+Effect = Own | Disown | Restore | Report | Disproved | On | Tell | Verdict
 
 
 @dataclass(slots=True)

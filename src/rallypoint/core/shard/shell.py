@@ -16,7 +16,8 @@ from rallypoint.core.shard import effects as shard_effects
 from rallypoint.core.shard import events
 from rallypoint.core.shard.clip import Measure, Verdict
 from rallypoint.core.shard.links import Fence
-from rallypoint.core.shard.server import Effect, On, ServerMachine
+from rallypoint.core.shard.replication import Digest, Proofs
+from rallypoint.core.shard.server import Disproved, Effect, On, ServerMachine
 from rallypoint.core.view import Member, View, ViewNumber
 
 
@@ -56,6 +57,7 @@ class ServerShell(Generic[L]):
     workers: dict[str, L] = field(default_factory=dict)
     peers: dict[str, L] = field(default_factory=dict)
     _filled_under: dict[int, ViewNumber] = field(default_factory=dict)
+    _proofs: Proofs = field(default_factory=Proofs)
 
     # ---- the coordinator ----
 
@@ -176,12 +178,19 @@ class ServerShell(Generic[L]):
         assert self.machine.view is not None
         return self.peers[self.machine.view.backup[shard]]
 
-    def fill(self, shard: int) -> L:
+    def fill(self, shard: int, version: int, digest: Digest) -> L:
         """The caller sends the shard's whole state now, on the returned link to the backup.
 
-        From now on, acknowledgements that were sent under an older view are ignored.
+        `digest` is that of the state, at `version`. From now on, acknowledgements that were sent under an older view
+        are ignored.
         """
         self._filled_under[shard] = self.fence.number
+        self._proofs.filled(shard, version, digest)
+        return self.backup_link(shard)
+
+    def replicate(self, shard: int, version: int, digest: Digest) -> L:
+        """The caller sends the update that makes `version` now, on the returned link. `digest` is the version's."""
+        self._proofs.sent(shard, version, digest)
         return self.backup_link(shard)
 
     def takes_from(self, shard: int, sender: str, number: ViewNumber) -> bool:
@@ -204,8 +213,10 @@ class ServerShell(Generic[L]):
                     effects.append(effect)
         return effects
 
-    def acked(self, peer: str, link: L, shard: int, acked: events.Acked, number: ViewNumber) -> Sequence[Effect]:
-        """A backup acknowledged a version.
+    def acked(
+        self, peer: str, link: L, shard: int, acked: events.Acked, number: ViewNumber, digest: Digest
+    ) -> Sequence[Effect]:
+        """A backup acknowledged a version, and proves by its digest that it holds it.
 
         Ignored if it was sent under an older view than the last `fill`: it may be about a state that the backup has
         released.
@@ -213,9 +224,15 @@ class ServerShell(Generic[L]):
         view = self.machine.view
         current = self.peers.get(peer) is link and view is not None and view.backup.get(shard) == peer
         newest_state = self._filled_under.get(shard, self.fence.number)
-        if not current or not self.machine.is_primary(shard) or number < newest_state:
+        if view is None or not current or not self.machine.is_primary(shard) or number < newest_state:
             return []
-        return self.machine.handle(shard, acked)
+        match self._proofs.check(shard, acked.version, digest):
+            case True:
+                return self.machine.handle(shard, acked)
+            case False:
+                return [Disproved(shard, acked.version, view.paired[shard])]
+            case None:
+                return []
 
     def told(self, step: int, measures: Iterable[Measure], number: ViewNumber) -> Sequence[Effect]:
         """Another server sent its measures, under view `number`. Ignored if they are stale."""

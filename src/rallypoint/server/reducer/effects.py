@@ -11,7 +11,7 @@ from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
-from rallypoint.net.messages import CaughtUp, NotStored
+from rallypoint.net.messages import CaughtUp, Disproved, NotStored
 from rallypoint.observe.trace import Tracer
 from rallypoint.server.capture import Capture
 from rallypoint.server.codec_states import CodecStates
@@ -71,6 +71,8 @@ class Effects:
                     self._desk.decisions.decide(effect)
                 case server.Report(verdict=verdict):
                     self._desk.decisions.report(verdict, alone=True)
+                case server.Disproved(shard=index, version=version, paired=paired):
+                    self._desk.context.say(Disproved(index, version, paired))
                 case server.Own(shard=index):
                     self._owned[index] = self._desk.shelf.hold(index)
                 case server.Disown(shard=index):

@@ -170,13 +170,14 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Acked:
-    """A backup acknowledged a version."""
+    """A backup acknowledged a version, with the digest of what it holds."""
 
     peer: str
     channel: Channel
     shard: int
     acked: events.Acked
     number: ViewNumber
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)

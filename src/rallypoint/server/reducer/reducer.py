@@ -58,7 +58,7 @@ class Reducer:
             self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
             ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
         )  # fmt: skip
-        self._replication = Replication(self.shell, self._tickets, self._ledger)
+        self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned)
         self._codec_states = None
         if job.codec_states is not None:
             self._codec_states = CodecStates(me, job.codec_states, job.config.replicas, self._followers.tell)
@@ -120,9 +120,9 @@ class Reducer:
             inbox.PeerLinked: lambda e: run(shell.peer_linked(e.peer, e.channel)),
             inbox.PeerLost: lambda e: run(shell.peer_lost(e.peer, e.channel)),
             inbox.Replicated: lambda e: run(self._replication.updated(e)),
-            inbox.Filled: lambda e: run(self._replication.filled(e, self._owned)),
+            inbox.Filled: lambda e: run(self._replication.filled(e)),
             inbox.Chosen: lambda e: run(self._replication.chosen(e)),
-            inbox.Acked: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number)),
+            inbox.Acked: lambda e: run(shell.acked(e.peer, e.channel, e.shard, e.acked, e.number, e.digest)),
             inbox.Told: lambda e: run(shell.told(e.step, e.measures, e.number)),
             inbox.Decided: lambda e: run(shell.decided(e.verdict)),
             inbox.Viewed: self._viewed,

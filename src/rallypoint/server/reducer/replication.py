@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -23,9 +23,12 @@ from rallypoint.store.record import ShardRecord, encode_record
 class Replication:
     """Not thread-safe: only the owner thread calls it."""
 
-    def __init__(self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger) -> None:
-        self._shell, self._tickets, self._ledger = shell, tickets, ledger
+    def __init__(
+        self, shell: ServerShell[Channel], tickets: Tickets, ledger: Ledger, owned: Mapping[int, HeldShard]
+    ) -> None:
+        self._shell, self._tickets, self._ledger, self._owned = shell, tickets, ledger, owned
         self._choices = msgspec.msgpack.Encoder()
+        self._digests: dict[int, tuple[int, bytes]] = {}  # shard -> version, and the digest of what is held at it
 
     # ---- the primary's side ----
 
@@ -35,7 +38,8 @@ class Replication:
         header = Header(
             Kind.STATE, self._shell.fence.number, shard=record.shard, step=record.version, length=len(data)
         )
-        self._shell.fill(record.shard).send(header, memoryview(data))
+        digest = self._digest_of_state(record.shard, record.version)
+        self._shell.fill(record.shard, record.version, digest).send(header, memoryview(data))
 
     def send_update(self, shard: int, update: Apply, gradient: tuple[Buffer, int]) -> None:
         """Send the backup the finished gradient of an update that was just applied here, or that it changed nothing."""
@@ -46,7 +50,8 @@ class Replication:
             length=0 if skip else nbytes, replica=update.replica, weight=update.rate, base=self._ledger.added(shard),
         )  # fmt: skip
         payload = None if skip else buffer.bytes[:nbytes]
-        self._shell.backup_link(shard).send(header, payload, sent=buffer.release)
+        digest = self._digest_of_update(shard, update.version)
+        self._shell.replicate(shard, update.version, digest).send(header, payload, sent=buffer.release)
 
     def send_choice(self, shard: int, choice: Choose) -> None:
         """Tell the backup which contributions make an update. Nobody hears its norm before the backup knows them."""
@@ -68,12 +73,13 @@ class Replication:
         update = events.Replicated(header.step, skip, ticket, header.replica, header.weight)
         return self._shell.replicated(event.channel, header.shard, update)
 
-    def filled(self, event: Filled, owned: dict[int, HeldShard]) -> Sequence[Effect | Answer[Channel]]:
+    def filled(self, event: Filled) -> Sequence[Effect | Answer[Channel]]:
         """A whole state from the primary arrived."""
         record = event.record
         if not self._shell.takes_from(record.shard, event.sender, event.number):
             return []
-        owned[record.shard].load(record)
+        self._owned[record.shard].load(record)
+        self._digest_of_state(record.shard, record.version)
         loaded = events.Loaded(record.version, record.clocks)
         return self._shell.replicated(event.channel, record.shard, loaded)
 
@@ -85,8 +91,25 @@ class Replication:
         return self._shell.replicated(event.channel, header.shard, events.Chosen(header.step, event.replicas))
 
     def acknowledge(self, answer: Answer[Channel]) -> None:
-        """Tell the primary that this backup has a version."""
+        """Tell the primary that this backup has a version, and prove it."""
+        digest = self._digest_of_update(answer.shard, answer.version)
         header = Header(
-            Kind.ACK, self._shell.fence.number, shard=answer.shard, step=answer.version, base=int(answer.chosen)
-        )
-        answer.link.send(header, urgent=True)
+            Kind.ACK, self._shell.fence.number, shard=answer.shard, step=answer.version, base=int(answer.chosen),
+            length=len(digest),
+        )  # fmt: skip
+        answer.link.send(header, memoryview(digest), urgent=True)
+
+    # ---- either ----
+
+    def _digest_of_state(self, shard: int, version: int) -> bytes:
+        digest = self._owned[shard].digest(b"")
+        self._digests[shard] = (version, digest)
+        return digest
+
+    def _digest_of_update(self, shard: int, version: int) -> bytes:
+        """The digest after the update that made `version`, computed once."""
+        known, digest = self._digests[shard]
+        if known != version:
+            digest = self._owned[shard].digest(digest)
+            self._digests[shard] = (version, digest)
+        return digest

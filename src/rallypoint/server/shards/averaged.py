@@ -96,6 +96,10 @@ class AveragedShard:
         """AssertionError: workers hold the state, and store it."""
         raise AssertionError(f"shard {self.shard.index}: its state is the workers'")
 
+    def digest(self, before: bytes) -> bytes:
+        """AssertionError: there are no backups."""
+        raise AssertionError(f"shard {self.shard.index}: it has no backup")
+
     def load(self, record: ShardRecord) -> None:
         """Begin with the record of a snapshot."""
         self.release()

@@ -82,6 +82,13 @@ class HeldShard(Protocol):
     def named(self, header: Header) -> Header:
         """The header of a version's frame, with the kind and flags that the version needs."""
 
+    def digest(self, before: bytes) -> bytes:
+        """16 bytes that prove that the newest version is held: XXH3-128 of the parameters.
+
+        `before` is the digest of the version before; b"" if the shard was loaded. A part of a table adds the rows that
+        the last update has changed to it.
+        """
+
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
         """The whole state at `version`; with `wires` also the last versions. The arrays are views, not copies."""
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from rallypoint.codec.base.rows import RowSum, decode_gradient, encode_gradient, gradient_bytes
 from rallypoint.config import JobConfig
@@ -161,6 +162,16 @@ class OwnedRows:
         return buffer, nbytes
 
     # ---- the whole state, for a backup or a snapshot ----
+
+    def digest(self, before: bytes) -> bytes:
+        """XXH3-128 of the digest of the version before and the rows that the last update changed; of all rows first."""
+        if not before:
+            return xxhash.xxh3_128_digest(self.master.numpy().data)
+        ids = self._before[self._version - 1][0]
+        changed = xxhash.xxh3_128(before)
+        changed.update(ids.numpy().data)
+        changed.update(self.master.index_select(0, ids).numpy().data)
+        return changed.digest()
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
         """The whole state at `version`; with `wires` also the old rows. The arrays are views, not copies."""

@@ -14,7 +14,7 @@ from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.net.messages import Applied, Beat, Finished
+from rallypoint.net.messages import Applied, Beat, Disproved, Finished
 from rallypoint.server.plan import plan_of
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
@@ -207,7 +207,10 @@ class SimulatedServer:
         for effect in effects:
             match effect:
                 case Answer(link=wire, shard=shard, version=version, chosen=chosen):
-                    wire.send(1, ("ack", shard, shard_events.Acked(version, chosen), self.shell.fence.number))
+                    acked = shard_events.Acked(version, chosen)
+                    wire.send(1, ("ack", shard, acked, self.shell.fence.number, self._digest(shard)))
+                case machine.Disproved():
+                    self.membership.send(Disproved(effect.shard, effect.version, effect.paired))
                 case machine.Own(shard=shard):
                     self.held[shard] = Held()
                 case machine.Disown(shard=shard):
@@ -296,7 +299,8 @@ class SimulatedServer:
                 self.shell.backup_link(index).send(0, ("choice", self.shell.fence.number, index, step, replicas))
             case shard_effects.Fill(version=version):
                 state = (version, held.master, tuple(held.wire.items()), self._clocks(index))
-                self.shell.fill(index).send(0, ("state", self.shell.fence.number, index, *state))
+                link = self.shell.fill(index, version, held.master)
+                link.send(0, ("state", self.shell.fence.number, index, *state))
             case shard_effects.CaughtUp():
                 self.membership.send(("in step", {index: self.machine.caught_up[index]}))
             case shard_effects.Capture(version=version, missed=True):
@@ -310,6 +314,10 @@ class SimulatedServer:
                 self.node.later(0.002, lambda: self._handle(index, shard_events.Fold()) if index in self.held else None)
             case shard_effects.Hold() | shard_effects.Abandon() | shard_effects.Acknowledge():
                 pass  # a name needs no credit and no buffer; acknowledgements come as answers
+
+    def _digest(self, index: int) -> Content:
+        """With what it proves that it holds the shard: here the content itself."""
+        return self.held[index].master
 
     def _clocks(self, index: int) -> tuple[int, ...]:
         machine = self.machine.machine(index)
@@ -333,7 +341,8 @@ class SimulatedServer:
             held.master = Mean(None)
         if apply.replicate:
             update = (apply.version - 1, apply.scale is None, held.parts[0], apply.replica, apply.rate)
-            self.shell.backup_link(index).send(0, ("replicate", self.shell.fence.number, index, *update))
+            link = self.shell.replicate(index, apply.version, held.master)
+            link.send(0, ("replicate", self.shell.fence.number, index, *update))
         held.keep(apply.version, apply.oldest)
 
     def _send_version(self, wire: Wire, index: int, version: int, *, newest: bool = False) -> None:

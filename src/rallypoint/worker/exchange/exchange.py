@@ -181,10 +181,9 @@ class Exchange:
 
     def beat(self) -> Beat:
         """What the next heartbeat says of this worker. Any thread may call it."""
-        began = self._locked.waits_from
         self._locked.activity += self._evaluating
-        waited = 0.0 if began is None else time.monotonic() - began
-        return Beat(self._links.unreachable(), waited, self._locked.activity)
+        waited = self._locked.progress.waited(time.monotonic())
+        return Beat(self._links.unreachable(), waited, self._locked.activity, self._evaluating)
 
     # ---- the main thread ----
 
@@ -211,7 +210,11 @@ class Exchange:
                 )
                 if shell.over or shell.next_action() is not None:
                     break
-            return None if shell.over else shell.choose()
+            if shell.over:
+                return None
+            action = shell.choose()
+            locked.progress.given(action, ends_round=isinstance(action, machine.Install))
+            return action
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rallypoint.core.layout import Layout, forward_ranks
 from rallypoint.core.worker.overlap import OverlapMachine
+from rallypoint.core.worker.slots import Compute, Install
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
 from rallypoint.worker.exchange.pushes import Pushes
@@ -24,6 +25,7 @@ class ForwardVersion:
     ) -> None:
         """`describe` says what the main thread waits for, as a phrase."""
         self.waited = 0.0
+        self._task = Compute(-1, -1)  # the replica in progress
         self._locked, self._pushes, self._links, self._describe = locked, pushes, links, describe
         machine = locked.machine
         self._machine = machine if isinstance(machine, OverlapMachine) else None
@@ -47,9 +49,9 @@ class ForwardVersion:
             with self._locked.changed:
                 self._machine.allow_early(allowed)
 
-    def begin(self) -> bool:
+    def begin(self, step: int, replica: int) -> bool:
         """A replica begins. Returns True if its forward pass begins early."""
-        self.waited = 0.0
+        self.waited, self._task = 0.0, Compute(step, replica)
         return self._machine is not None and self._machine.early
 
     def take(self, shards: Sequence[int]) -> list[int]:
@@ -73,6 +75,8 @@ class ForwardVersion:
             if self._locked.machine.rewound:
                 raise Rewound
             effects = self._locked.settle(self._locked.shell.installed())
+            self._locked.progress.given(Install(self._task.step), ends_round=True)
+            self._locked.progress.given(self._task)
             self._locked.changed.notify_all()
         self._locked.effects.run(effects)
         self._links.overdraw(False)

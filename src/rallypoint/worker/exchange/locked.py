@@ -27,7 +27,7 @@ from typing import Protocol
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.core.worker.slots import Arriving, CodecEffect, Effect, Event, Land, Landed, Sent
-from rallypoint.observe.waits import wait_until
+from rallypoint.observe.waits import Progress, wait_until
 
 
 class Rewound(BaseException):
@@ -59,7 +59,7 @@ class LockedShell:
         self._say = say
         self._claiming = False  # True while the main thread waits for room in a slot
         self._awaited: frozenset[int] = frozenset()  # the shards that a forward pass waits for
-        self.waits_from: float | None = None  # when the main thread began to wait for others; None while it does not
+        self.progress = Progress()  # of the main thread
         self.activity = 0  # rises whenever the main thread gets on
 
     @property
@@ -111,11 +111,11 @@ class LockedShell:
         Raises the error of whatever has failed. Needs the lock.
         """
         self.activity += 1
-        self.waits_from = time.monotonic()
+        waited = self.progress.waits(time.monotonic())
         try:
-            wait_until(self.changed, lambda: self.failure is not None or ready(), describe, self._say)
+            wait_until(self.changed, lambda: self.failure is not None or ready(), describe, self._say, waited=waited)
         finally:
-            self.waits_from = None
+            self.progress.goes_on(time.monotonic())
         if self.failure is not None:
             raise self.failure
 

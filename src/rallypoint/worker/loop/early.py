@@ -74,9 +74,9 @@ class EarlyForward:
                 f"{self._why_not}"
             )
 
-    def start(self) -> bool:
+    def start(self, step: int, replica: int) -> bool:
         """A replica begins. Returns True if its forward pass begins early."""
-        self.inside, self._starts = False, self._forward.begin()
+        self.inside, self._starts = False, self._forward.begin(step, replica)
         return self._starts
 
     @torch.no_grad()

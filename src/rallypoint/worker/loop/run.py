@@ -161,7 +161,7 @@ class Run:
         began = time.monotonic()
         if (generation := self._exchange.replica.begin(round, replica)) is None:
             return
-        if not self._early.start():
+        if not self._early.start(round, replica):
             self._versions.restore_buffers()
         done = self._ahead.resume(round, replica, generation)
         if done is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Effect, Refuse, Say
+from rallypoint.core.cluster.events import Disproved
 from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.state import Phase
 
@@ -31,3 +32,22 @@ def set_apart(reach: Reach, course: Course, left: Callable[[str, str], list[Effe
     returned = reach.sound()
     course.members.apart.difference_update(returned)
     return effects + [Say(f"{id} takes part again") for id in returned if id in course.members]
+
+
+def disproved(event: Disproved, course: Course, left: Callable[[str, str], list[Effect]]) -> list[Effect]:
+    """Give up a backup that does not hold what it has acknowledged, and let it hold nothing if it comes back.
+
+    Believed only of the shard's primary, and of the pair that the view in force names.
+    """
+    view = course.view
+    if view is None or course.phase is not Phase.RUNNING or view.primary.get(event.shard) != event.server:
+        return []
+    backup = view.backup.get(event.shard, "")
+    if view.paired.get(event.shard) != event.paired or backup not in course.members.servers:
+        return []
+    why = (
+        f"it acknowledged version {event.version} of shard {event.shard}, and does not hold what {event.server} sent "
+        "it: it is not what it says it is, or its machine computes other bytes than the others"
+    )
+    course.members.apart.add(backup)
+    return [Refuse(backup, f"given up: {why}"), *left(backup, why)]

@@ -92,10 +92,12 @@ class Reach:
             return []
         patience = STALLED * course.terms.heartbeat
         waited = {worker: self._beats[worker].waited for worker in self._assigned() if self._fresh(worker)}
-        if any(0 < seconds < patience for seconds in waited.values()):
-            return []  # it will have waited as long in a moment, and may miss the same peer
         waiting = {worker for worker, seconds in waited.items() if seconds >= patience}
-        pairs = self._pairs(waiting)
+        soon = {worker for worker, seconds in waited.items() if 0 < seconds < patience}
+        found = self._pairs(waiting)
+        pairs = self._ripe(found, soon)
+        if found and not pairs:
+            return []
         if pairs and self._shards_move(pairs):
             self._calm = now + patience
             return []
@@ -152,10 +154,23 @@ class Reach:
         heartbeat = self.course.terms.heartbeat
         return member in self._beats and self.course.members.heard_within(member, self.course.now, heartbeat / 2)
 
-    def _pairs(self, waiting: set[str]) -> Pairs:
+    def _needed(self) -> set[str]:
+        """The servers that hold shards."""
         view = self.course.view
         assert view is not None
-        needed = {*view.primary.values(), *view.backup.values()} & self.course.members.servers.keys()
+        return {*view.primary.values(), *view.backup.values()} & self.course.members.servers.keys()
+
+    def _ripe(self, pairs: Pairs, soon: set[str]) -> Pairs:
+        """The pairs to judge now. The workers `soon` will have waited long enough in a moment: then they, and servers,
+        may add pairs with the same peers, and another member may be the one to set apart."""
+        seen: set[str] = set()
+        for member in (*soon, *(self._needed() if soon else ())):
+            if self._fresh(member) and (missed := self._beats[member].unreachable.keys() & self._needed()):
+                seen |= {member, *missed}
+        return {pair: seconds for pair, seconds in pairs.items() if seen.isdisjoint(pair)}
+
+    def _pairs(self, waiting: set[str]) -> Pairs:
+        needed = self._needed()
         whole = waiting == self._assigned() and bool(waiting)
         found: Pairs = {}
         for member in (*waiting, *(needed if whole else ())):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
@@ -21,11 +21,13 @@ _NO_FIRST = (
 class Snapshots:
     """Handles the events of snapshots: updates `duty`, returns effects.
 
-    It also sets `course.begun` when version 0 is stored, or cannot be.
+    It also sets `course.begun` when version 0 is stored, or cannot be. `evaluating`: the workers that evaluate now,
+    after their beats; under AllReduce they store their shares after that.
     """
 
     course: Course
     duty: SnapshotDuty
+    evaluating: set[str] = field(default_factory=set)
 
     @property
     def taking(self) -> SnapshotInProgress | None:
@@ -40,6 +42,9 @@ class Snapshots:
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
+            case events.Beat(member=member):
+                (self.evaluating.add if event.evaluating else self.evaluating.discard)(member)
+                return []
             case events.SnapshotWanted():
                 self.duty.ask()
                 return self.take_if_due()
@@ -59,8 +64,8 @@ class Snapshots:
         """Give up the snapshot in progress if nothing of it was stored for too long; take one if it is due."""
         taking, now = self.duty.taking, self.course.now
         missed = [] if taking is None else self._unfinished(taking)
-        if taking is not None and not self._has_come(taking.version):
-            taking.news = now  # nobody can store it yet: three steps may take longer than the patience
+        if taking is not None and not (self._has_come(taking.version) and self.evaluating.isdisjoint(missed)):
+            taking.news = now  # not yet: three steps, or an evaluation, may take longer than the patience
         lost = self.duty.given_up(now, missed)
         return [*([] if lost is None else self._lost(lost)), *self.take_if_due()]
 

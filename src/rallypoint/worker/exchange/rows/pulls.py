@@ -43,6 +43,8 @@ class RowPulls:
                 self._pull = None
         if pull.outdated:
             raise Rewound
+        if not machine.computing:  # an evaluation, which does nothing twice
+            locked.progress.got_on()
         return pull.got
 
     def arrived(self, header: Header, data: bytearray) -> None:
