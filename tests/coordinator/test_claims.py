@@ -9,7 +9,7 @@ import pytest
 from test_shell import STEPS, Play
 
 from rallypoint.coordinator import acts
-from rallypoint.coordinator.claims import Claims
+from rallypoint.coordinator.claims import Claims, Early
 from rallypoint.core.shard.clip import Measure
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
@@ -22,9 +22,11 @@ from rallypoint.net.messages import (
     Message,
     Metrics,
     NotStored,
+    Propose,
     Report,
     Resize,
     Skipped,
+    StepDone,
     Stored,
     decode,
     encode,
@@ -137,6 +139,79 @@ def test_reports_that_overtake_the_servers_words_count_when_those_are_here() -> 
     play.say("s0", Applied(4, 2, 0.0, generation=play.view.generation))
     play.steps(5, 6)
     assert play.shell.machine.course.furthest == 5
+
+
+def test_reports_of_steps_that_are_not_reached_do_not_name_a_step_that_nobody_computes() -> None:
+    play = Play()
+    play.begin("w0")
+    play.steps(0, 3)
+    tally = play.shell.announcer.tally
+    assert tally is not None
+    for far in (10**9, STEPS, STEPS - 1):
+        play.report(far, 0)
+    play.report(3, 1)
+    assert tally.missing() == (3, [0])
+    play.say("s0", Applied(STEPS - 2, 2, 0.0, generation=play.view.generation))
+    assert tally.missing() == (STEPS - 1, [1]), "it was kept: an honest one may overtake the servers' words"
+
+
+def test_early_reports_complete_their_steps_when_these_are_known() -> None:
+    play = Play()
+    play.begin()
+    play.say("s0", Applied(0, 2, 0.0, generation=play.view.generation))
+    play.steps(0, 5)
+    assert [done.step for done in play.logged(StepDone)] == [0, 1]
+    play.say("s0", Applied(4, 2, 0.0, generation=play.view.generation))
+    assert [done.step for done in play.logged(StepDone)] == [0, 1, 2, 3, 4]
+
+
+def test_of_early_claims_those_furthest_ahead_are_dropped_first() -> None:
+    early = Early[str](most=2)
+    for step in (7, 9, 5, 8):
+        early.keep(step, f"step {step}", limit=1)
+        early.keep(step, "a repeat", limit=1)
+    assert early.due(4) == []
+    assert early.due(100) == ["step 5", "step 7"]
+    assert early.due(100) == []
+
+
+def test_figures_count_from_who_computes_replica_0_of_versions_that_are_reached() -> None:
+    play = Play(workers_start=2)
+    play.begin("w0", "w1")
+    play.steps(0, 3)
+    now, evaluations = play.view.generation, play.shell.evaluations
+    lead = play.view.lead(3)
+    other = {"w0": "w1", "w1": "w0"}[lead]
+    assert play.say(other, Metrics(2, {"loss": 0.0}, now)) == []
+    assert play.say(lead, Metrics(9, {"loss": 9.0}, now)) == []
+    play.say(lead, Metrics(2, {"loss": 2.0}, now))
+    assert (evaluations.of(2), evaluations.of(9)) == ({"loss": 2.0}, {})
+    play.say("s0", Applied(8, 2, 0.0, generation=now))
+    assert evaluations.of(9) == {"loss": 9.0}, "it was early: a server's word came later"
+
+
+def test_a_word_of_the_last_version_counts_when_the_last_round_is_reached() -> None:
+    play = Play(workers_start=2)
+    play.begin("w0", "w1")
+    play.steps(0, 3)
+    play.say("w1", Done(play.view.generation))
+    assert (play.view.ending, play.shell.machine.course.furthest) == (False, 2)
+    play.say("s0", Applied(STEPS - 1, 2, 0.0, generation=play.view.generation))
+    assert play.view.ending
+
+
+def test_a_server_that_claims_all_shards_stores_only_its_own() -> None:
+    play = Play(snapshots=True, servers=2)
+    play.join("s0", "s1", "w0")
+    play.say("w0", Propose(play.record))
+    asked = play.sent(Capture)[-1].snapshot
+    own, others = play.view.shards_of("s0"), play.view.shards_of("s1")
+    entries = {**dict.fromkeys(own, ("a", 0, 1, "")), **dict.fromkeys(others, ("b", 0, 1, ""))}
+    lie = Stored(asked, {"a": 1, "b": 2}, entries)
+    (part,) = [act.part for act in play.say("s0", lie) if isinstance(act, acts.AddPart)]
+    assert part == Stored(asked, {"a": 1}, dict.fromkeys(own, ("a", 0, 1, "")))
+    honest = play.say("s1", Stored(asked, {"b": 3}, dict.fromkeys(others, ("b", 0, 3, ""))))
+    assert any(isinstance(act, acts.CommitSnapshot) for act in honest)
 
 
 def test_a_snapshot_s_parts_and_failures_count_only_from_who_was_asked() -> None:

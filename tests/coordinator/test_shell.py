@@ -203,15 +203,17 @@ def test_a_snapshot_gets_the_figures_of_its_own_version_from_all_evaluations_of_
 def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
     play = Play()
     play.begin()
+    play.steps(0, 3)
     play.say("w0", Metrics(3, {"loss": 1.0}, play.view.generation))
     said = play.say("w0", Metrics(3, {"accuracy": 0.5}, play.view.generation))
     assert acts.Judge(3, {"loss": 1.0, "accuracy": 0.5}) in said
 
 
 def test_figures_are_remembered_of_so_many_versions_only() -> None:
-    play = Play()
+    play = Play(settings={"steps": 1000})
     play.begin()
     for step in range(1000):
+        play.report(step, 0)
         play.say("w0", Metrics(step, {"loss": 1.0}, play.view.generation))
     assert play.shell.evaluations.of(999) == {"loss": 1.0}
     assert sum(bool(play.shell.evaluations.of(step)) for step in range(1000)) <= 100

@@ -29,6 +29,7 @@ from rallypoint.core.cluster.effects import (
     Say,
 )
 from rallypoint.core.cluster.events import (
+    Applied,
     Captured,
     CaughtUp,
     Committed,
@@ -140,6 +141,9 @@ class _Job:
         return self.play(Tick(self.now), *heard)
 
     def done(self, *workers: str) -> list[Effect]:
+        """The servers have applied the last round, and these workers hold its version."""
+        last, server = self.record.rounds - 1, min(self.view.primary.values())
+        self.play(Applied(server, last, self.view.generation))
         return self.play(*(Done(worker, self.view.generation) for worker in workers))
 
     def step(self, step: int, seconds: float = 0.1, only: str = "") -> list[Effect]:
@@ -163,7 +167,7 @@ class _Job:
         """Every server stores its part, and the manifest is written."""
         effects = []
         for server in taken.writers:
-            parts = tuple(self.view.shards_of(server))
+            parts = tuple(self.machine.shards_to_store(server, taken.snapshot))
             effects += self.play(Captured(server, taken.snapshot, parts))
         assert _of(Commit, effects) == [Commit(taken.snapshot, taken.version)]
         return effects + self.play(Committed(taken.snapshot))
@@ -191,7 +195,7 @@ def _begun(
     job = _running(terms, members, record)
     job.all_caught_up()
     if job.machine.terms.snapshots:
-        job.store(Capture(job.machine._snapshots.taking.id, 0, tuple(s.id for s in job.view.servers)))  # type: ignore[union-attr]
+        job.store(Capture(job.machine._snapshots.taking.id, 0, job.machine._snapshots.taking.writers))  # type: ignore[union-attr]
     job.step(0)
     return job
 
@@ -1288,18 +1292,67 @@ def test_a_snapshot_is_committed_when_all_parts_are_there_and_strangers_parts_do
     (capture,) = job.play(SnapshotWanted())
     assert job.play(Captured("s0", "another", tuple(SHARDS)), Committed("another")) == []
     assert job.play(SnapshotLost("another", "x")) == []
-    for shard in SHARDS[:-1]:
-        assert job.play(Captured("s0", capture.snapshot, (shard,))) == []
-    assert job.play(Captured("s0", capture.snapshot, (SHARDS[-1],))) == [Commit(capture.snapshot, capture.version)]
+    assert job.play(Captured("s0", capture.snapshot, tuple(SHARDS))) == [], "one cannot know of the other's shards"
+    assert job.play(Captured("w0", capture.snapshot, tuple(SHARDS))) == []
+    *parts, last = job.view.shards_of("s1")
+    for shard in parts:
+        assert job.play(Captured("s1", capture.snapshot, (shard,))) == []
+    assert job.play(Captured("s1", capture.snapshot, (last,))) == [Commit(capture.snapshot, capture.version)]
 
 
 def test_a_snapshot_that_comes_too_late_is_taken_again_further_ahead() -> None:
     job = _begun(_SNAPSHOTS)
     (capture,) = job.play(SnapshotWanted())
+    job.play(Applied("s0", 8, job.view.generation))
     assert job.play(SnapshotLost(capture.snapshot, "too late", passed=9)) == []
     (again,) = _of(Capture, job.tick(0.1))
     assert again.version == 9 + CAPTURE_AHEAD
     assert again.snapshot != capture.snapshot
+
+
+def test_one_server_s_word_that_it_has_passed_a_version_proves_one_step_more_than_is_known() -> None:
+    job = _begun(_SNAPSHOTS)
+    (capture,) = job.play(SnapshotWanted())
+    job.play(SnapshotLost(capture.snapshot, "too late", passed=STEPS))
+    assert job.machine.course.furthest == 1
+    (again,) = _of(Capture, job.tick(0.1))
+    assert again.version == 1 + CAPTURE_AHEAD, "it is tried again, until the servers' other words are here"
+
+
+# ---- who holds the last version ----
+
+
+def test_a_worker_s_word_that_it_holds_the_last_version_waits_until_the_last_round_is_reached() -> None:
+    job = _begun(_SNAPSHOTS, members=("s0", "s1", "w0", "w1", "w2"))
+    for liar in ("w0", "w2"):  # one that computes, one that stands by
+        assert job.play(Done(liar, job.view.generation)) == []
+    job.step(1)
+    assert (job.machine.course.furthest, job.view.ending) == (1, False)
+    job.play(Applied("s0", STEPS - 2, job.view.generation))
+    assert not job.view.ending
+    effects = job.play(Applied("s0", STEPS - 1, job.view.generation))
+    assert job.view.ending, "its word was kept"
+    assert [capture.version for capture in _of(Capture, effects)] == [STEPS]
+    job.store(_of(Capture, effects)[0])
+    assert job.play(Done("w1", job.view.generation)) == [Finish("w0")]
+
+
+def test_a_word_of_the_last_version_that_was_kept_is_dropped_with_its_generation_and_its_worker() -> None:
+    job = _begun(_terms())
+    job.play(Done("w0", job.view.generation))
+    job.play(Left("w0", "it died"))
+    job.come("w0")
+    job.play(Applied("s0", STEPS - 1, job.view.generation))
+    assert not job.view.ending
+
+
+def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothing_more_is_waited_for() -> None:
+    """The reports of the last steps went to a coordinator that died, and so may the servers' words have."""
+    job = _begun(_terms(), members=("s0", "s1", "w0", "w1", "w2"))
+    assert job.play(Done("w0", job.view.generation)) == []
+    job.play(Done("w1", job.view.generation))
+    assert job.view.ending, "so that the one that stands by gets the last version too"
+    assert job.play(Done("w2", job.view.generation)) == [Finish("w0")]
 
 
 def test_a_snapshot_that_is_lost_is_told_and_the_job_goes_on() -> None:

@@ -122,6 +122,7 @@ class Cluster:
         for server in self.servers:
             server.close()
         self.coordinator.close()
+        join_links()
 
     def _work(self, id: str) -> None:
         try:
@@ -136,6 +137,13 @@ class Cluster:
                 self.hashes[id] = weights_hash(model)
         except BaseException as error:
             self.errors[id] = error
+
+
+def join_links() -> None:
+    """Wait until the threads of closed links have ended: an attempt to connect may go on for a moment."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("link to "):
+            thread.join(PATIENCE_S)
 
 
 def dataset() -> torch.utils.data.TensorDataset:

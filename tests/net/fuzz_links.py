@@ -7,7 +7,7 @@ import threading
 
 import msgspec
 from fuzz_frames import Corpus, Frame, Mutator
-from fuzz_jobs import TOKEN
+from fuzz_jobs import TOKEN, join_links
 
 from rallypoint.config import parse
 from rallypoint.core.job import JobRecord
@@ -71,6 +71,7 @@ class FakeServers:
                 main.join(PATIENCE_S)
                 if main.is_alive():
                     self.faults.append("the worker's main thread hangs")
+            join_links()
 
     @property
     def _servers(self) -> dict[str, Member]:

@@ -10,13 +10,14 @@ from fuzz_campaign import ATTACKS, WHOLE_JOBS, Campaign
 from fuzz_decoders import Decoders
 from fuzz_jobs import POLICIES
 
+from rallypoint.net import handshake
 from rallypoint.net.frames import Kind
 from rallypoint.server.intake import views
 
 SEED = 20261122
 FRAMES = 150  # of each attack on each policy; strangers' connections cost the most
 QUICK = [which for which in ATTACKS if which not in WHOLE_JOBS]
-IN_CI = {"sync": WHOLE_JOBS, "all-reduce": ["worker after, its servers"], "async": ["server after, its servers"]}
+IN_CI = {"sync": WHOLE_JOBS, "all-reduce": ["worker after, its servers"], "ssp": ["server after, its servers"]}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +35,9 @@ def campaign_of() -> Callable[[str], Campaign]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame of a view that does not exist is waited for: not for long."""
+    """A frame of a view that does not exist is waited for, and the rest of a greeting: not for long."""
     monkeypatch.setattr(views, "VIEW_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(handshake, "GREETING_TIMEOUT_S", 2.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -8,6 +8,7 @@ import msgspec
 
 from rallypoint.config import JobConfig, parse
 from rallypoint.coordinator.acts import Act, Log, Send
+from rallypoint.coordinator.claims import Early
 from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -16,6 +17,7 @@ from rallypoint.core.view import View
 from rallypoint.net.messages import Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
 from rallypoint.observe.lines import Once
 
+_EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
 
@@ -36,7 +38,7 @@ class Announcer:
         self.tally: StepTally | None = None
         self.planned: Planned | None = None
         self.config = JobConfig()
-        self._late = Lateness()
+        self._late, self._early = Lateness(), Early[Report](_EARLY)
         self._skipped = Once()
         self._announced: Members | None = None
         self._said_idle = False
@@ -112,7 +114,21 @@ class Announcer:
         ), now)  # fmt: skip
 
     def report(self, report: Report, now: float) -> list[Act]:
-        """Count a replica's report; announce the step if the report completes it."""
+        """Count a replica's report, as soon as its step is known to be reached."""
+        record = self._machine.record
+        if record is None or report.step >= record.rounds:
+            return []
+        if report.step > self._machine.course.known:
+            self._early.keep(report.step, report, 2 * self.config.replicas)
+            return []
+        return self._count(report, now)
+
+    def count_early(self, now: float) -> list[Act]:
+        """Count the reports that were early and are so no more."""
+        reports = self._early.due(self._machine.course.known)
+        return [act for report in reports for act in self._count(report, now)]
+
+    def _count(self, report: Report, now: float) -> list[Act]:
         if self.tally is None or (done := self.tally.add(report)) is None:
             return []
         return self.announce(msgspec.structs.replace(done, step=self.config.steps_at(done.step + 1) - 1), now)

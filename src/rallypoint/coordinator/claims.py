@@ -7,9 +7,12 @@ stand in `net.messages` and `coordinator.checks`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from rallypoint.core.cluster import events as cluster_events
+from rallypoint.core.cluster.course import Course
 from rallypoint.core.view import View
 from rallypoint.net.messages import (
     Capture,
@@ -19,6 +22,7 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Message,
+    Metrics,
     NotStored,
     Propose,
     Report,
@@ -36,11 +40,17 @@ class Claims:
         """A snapshot begins."""
         self._asked = capture
 
-    def may_say(self, member: str, message: Report | Stored | NotStored, view: View | None) -> bool:
-        """Can the member know this? `view` is the view in force."""
-        if isinstance(message, Report):
-            return self.may_report(member, message, view)
-        return self.may_answer(member, message)
+    def may_say(self, member: str, message: Message, course: Course) -> bool:
+        """Can the member know this? A worker that has not proposed the record cannot have computed a replica."""
+        match message:
+            case Report():
+                return member in course.members.present and self.may_report(member, message, course.view)
+            case Metrics():
+                return member in course.members.present and self.may_evaluate(member, message, course.view)
+            case Stored() | NotStored():
+                return self.may_answer(member, message)
+            case _:
+                return True
 
     def may_report(self, worker: str, report: Report, view: View | None) -> bool:
         """Can the worker have computed this, in the view in force or an earlier one of its generation?
@@ -53,10 +63,58 @@ class Claims:
             return report.replica in view.contributors.get(worker, ())
         return report.generation < view.generation
 
+    def may_evaluate(self, worker: str, metrics: Metrics, view: View | None) -> bool:
+        """Can the worker have evaluated in the view in force or an earlier one of its generation?
+
+        Who computes replica 0 evaluates. Figures of an earlier generation are judged by who counts them.
+        """
+        if view is None:
+            return False
+        if metrics.generation == view.generation:
+            return 0 in view.contributors.get(worker, ())
+        return metrics.generation < view.generation
+
     def may_answer(self, member: str, message: Stored | NotStored) -> bool:
         """Was the member asked for a part of that snapshot?"""
         asked = self._asked
         return asked is not None and asked.snapshot == message.snapshot and member in asked.writers
+
+
+_Claim = TypeVar("_Claim")
+
+
+@dataclass(slots=True)
+class Early(Generic[_Claim]):
+    """Claims about steps that are not known to be reached yet. They are kept until those are.
+
+    What proves them comes over other connections, so an honest one may be early. At most `most` steps are kept: those
+    furthest ahead are dropped first, for honest members are not far ahead of what is known.
+    """
+
+    most: int
+    _by_step: dict[int, list[_Claim]] = field(default_factory=dict)
+
+    def keep(self, step: int, claim: _Claim, limit: int) -> None:
+        """Keep a claim about `step`; if there are `limit` of this step already, drop it."""
+        kept = self._by_step.setdefault(step, [])
+        if len(kept) < limit:
+            kept.append(claim)
+        if len(self._by_step) > self.most:
+            del self._by_step[max(self._by_step)]
+
+    def due(self, known: int) -> list[_Claim]:
+        """Take out the claims about steps up to `known`, the earliest step first."""
+        if not self._by_step:
+            return []
+        steps = sorted(step for step in self._by_step if step <= known)
+        return [claim for step in steps for claim in self._by_step.pop(step)]
+
+
+def own_part(part: Stored, shards: Container[int]) -> Stored:
+    """What counts of a part: that which its sender had to store, `shards`, and the files with it."""
+    own = {shard: entry for shard, entry in part.shards.items() if shard in shards}
+    files = {entry[0] for entry in own.values()}
+    return Stored(part.snapshot, {file: size for file, size in part.files.items() if file in files}, own)
 
 
 def claim_of(sender: str, message: Message) -> cluster_events.Event:

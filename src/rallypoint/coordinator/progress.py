@@ -152,7 +152,7 @@ class Lateness:
         return f"usually {p50:.2f} s behind the first, at worst {p99:.2f} s (p50 and p99 of {len(ordered)} steps)"
 
 
-_EVALUATED = 64  # versions
+EVALUATED = 64  # versions
 
 
 class Evaluations:
@@ -165,7 +165,7 @@ class Evaluations:
         """Add the metrics of one evaluation of `step`. Returns all metrics of that step."""
         known = self._by_step.setdefault(step, {})
         known.update(values)
-        while len(self._by_step) > _EVALUATED:
+        while len(self._by_step) > EVALUATED:
             del self._by_step[min(self._by_step)]
         return dict(known)
 

@@ -21,9 +21,9 @@ from rallypoint.coordinator.acts import (
 )
 from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer
-from rallypoint.coordinator.claims import Claims, claim_of
+from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
 from rallypoint.coordinator.inbox import Connection
-from rallypoint.coordinator.progress import Evaluations
+from rallypoint.coordinator.progress import EVALUATED, Evaluations
 from rallypoint.coordinator.take_over import TakeOver, late_view, needed
 from rallypoint.coordinator.tickets import Tickets
 from rallypoint.core.cluster import effects as cluster_effects
@@ -46,7 +46,6 @@ from rallypoint.net.messages import (
     Knows,
     Message,
     Metrics,
-    NotStored,
     Prepare,
     Release,
     Report,
@@ -90,7 +89,7 @@ class CoordinatorShell:
         self.members: dict[str, Connection] = {}
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now)
-        self.evaluations = Evaluations()
+        self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
         self._agreement, self._claims = Agreement(), Claims()
         self._terms, self._now = terms, now
         self._ticked = self._awake = now
@@ -209,9 +208,7 @@ class CoordinatorShell:
         match message:
             case Knows(view=view):
                 return [*acts, *self._knows(hello, view)]
-            case Report() | Metrics() if hello.id not in self.machine.course.members.present:
-                return acts  # it has not proposed the record: it cannot have computed a replica
-            case Report() | Stored() | NotStored() if not self._claims.may_say(hello.id, message, self.machine.view):
+            case _ if not self._claims.may_say(hello.id, message, self.machine.course):
                 return acts
             case Report():
                 done = (hello.id, message.step, message.replica, message.seconds, message.generation)
@@ -222,14 +219,16 @@ class CoordinatorShell:
                     acts += self._end(Aborted(why))
                 return acts
             case Metrics():
-                return [*acts, *self._evaluated(message)]
+                self._early.keep(message.step, message, EVALUATED)
+                return [*acts, *self._count_early()]
             case Applied():
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
             case Say() | Skipped() | Accounted():
                 return [*acts, *self._announce(message)]
             case Stored():
-                return [*acts, AddPart(message), *self._drive(claim_of(hello.id, message))]
+                part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
+                return [*acts, AddPart(part), *self._drive(claim_of(hello.id, part))]
             case _:
                 return [*acts, *self._drive(claim_of(hello.id, message))]
 
@@ -243,6 +242,13 @@ class CoordinatorShell:
             case _:
                 return []
 
+    def _count_early(self) -> list[Act]:
+        """Count the reports and the metrics of versions that are known to be reached by now."""
+        acts = self.announcer.count_early(self._now)
+        for message in self._early.due(self.announcer.config.steps_at(self.machine.course.known + 1)):
+            acts += self._evaluated(message)
+        return acts
+
     def _evaluated(self, message: Metrics) -> list[Act]:
         """Add metrics to the version that they are of, unless their generation is stale."""
         tally = self.announcer.tally
@@ -255,7 +261,7 @@ class CoordinatorShell:
 
     def _drive(self, event: cluster_events.Event) -> list[Act]:
         effects = self.machine.handle(event)
-        acts = [*self._save(), *self._run(effects)]
+        acts = [*self._save(), *self._count_early(), *self._run(effects)]
         if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)
         return acts

@@ -85,6 +85,11 @@ class Course:
         """
         return min(step, max(self.furthest, self.applied + 1) if self.applied >= 0 else self.furthest + 1)
 
+    @property
+    def known(self) -> int:
+        """The highest step that is known to be reached, by reports or by what servers have applied."""
+        return max(self.furthest, self.applied + 1)
+
     def may_report(self, worker: str, step: int) -> bool:
         """True if a report of `step` from `worker` can be true: it has proposed the record, and the job has that step.
         """

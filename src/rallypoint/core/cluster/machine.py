@@ -7,6 +7,7 @@ Its parts:
     membership  the workers and servers that are here
     succession  which view follows the one in force
     snapshots   when to take a snapshot
+    completion  the end of a job that goes well
     ending      the last snapshot of a job that fails
     assigner    which worker computes which replicas
 
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
+from rallypoint.core.cluster.completion import Completion
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Admit, Effect, Finish, Prepare, Publish, Refuse, Say
 from rallypoint.core.cluster.health.apart import disproved, set_apart
@@ -55,6 +57,7 @@ class ClusterMachine:
     _snapshots: Snapshots = field(init=False)
     _ending: LastSnapshot = field(init=False)
     _succession: Succession = field(init=False)
+    _completion: Completion = field(init=False)
     _silence: Silence = field(init=False)
     _reach: Reach = field(init=False)
     _origin: str = ""
@@ -67,6 +70,7 @@ class ClusterMachine:
         self._snapshots = Snapshots(self.course, SnapshotDuty(self.terms, epoch))
         self._ending = LastSnapshot(self.course, self._snapshots)
         self._succession = Succession(self.course, self._snapshots, self._assigner)
+        self._completion = Completion(self.course, self._snapshots, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
             record, self._origin, version = self.resume
@@ -144,6 +148,10 @@ class ClusterMachine:
         """
         return self.course.begun and self.view is not None and self.course.recovery.hands_over(self.view)
 
+    def shards_to_store(self, member: str, snapshot: str) -> set[int]:
+        """The shards of the snapshot in progress that this member has to store, and has not stored yet."""
+        return self._snapshots.shards_to_store(member, snapshot)
+
     def waiting_for(self) -> str | None:
         """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
         course = self.course
@@ -182,7 +190,7 @@ class ClusterMachine:
             case events.Applied(server=server, step=step, generation=generation):
                 if course.is_current(generation):
                     course.has_applied(server, step)
-                return []
+                return self._completion.advance()
             case events.Tick(now=now):
                 return self._tick(now)
             case events.Joined():
@@ -197,7 +205,7 @@ class ClusterMachine:
                 course.members.leaving |= {member} & (course.members.workers.keys() | course.members.servers.keys())
                 return [*self._succession.advance(), *self._succession.dismiss()]
             case events.Done(worker=worker, generation=generation):
-                return self._worker_done(worker) if course.is_current(generation) else []
+                return self._completion.said(worker, generation)
             case events.Resized(workers=workers):
                 course.workers_max = max(1, workers)
                 course.changed()
@@ -320,7 +328,7 @@ class ClusterMachine:
             self._snapshots.duty.abandon()  # it may have had a share in one
             if course.recovery.ends_with(member, course.view):
                 return [said, *self._succession.recover(ending=course.view.ending)]
-        return [said, *self._succession.advance(), *self._finish_when_done()]
+        return [said, *self._succession.advance(), *self._completion.advance()]
 
     # ---- progress and time ----
 
@@ -339,20 +347,7 @@ class ClusterMachine:
         course.furthest = max(course.furthest, reached)
         self._reach.computed(event.worker, event.step)
         self._snapshots.duty.computed(event.step, event.replica)
-        return self._snapshots.take_if_due()
-
-    def _worker_done(self, worker: str) -> list[Effect]:
-        course = self.course
-        if worker not in course.members.present or course.phase is not Phase.RUNNING or course.record is None:
-            return []
-        course.members.done.add(worker)
-        course.has_state(worker, course.record.rounds)
-        course.furthest = max(course.furthest, course.record.rounds - 1)
-        effects: list[Effect] = []
-        if course.view is not None and not course.view.ending:
-            effects += self._succession.advance(ending=True)
-            effects += self._snapshots.take() if self._snapshots.taking is None else []
-        return [*effects, *self._finish_when_done()]
+        return [*self._snapshots.take_if_due(), *self._completion.advance()]
 
     def _tick(self, now: float) -> list[Effect]:
         course = self.course
@@ -386,15 +381,4 @@ class ClusterMachine:
         effects = self._snapshots.tick() if isinstance(event, events.Tick) else self._snapshots.handle(event)
         if self.course.begun and not begun:
             effects += self._succession.advance()
-        return [*effects, *self._finish_when_done()]
-
-    # ---- the end ----
-
-    def _finish_when_done(self) -> list[Effect]:
-        course, members = self.course, self.course.members
-        if course.phase is not Phase.RUNNING or not members.is_complete(course.now) or not self._snapshots.final:
-            return []
-        assert course.record is not None
-        assert course.view is not None
-        lead, present = course.view.lead(course.record.rounds), members.present
-        return course.end(Finish(lead if lead in present else min(present)))
+        return [*effects, *self._completion.advance()]

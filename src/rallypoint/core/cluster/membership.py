@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rallypoint.core.view import Member, View
+from rallypoint.core.view import Member, View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -19,6 +19,7 @@ class Membership:
         proposed: the workers that have proposed the job's record, the earliest first.
         leaving: members that were told to leave: their replicas and shards move to others.
         done: workers that hold the last version.
+        says_done: worker that says so -> the generation that it says it of; see `Completion`.
         awaited: members without a connection that are expected to connect again: those of an earlier coordinator's
             view, and those whose connection broke without a word.
         resets: member whose connection was reset -> why it may be gone; looked at with the next tick.
@@ -35,6 +36,7 @@ class Membership:
     proposed: dict[str, None] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
+    says_done: dict[str, ViewNumber] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)
     resets: dict[str, str] = field(default_factory=dict)
     given_up: dict[str, float] = field(default_factory=dict)
@@ -111,6 +113,7 @@ class Membership:
         self.aggregators.pop(id, None)
         self.proposed.pop(id, None)
         self.resets.pop(id, None)
+        self.says_done.pop(id, None)
         for members in (self.leaving, self.done, self.awaited):
             members.discard(id)
         self._heard.pop(id, None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Commit, Effect, Hold, Say
+from rallypoint.core.cluster.effects import Abort, Effect, Hold, Say
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.modes import Feature
@@ -54,8 +54,8 @@ class LastSnapshot:
             case events.Tick(now=now):
                 course.now = now
                 return self.end() if now > self._until else []
-            case events.Captured(snapshot=snapshot, shards=shards) if taking := duty.under_way(snapshot):
-                return [Commit(snapshot, taking.version)] if duty.stored(shards, course.now) else []
+            case events.Captured():
+                return self.snapshots.stored(event)
             case events.SnapshotLost(snapshot=snapshot, passed=passed) if taking := duty.under_way(snapshot):
                 if passed > taking.version:
                     return self.snapshots.capture(passed, sorted(self._writers))

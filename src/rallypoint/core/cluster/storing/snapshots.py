@@ -48,8 +48,8 @@ class Snapshots:
             case events.SnapshotWanted():
                 self.duty.ask()
                 return self.take_if_due()
-            case events.Captured(snapshot=snapshot, shards=shards) if taking := self.duty.under_way(snapshot):
-                return [Commit(snapshot, taking.version)] if self.duty.stored(shards, self.course.now) else []
+            case events.Captured():
+                return self.stored(event)
             case events.SnapshotLost(snapshot=snapshot) if self.duty.under_way(snapshot):
                 return self._lost(event)
             case events.Released():
@@ -59,6 +59,22 @@ class Snapshots:
                 return self._committed(self.duty.complete(self.course.now))
             case _:
                 return []
+
+    def stored(self, event: events.Captured) -> list[Effect]:
+        """A writer has stored shards. Others than its own do not count: it cannot know of them."""
+        taking = self.duty.under_way(event.snapshot)
+        own = self.shards_to_store(event.server, event.snapshot).intersection(event.shards)
+        if taking is None or not own or not self.duty.stored(own, self.course.now):
+            return []
+        return [Commit(event.snapshot, taking.version)]
+
+    def shards_to_store(self, member: str, snapshot: str) -> set[int]:
+        """The shards of the snapshot in progress that this member has to store, and has not stored yet."""
+        taking, view = self.duty.under_way(snapshot), self.course.view
+        if taking is None or view is None or member not in taking.writers:
+            return set()
+        writer_of = self.course.recovery.writer_of
+        return {shard for shard in taking.missing if writer_of(shard, taking.writers, view) == member}
 
     def tick(self) -> list[Effect]:
         """Give up the snapshot in progress if nothing of it was stored for too long; take one if it is due."""
@@ -122,7 +138,10 @@ class Snapshots:
     def _lost(self, event: events.SnapshotLost) -> list[Effect]:
         version = self.duty.lost(event.passed, self.course.now)
         if event.passed >= 0:
-            self.course.furthest = max(self.course.furthest, min(event.passed, self._last_version))
+            # One server's word: like a report, it proves at most one step after what is known. If it has passed more,
+            # the next request fails too, and this goes on until the servers' other words are here.
+            passed = min(event.passed, self._last_version)
+            self.course.furthest = max(self.course.furthest, self.course.reached_by(passed))
             return []
         if self._at_the_end(version) and self._ending:
             return self._hold(event.reason)
