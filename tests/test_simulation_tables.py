@@ -14,7 +14,7 @@ from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Tables, word_for
 from rallypoint.testing.simulation.run import SimulationFailed, simulate
 from rallypoint.testing.simulation.tables.pulls import RowPulls
-from rallypoint.worker.exchange.pull import Pull
+from rallypoint.worker.exchange.rows.pull import Pull
 
 FIXED = range(12)
 ENOUGH = range(100)  # seeds within which a planted bug has to be found

@@ -287,8 +287,7 @@ def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undis
     victim = cluster.processes()["worker1"]
     victim.terminate()
     cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
-    assert alive(victim), "it is asked to go, not shot"
-    cluster.open(STEPS - 2)
+    cluster.open(STEPS - 2)  # it goes now; or before that, if it had not begun to send anything of the step
     cluster.until(lambda: not alive(victim))
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output

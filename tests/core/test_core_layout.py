@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.layout import Layout, TensorSpec, build_layout, factors_pay, first_difference, words_of
+from rallypoint.core.layout import (
+    Layout,
+    TensorSpec,
+    build_layout,
+    factors_pay,
+    first_difference,
+    forward_ranks,
+    words_of,
+)
 from rallypoint.errors import ModelError
 
 PURE = settings(derandomize=True, deadline=None, max_examples=50)
@@ -285,3 +293,21 @@ def test_a_layout_without_matrices_has_the_fingerprint_that_older_snapshots_have
     specs = [TensorSpec("a", (100, 30), "float32", 0), TensorSpec("b", (30,), "float32", 1)]
     specs.append(TensorSpec("c", (30,), "int64", -1))
     assert build_layout(specs, 256).fingerprint == "e2714d4bafcbedae9f820fa4145e4b90"
+
+
+def test_shards_rank_by_depth_across_groups_and_buffers_come_first() -> None:
+    """Three layers: weights in group 0, biases in group 1; the first layer's are needed first."""
+    specs = [TensorSpec("mean", (4,), "float32", -1)]
+    for layer in range(3):
+        specs += [TensorSpec(f"w{layer}", (32,), "float32", 0), TensorSpec(f"b{layer}", (16,), "float32", 1)]
+    layout = build_layout(specs, 64)
+    order = sorted(layout.shards, key=lambda shard: forward_ranks(layout)[shard.index])
+    names = [layout.name_at(shard.index, 0) for shard in order]
+    assert names == ["mean", "w0", "b0", "w0", "w1", "b1", "w1", "w2", "b2", "w2"]
+
+
+@PURE
+@given(_models(), _CUTS)
+def test_every_shard_has_a_rank_of_its_own(specs: list[TensorSpec], shard_bytes: int) -> None:
+    layout = build_layout(specs, shard_bytes)
+    assert sorted(forward_ranks(layout)) == list(range(len(layout.shards)))

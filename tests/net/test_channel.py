@@ -104,6 +104,22 @@ def test_urgent_frames_overtake_bulk_ones() -> None:
     channel.close()
 
 
+def test_frames_of_a_lower_rank_overtake_those_of_a_higher_one() -> None:
+    stuck = Stuck()
+    channel = Channel(stuck, "x", KEYS)
+    channel.send(frame(0), rank=(9,))
+    assert stuck.entered.acquire(timeout=PATIENCE_S)
+    for number, rank in ((1, (3, 2)), (2, (3, 1)), (3, (3, 1)), (4, ()), (5, (2, 9))):
+        channel.send(frame(number), rank=rank)
+    channel.send(frame(6), place="a", rank=(3, 0))
+    channel.send(frame(7), place="a", rank=(9, 9))  # in its stead
+    for _ in range(8):
+        stuck.release.release()
+    assert channel.flush(PATIENCE_S)
+    assert stuck.sent == [0, 4, 5, 7, 2, 3, 1]
+    channel.close()
+
+
 def test_sent_is_called_once_for_each_frame_in_order() -> None:
     stuck = Stuck()
     channel = Channel(stuck, "x", KEYS)

@@ -19,7 +19,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import LATEST, NEWEST, SKIP, Header, Kind
 from rallypoint.server.shards.rows import first_rows
-from rallypoint.worker.exchange.pull import Pull
+from rallypoint.worker.exchange.rows.pull import Pull
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "net"))
 

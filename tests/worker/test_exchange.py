@@ -25,6 +25,7 @@ from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
+from rallypoint.net.outbox import Rank
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange
@@ -216,7 +217,7 @@ def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
             exchange.arrivals.link_up(SERVER)
 
     monkeypatch.setattr(exchange._encoder, "encode", encode)
-    monkeypatch.setattr(link, "push", lambda header, payload, sent: pushed.append(header.shard))
+    monkeypatch.setattr(link, "push", lambda header, payload, sent, rank: pushed.append(header.shard))
     exchange.replica.filled(0)
     assert pushed == ([] if interrupted else [0])
     exchange.replica.computed()
@@ -340,7 +341,7 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
     sent: list[int] = []
 
     class _Channel:
-        def send(self, header: Header, payload: memoryview, sent_: Callable[[], None]) -> None:
+        def send(self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = ()) -> None:
             sent.append(header.shard)
 
     link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=2, receiver=_Deaf(),
@@ -355,6 +356,24 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
     with pytest.raises(ProtocolError, match="gives 4294967295 credits for 2 contributions"):
         link._credit(channel, 2**32 - 1)  # at once: nobody counts that far
     assert sent == [0, 1, 2, 3]
+
+
+def test_contributions_that_the_next_forward_pass_needs_first_overtake_those_that_wait_for_credit() -> None:
+    sent: list[tuple[int, Rank]] = []
+
+    class _Channel:
+        def send(self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = ()) -> None:
+            sent.append((header.shard, rank))
+
+    link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=1, receiver=_Deaf(),
+        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
+    channel: Any = _Channel()
+    link._up(channel)
+    for shard, rank in ((0, (7, 0, 3)), (1, (7, 0, 2)), (2, (7, 1, 0)), (3, (7, 0, 1))):
+        link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda: None, rank)
+    for _ in range(3):
+        link._credit(channel, 1)
+    assert sent == [(0, (7, 0, 3)), (3, (7, 0, 1)), (1, (7, 0, 2)), (2, (7, 1, 0))]  # the next replica's come last
 
 
 def test_a_link_that_is_closed_lets_go_of_what_waits_for_credit() -> None:

@@ -11,7 +11,7 @@ import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
 from rallypoint.core.layout import SHARD_BYTES, Role
-from rallypoint.core.modes import Clock, Contribution, Feature, ModeTraits, Pace, describe
+from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Optimizer
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
 from rallypoint.core.schedule import Constant, Schedule
@@ -62,6 +62,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         window: contributions that may be on their way from one worker to one server.
         presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
             the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
+        overlap: a step's forward pass may begin before all of its parameters are here; each module waits for its own.
+            False: every worker waits for all of them first (code outside of Python that reads parameters in memory, a
+            CUDA graph for instance, needs that).
         hold_bytes: bytes of early contributions that a server may keep; beyond that it slows the senders.
         in_flight_bytes: bytes that may be on their way to one machine at once, shared by its links; 0 leaves that to
             the kernel. Many links together overrun the queue of a slow port; about 8 ms of its rate cannot (256 KiB at
@@ -86,6 +89,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shard_bytes: int = SHARD_BYTES
     window: int = 4
     presum_bytes: int = 8 << 30
+    overlap: bool = True
     hold_bytes: int = 256 << 20
     in_flight_bytes: int = 0
     item: str = "samples"
@@ -194,6 +198,17 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.mode.pace is Pace.ROUNDS and (self.clips_on_servers or self.nonfinite == "skip")
 
     @property
+    def overlaps(self) -> bool:
+        """True if a step's forward pass may begin before all of its version is here, as far as these settings say.
+
+        It needs replicas that read nothing but that version, which servers hold: no parameters or optimizers of their
+        own, no clocks of their own, no codec states that may be on their way to a worker.
+        """
+        mode, states = self.mode, any(has_state(codec) for codec in self.codecs)
+        gradients = mode.contribution is Contribution.GRADIENT and mode.pace is Pace.ROUNDS
+        return self.overlap and gradients and mode.holder is Holder.SERVERS and not states
+
+    @property
     def codecs(self) -> tuple[CodecSpec, ...]:
         """The job's codec, and the groups' own codecs."""
         return (self.codec, *(group.codec for group in self.groups if group.codec is not None))
@@ -219,6 +234,7 @@ class Settings(TypedDict, total=False):
     shard_bytes: int
     window: int
     presum_bytes: int
+    overlap: bool
     hold_bytes: int
     in_flight_bytes: int
     item: str

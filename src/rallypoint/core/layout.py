@@ -186,6 +186,26 @@ def build_layout(
     return Layout(tuple(entries), tuple(shards), position, _fingerprint(entries, shards, tables), tuple(tables))
 
 
+def forward_ranks(layout: Layout) -> list[int]:
+    """The rank of each shard in the order in which a forward pass is expected to need them; 0 is first.
+
+    Each group is laid out in backward order, so its last shard is needed first. Groups are interleaved by depth: a
+    group's last word belongs to its first layer, and its first word to its last one. Buffers are small and come first.
+    """
+    ends: dict[int, list[int]] = {}
+    for shard in layout.shards:
+        first, last = ends.setdefault(shard.group, [shard.start, shard.stop])
+        ends[shard.group] = [min(first, shard.start), max(last, shard.stop)]
+
+    def depth(shard: Shard) -> tuple[bool, float]:
+        first, last = ends[shard.group]
+        return shard.group >= 0, (last - shard.stop) / max(1, last - first)
+
+    order = sorted(layout.shards, key=depth)
+    ranks = {shard.index: rank for rank, shard in enumerate(order)}
+    return [ranks[shard.index] for shard in layout.shards]
+
+
 def first_difference(ours: Layout, theirs: Layout) -> str | None:
     """A phrase for the first tensor in which two layouts differ; None when they are equal."""
     here, there = ([*(entry.spec for entry in layout.entries), *layout.tables] for layout in (ours, theirs))

@@ -11,7 +11,7 @@ from rallypoint.errors import LinkError, ProtocolError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Message, Refused, encode
-from rallypoint.net.outbox import Backlog, Outbox, Outgoing
+from rallypoint.net.outbox import Backlog, Outbox, Outgoing, Rank
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.transport import Connection, receive_bytes
 from rallypoint.observe.trace import Tracer
@@ -59,9 +59,10 @@ class Channel:
 
     def send(
         self, header: Header, payload: memoryview | None = None, sent: Callable[[], None] | None = None,
-        *, urgent: bool = False, place: Hashable = None,
+        *, urgent: bool = False, place: Hashable = None, rank: Rank = (),
     ) -> None:  # fmt: skip
-        """Queue a frame. It replaces the frame that waits at the same `place`, if it has one (see `Outbox`).
+        """Queue a frame, behind those of its `rank` and before those of a higher one. It replaces the frame that waits
+        at the same `place`, if it has one (see `Outbox`).
 
         `payload` must not change before `sent` is called, from the sending thread: after the frame went out, or when it
         never will. If the channel is closed, the frame is dropped and `sent` is called at once, from the calling
@@ -71,7 +72,7 @@ class Channel:
         dropped: list[Outgoing | None] = [frame]
         with self._changed:
             if not self._closing and not self._last_word:
-                dropped = [self._outbox.add(frame, place, urgent=urgent)]
+                dropped = [self._outbox.add(frame, place, urgent=urgent, rank=rank)]
                 if self._outbox.overflows:
                     dropped += self._give_up()
                 self._changed.notify_all()

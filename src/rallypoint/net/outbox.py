@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from rallypoint.net.frames import Header
 from rallypoint.net.seal import SEALED_BYTES
+
+Rank = tuple[int, ...]  # compared as tuples are; () is the lowest
 
 _ITS_OWN = object()  # begins the place of a frame that has none
 
@@ -53,7 +56,8 @@ class Backlog:
 
 
 class Outbox:
-    """Urgent frames go first, then the others in their order. Not thread-safe.
+    """Urgent frames go first, then the others: those of a lower rank before those of a higher one, and those of equal
+    rank in the order in which they were added. Not thread-safe.
 
     A frame may have a place, such as ("version", 7): then it replaces the frame that waits at that place, and goes out
     in its stead. So of each shard only the newest version waits for a slow follower, and every shard gets its share of
@@ -63,7 +67,8 @@ class Outbox:
     def __init__(self, backlog: Backlog | None = None) -> None:
         self._backlog, self._counted = backlog, 0
         self._urgent: deque[Outgoing] = deque()
-        self._others: OrderedDict[Hashable, Outgoing] = OrderedDict()
+        self._others: dict[Hashable, Outgoing] = {}
+        self._places: list[tuple[Rank, int, Hashable]] = []  # a heap: the next place to send from is its first
         self._numbers = itertools.count()
         self.nbytes = 0
         self.overflows = False  # more waits than the backlog allows
@@ -71,18 +76,23 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._urgent) + len(self._others)
 
-    def add(self, frame: Outgoing, place: Hashable = None, *, urgent: bool = False) -> Outgoing | None:
-        """Append a frame. Returns the frame that it has replaced, if there is one."""
+    def add(
+        self, frame: Outgoing, place: Hashable = None, *, urgent: bool = False, rank: Rank = ()
+    ) -> Outgoing | None:
+        """Append a frame. Returns the frame that it has replaced, if there is one: it takes that one's turn."""
         self.nbytes += frame.nbytes
         if urgent:
             self._urgent.append(frame)
             self._count(frame, 1)
             return None
+        number = next(self._numbers)
         if place is None:
-            place = (_ITS_OWN, next(self._numbers))
+            place = (_ITS_OWN, number)
             self._count(frame, 1)
         old = self._others.get(place)
-        self._others[place] = frame  # an old frame's position is kept
+        self._others[place] = frame
+        if old is None:
+            heapq.heappush(self._places, (rank, number, place))
         if old is not None:
             self.nbytes -= old.nbytes
         return old
@@ -92,7 +102,8 @@ class Outbox:
         if self._urgent:
             frame, counts = self._urgent.popleft(), True
         else:
-            place, frame = self._others.popitem(last=False)
+            _, _, place = heapq.heappop(self._places)
+            frame = self._others.pop(place)
             counts = isinstance(place, tuple) and place[0] is _ITS_OWN
         self.nbytes -= frame.nbytes
         if counts:

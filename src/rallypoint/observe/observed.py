@@ -22,8 +22,8 @@ from rallypoint.observe.recording import LIMIT_BYTES, Recorder, answered, call_o
 
 RECORD, RECORD_MB, CHECK = "RALLYPOINT_RECORD", "RALLYPOINT_RECORD_MB", "RALLYPOINT_CHECK"
 QUESTIONS = frozenset({
-    "contributes", "is_primary", "is_queued", "lateness", "machine", "may_fill", "may_prepare", "next_action", "ready",
-    "state", "takes_from", "validate", "waiting_for",
+    "contributes", "here", "is_primary", "is_queued", "lateness", "machine", "may_fill", "may_prepare", "next_action",
+    "ready", "state", "takes_from", "validate", "waiting_for",
 })  # fmt: skip
 BROKEN_STATUS = 70  # the exit status of a process whose machine broke an invariant
 Machine = TypeVar("Machine")

@@ -17,13 +17,16 @@ class Followers:
     """Sends frames to workers. Not thread-safe: only the owner thread calls it.
 
     `owned` is the reducer's dict of shards. The shell knows which workers follow. With `newest_is_enough` a version
-    replaces the shard's older one that still waits for a slow follower.
+    replaces the shard's older one that still waits for a slow follower. With `ranks`, one for each shard, versions of a
+    lower rank go out first.
     """
 
     def __init__(
-        self, shell: ServerShell[Channel], owned: Mapping[int, HeldShard], *, newest_is_enough: bool
-    ) -> None:
+        self, shell: ServerShell[Channel], owned: Mapping[int, HeldShard], *, newest_is_enough: bool,
+        ranks: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         self._shell, self._owned, self._newest_is_enough = shell, owned, newest_is_enough
+        self._ranks = ranks
         self._in_flight = 0  # bytes, on each worker's link; 0: no limit
 
     def linked(self, channel: Channel, worker: str) -> Sequence[Effect]:
@@ -84,4 +87,5 @@ class Followers:
         owned = self._owned[shard]
         code, buffer, nbytes = owned.raw(header.step) if raw else owned.encoded(header.step)
         header = owned.named(header._replace(view=self._shell.fence.number, shard=shard, length=nbytes, codec=code))
-        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release, place=place)
+        rank = (header.step, self._ranks[shard]) if self._ranks else ()
+        channel.send(header, buffer.retain().bytes[:nbytes], sent=buffer.release, place=place, rank=rank)

@@ -45,6 +45,22 @@ class Placed:
         if words.data_ptr() != self.tensor.data_ptr():  # not contiguous: `words` is a copy
             self.tensor.copy_(words.view(self.tensor.shape))
 
+    def swap(self, start: int, values: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Swap `values` (1-D fp32) with the part of a parameter that begins at word `start` of the vector.
+
+        `scratch` (1-D fp32, on the parameter's device) bounds how much is swapped at once. On a GPU the copies are
+        queued on the current stream, and `values` is pinned.
+        """
+        words, first = self.words(), start - self.entry.start
+        for at in range(0, len(values), len(scratch)):
+            there = values[at : at + len(scratch)]
+            own, kept = words[first + at :][: len(there)], scratch[: len(there)]
+            kept.copy_(own)
+            own.copy_(there, non_blocking=True)
+            there.copy_(kept, non_blocking=True)
+        if words.data_ptr() != self.tensor.data_ptr():  # not contiguous: `words` is a copy
+            self.tensor.copy_(words.view(self.tensor.shape))
+
     def of_part(self, vector: torch.Tensor, start: int) -> torch.Tensor:
         """Like `of`, for a `vector` whose first word is word `start` of the flat vector."""
         words = vector[self.entry.start - start : self.entry.stop - start]

@@ -10,6 +10,7 @@ from rallypoint.core.modes import Holder, ModeTraits, Pace
 from rallypoint.core.sums.presum import Presum
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import CodecStateCustody, NoCodecStates
+from rallypoint.core.worker.overlap import OverlapMachine
 from rallypoint.core.worker.shell import Machine, WorkerShell
 from rallypoint.core.worker.snapshots import CodecStateSnapshots, ModelShares, Snapshots
 from rallypoint.core.worker.streaming import StreamMachine
@@ -27,6 +28,7 @@ class WorkerPlan:
         cadence: the shards that each round updates.
         codec_state_shards: the shards whose codec has a state for each replica.
         presum: what the worker adds up before it sends it.
+        overlaps: a forward pass may begin before all of its version is here.
     """
 
     shards: int
@@ -36,6 +38,7 @@ class WorkerPlan:
     cadence: Cadence = TOGETHER
     codec_state_shards: tuple[int, ...] = ()
     presum: tuple[frozenset[int], int, int] = (frozenset(), 1, 1)  # see `core/sums/presum.py`: Presum
+    overlaps: bool = False
 
 
 def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = lambda machine: machine) -> WorkerShell:
@@ -46,7 +49,8 @@ def shell_for(me: str, plan: WorkerPlan, watch: Callable[[Machine], Machine] = l
             stream = StreamMachine(me, plan.shards, plan.buffer_shards, plan.rounds)
             return WorkerShell(watch(stream), states, Snapshots())
         case Pace.ROUNDS:
-            aligned = WorkerMachine(
+            kind = OverlapMachine if plan.overlaps else WorkerMachine
+            aligned = kind(
                 me, plan.shards, plan.buffer_shards, plan.rounds, cadence=plan.cadence,
                 in_order=plan.mode.holder is Holder.WORKERS, presum=Presum(*plan.presum),
             )  # fmt: skip

@@ -71,6 +71,11 @@ class SlotMachine(ABC):
         return self._computing is not None
 
     @property
+    def reads(self) -> int:
+        """The version that the replica in progress reads; not `step` where its forward pass began early."""
+        return self.step
+
+    @property
     def takes_part(self) -> bool:
         """True if this worker has replicas, now or at a later step."""
         return bool(self.assigned)
@@ -148,7 +153,7 @@ class SlotMachine(ABC):
         self._links.clear()  # the shell has ended all links: what they were receiving is stale
         self.step = -1
         self.rewound = self._computing is not None
-        self._slots.free_all(but=Slot.FILLING)  # the main thread may still be writing these; freed when it stops
+        self._slots.free_all(Slot.FILLING, Slot.OLD)  # the main thread may still be writing these; freed when it stops
         self._initialise = view.origin == "" and view.uploader == self.me
         self.following = False  # the worker has to ask the servers for versions again
 
@@ -179,7 +184,8 @@ class SlotMachine(ABC):
         """Raise AssertionError with a sentence if an invariant does not hold. O(number of shards)."""
         self._slots.validate()
         assert self._computing is not None or not self.rewound, "rewound, but no replica is being computed"
-        assert self._computing is None or self._installing < 0, "it computes while it installs"
+        installs = self._installing >= 0 and self._installing != self.reads
+        assert self._computing is None or not installs, "it computes while it installs"
         assert not self._initialise or self._uploads_first_weights(), "it is to upload what another worker has"
         for shard, slot in enumerate(self._slots):
             assert slot is not Slot.FILLING or self.computing, f"slot {shard} is written, but no replica is computed"

@@ -5,6 +5,7 @@ hold first the gradient that the worker sends, then the new parameters that it r
 
     FREE -> FILLING -> QUEUED -> FREE      a gradient is written, waits, is sent
     FREE -> LANDING -> LANDED -> FREE      a version is received, is complete, is installed
+    LANDED -> OLD -> FREE                  the same, where a forward pass begins early (`core/worker/overlap.py`)
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ class Slot(enum.Enum):
     QUEUED = "queued"  # a gradient that waits for the link, or is being sent
     LANDING = "landing"  # a version is being received into it
     LANDED = "landed"  # a complete version
+    OLD = "old"  # what the model held before; the main thread swaps, or has swapped, it with the version that landed
 
 
 class Slots(list[Slot]):
@@ -55,9 +57,9 @@ class Slots(list[Slot]):
         if self.is_queued(shard, serial):
             self[shard] = Slot.FREE
 
-    def free_all(self, but: Slot | None = None) -> None:
-        """Free every slot, except those in state `but`."""
-        self[:] = [slot if slot is but else Slot.FREE for slot in self]
+    def free_all(self, *but: Slot) -> None:
+        """Free every slot, except those in one of the states `but`."""
+        self[:] = [slot if slot in but else Slot.FREE for slot in self]
 
     def free(self, *kinds: Slot) -> None:
         """Free every slot that is in one of the states `kinds`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rallypoint.core.layout import forward_ranks
 from rallypoint.core.shard import events as shard_events
 from rallypoint.core.shard.server import ServerMachine
 from rallypoint.core.shard.shell import ServerShell
@@ -53,7 +54,10 @@ class Reducer:
         self._pulls = Pulls(tracer)
         self._ledger = Ledger(context.say, self.shell.fence)
         self._tickets = Tickets(self.shell.fence, job.config.hold_bytes)
-        self._followers = Followers(self.shell, self._owned, newest_is_enough=newest_is_enough(job.config))
+        self._followers = Followers(
+            self.shell, self._owned, newest_is_enough=newest_is_enough(job.config),
+            ranks=forward_ranks(job.record.layout) if job.config.overlaps else (),
+        )  # fmt: skip
         self._replication = Replication(self.shell, self._tickets, self._ledger, self._owned)
         self._codec_states = None
         if job.codec_states is not None:

@@ -14,6 +14,7 @@ from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
+from rallypoint.testing.simulation.replicas.forward import SimulatedForward
 from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
 from rallypoint.testing.simulation.store import SimulatedStore
 
@@ -54,6 +55,7 @@ class SimulatedWorker:
         self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
         self._blocked = self._acting = self._busy = False
         self._thread = MainThread(self.node.world.now)
+        self._forward = SimulatedForward(self._exchange, self.install_s, self._goes_on)
         self.membership = Membership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
@@ -122,6 +124,7 @@ class SimulatedWorker:
         self._acting = False
         if self._replica >= 0 or self._blocked or self._busy:
             return
+        self._forward.allow()
         if self._goes_ahead():
             return
         if self.shell.gone:
@@ -230,14 +233,14 @@ class SimulatedWorker:
 
     def _evaluate(self, generation: ViewNumber) -> None:
         """The last version of this generation is here. It says so after an evaluation, which may take a while."""
-        self._busy = True
-        seconds = self.evaluate_s * self.node.world.random.random()
-        self.node.later(seconds, lambda: self._say_done(generation))
 
-    def _say_done(self, generation: ViewNumber) -> None:
-        self._busy, self._claim = False, generation
-        self.membership.send(("done", generation))
-        self._poke()
+        def say_done() -> None:
+            self._busy, self._claim = False, generation
+            self.membership.send(("done", generation))
+            self._poke()
+
+        self._busy = True
+        self.node.later(self.evaluate_s * self.node.world.random.random(), say_done)
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
@@ -259,9 +262,11 @@ class SimulatedWorker:
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
-        if looked_up := self.job.looked_up(self.machine.step, replica):
+        step = self.machine.reads
+        if looked_up := self.job.looked_up(step, replica):
             self._exchange.rows.begin(replica, looked_up)
-        if part := self._replicas.begin(self.machine.step, replica, self._generation):
+        self._forward.begin(self.model)
+        if part := self._replicas.begin(step, replica, self._generation):
             self.node.later(self._seconds(self.job.compute_s * part), self._fill_next)
         else:
             self._fill_next()
@@ -269,6 +274,8 @@ class SimulatedWorker:
     def _fill_next(self) -> None:
         if self.machine.rewound or self._exchange.rows.outdated:
             self._end_replica(whole=False)
+        elif self._forward.runs:
+            self._blocked = not self._forward.go_on()
         elif not self._exchange.rows.ready():
             self._blocked = True
         elif not self._todo:
@@ -287,15 +294,20 @@ class SimulatedWorker:
         self.node.later(seconds, lambda: self._filled(shard, fills, step, replica))
 
     def _filled(self, shard: int, fills: bool, step: int, replica: int) -> None:
-        self._thread.works(self.node.world.now)
         if fills and not self.machine.rewound:
             self.slots[shard] = self._replicas.contribution(shard, step, replica, self._exchange.rows.seen(self.model))
             self._exchange.filled(shard, replica)
+        self._goes_on()
+
+    def _goes_on(self) -> None:
+        """The main thread has done a part of a replica's work."""
+        self._thread.works(self.node.world.now)
         self._fill_next()
 
     def _end_replica(self, *, whole: bool) -> None:
         replica, self._replica = self._replica, -1
         self._todo.clear()
+        self._forward.give_up()
         self._exchange.rows.end()
         step = self.machine.step
         if whole:

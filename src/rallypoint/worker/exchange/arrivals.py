@@ -13,7 +13,7 @@ from rallypoint.worker.exchange.encoder import Encoder
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replicated import ServerState
-from rallypoint.worker.exchange.row_pulls import RowPulls
+from rallypoint.worker.exchange.rows.pulls import RowPulls
 
 _CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard
 

@@ -5,7 +5,7 @@ that is pushed, then the new parameters that arrive (see `core/worker/slots.py`)
 of a worker, except for the gradients that autograd holds for a moment.
 
 Files: the shell under its lock, and the order of all locks (`locked.py`); links (`links.py`, `link.py`); what leaves
-(`replica.py`, `pushes.py`, `encoder.py`); what arrives (`arrivals.py`); pulls of rows (`row_pulls.py`); codec states
+(`replica.py`, `pushes.py`, `encoder.py`); what arrives (`arrivals.py`); pulls of rows (`rows/`); codec states
 (`codec_states.py`); the optimizer's state where workers hold it (`replicated.py`).
 """
 
@@ -30,6 +30,7 @@ from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.codec_states import CodecStates
 from rallypoint.worker.exchange.effects import LinkEffects
 from rallypoint.worker.exchange.encoder import Encoder
+from rallypoint.worker.exchange.forward import ForwardVersion
 from rallypoint.worker.exchange.initial import States, Words, push_initial
 from rallypoint.worker.exchange.links import Context, Links
 from rallypoint.worker.exchange.locked import LockedShell
@@ -39,7 +40,7 @@ from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
-from rallypoint.worker.exchange.row_pulls import RowPulls
+from rallypoint.worker.exchange.rows.pulls import RowPulls
 
 
 class Exchange:
@@ -48,6 +49,7 @@ class Exchange:
     Attributes:
         buffer: the exchange buffer, 1-D fp32.
         replica: the replica that is being computed.
+        forward: the version that a forward pass reads while it arrives.
         rows: pulls of rows of tables.
         arrivals: the receiver that the links call with what arrives.
     """
@@ -74,6 +76,7 @@ class Exchange:
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
         self._optimizer = optimizer_state(config)
         self.replica = ReplicaPushes(layout, locked, self._pushes, self._links)
+        self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
         self.arrivals = Arrivals(
             layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
@@ -147,8 +150,8 @@ class Exchange:
 
     @property
     def step(self) -> int:
-        """The version that the model holds; -1 before the first."""
-        return self._shell.machine.step
+        """The version that the model holds, or that a forward pass is installing; -1 before the first."""
+        return self._shell.machine.reads
 
     @property
     def holds(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import threading
-from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rallypoint.core.view import Member, ViewNumber
 from rallypoint.errors import AccessDenied, ProtocolError, RallypointError
@@ -14,6 +15,7 @@ from rallypoint.net.dialer import Calls, Dialer
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import Credentials
 from rallypoint.net.messages import Refused, expect
+from rallypoint.net.outbox import Rank
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 
@@ -67,6 +69,16 @@ class Receiver(Protocol):
         """A fault of our own has ended the link for good."""
 
 
+class Waiting(NamedTuple):
+    """A contribution, or a request, that waits for credit. Compared by its first two fields, which differ."""
+
+    rank: Rank
+    number: int
+    header: Header
+    payload: memoryview
+    sent: Callable[[], None]
+
+
 class ServerLink:
     """Keeps a connection of `me` to one server, from threads of its own, from `start` until `close`.
 
@@ -87,7 +99,8 @@ class ServerLink:
         self._channel: Channel | None = None
         self._credits, self._in_flight = 0, 0
         self._overdraws = False
-        self._waiting: deque[tuple[Header, memoryview, Callable[[], None]]] = deque()
+        self._waiting: list[Waiting] = []  # a heap
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._scratch = memoryview(b"")
         self._dialer = Dialer(
@@ -108,18 +121,24 @@ class ServerLink:
         """Seconds for which the server could not be reached; 0.0 while it can."""
         return self._dialer.unreachable()
 
-    def push(self, header: Header, payload: memoryview, sent: Callable[[], None]) -> None:
-        """Queue a contribution. `sent` is called when its bytes may be reused, also when the link is lost."""
+    def push(self, header: Header, payload: memoryview, sent: Callable[[], None], rank: Rank = ()) -> None:
+        """Queue a contribution; those of a lower rank overtake it. `sent` is called when its bytes may be reused.
+
+        It is also called when the link is lost.
+        """
         with self._lock:
             channel = self._channel
             if channel is not None and self._credits <= 0 and not self._overdraws:
-                self._waiting.append((header, payload, sent))
+                self._wait(header, payload, sent, rank)
                 return
             self._credits -= 1
         if channel is None:
             sent()  # the link is lost; `link_lost` makes the machine send it again
         else:
-            channel.send(header, payload, sent)
+            channel.send(header, payload, sent, rank=rank)
+
+    def _wait(self, header: Header, payload: memoryview, sent: Callable[[], None], rank: Rank) -> None:
+        heapq.heappush(self._waiting, Waiting(rank, next(self._numbers), header, payload, sent))
 
     def overdraw(self, on: bool) -> None:
         """Send without credits (`on`), also what waits for some; or keep to the window again.
@@ -131,9 +150,9 @@ class ServerLink:
             self._overdraws = on
             channel = self._channel
             ready = self._ready_to_leave() if channel is not None else []
-        for header, payload, sent in ready:
+        for one in ready:
             assert channel is not None
-            channel.send(header, payload, sent)
+            channel.send(one.header, one.payload, one.sent, rank=one.rank)
 
     def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
         """Ask for one version of a shard again."""
@@ -150,7 +169,7 @@ class ServerLink:
         with self._lock:
             channel = self._channel
             if channel is not None and self._waiting:
-                self._waiting.append((header, _NOTHING, _nothing))
+                self._wait(header, _NOTHING, _nothing, ())
                 return
         if channel is not None:
             channel.send(header)
@@ -209,9 +228,9 @@ class ServerLink:
         """Drop everything that waits for credit: there is no connection."""
         with self._lock:
             self._channel = None
-            waiting, self._waiting = self._waiting, deque()
-        for _, _, sent in waiting:
-            sent()
+            waiting, self._waiting = self._waiting, []
+        for one in sorted(waiting):
+            one.sent()
 
     def _receive_all(self, channel: Channel) -> None:
         while True:
@@ -261,18 +280,18 @@ class ServerLink:
                 raise ProtocolError(f"server {self.server.id} gives {count} credits for {out} contributions")
             self._credits += count
             ready = self._ready_to_leave()
-        for header, payload, sent in ready:
-            channel.send(header, payload, sent)
+        for one in ready:
+            channel.send(one.header, one.payload, one.sent, rank=one.rank)
 
-    def _ready_to_leave(self) -> list[tuple[Header, memoryview, Callable[[], None]]]:
+    def _ready_to_leave(self) -> list[Waiting]:
         """Return what the credit allows to send.
 
-        Requests need no credit, but keep their place among the contributions.
+        Requests need no credit, but keep their place among the contributions (none has a rank where there are any).
         """
         ready = []
-        while self._waiting and (self._overdraws or self._credits > 0 or self._waiting[0][0].kind is Kind.WANT):
-            self._credits -= self._waiting[0][0].kind is not Kind.WANT
-            ready.append(self._waiting.popleft())
+        while self._waiting and (self._overdraws or self._credits > 0 or self._waiting[0].header.kind is Kind.WANT):
+            self._credits -= self._waiting[0].header.kind is not Kind.WANT
+            ready.append(heapq.heappop(self._waiting))
         return ready
 
 

@@ -58,6 +58,7 @@ class LockedShell:
         self.failure: BaseException | None = None
         self._say = say
         self._claiming = False  # True while the main thread waits for room in a slot
+        self._awaited: frozenset[int] = frozenset()  # the shards that a forward pass waits for
         self.progress = Progress()  # of the main thread
         self.activity = 0  # rises whenever the main thread gets on
 
@@ -139,6 +140,14 @@ class LockedShell:
                 self.machine.fill(shard)
         return may
 
+    def wait_for_shards(self, shards: Sequence[int], here: Callable[[], bool], describe: Callable[[], str]) -> None:
+        """Wait until these shards are `here()`, or what is being computed is stale. Needs the lock."""
+        self._awaited = frozenset(shards)
+        try:
+            self.wait(lambda: self.machine.rewound or here(), describe)
+        finally:
+            self._awaited = frozenset()
+
     # ---- the links' threads: events that come for every shard wake the main thread only when it needs them ----
 
     def sent(self, shard: int, serial: int) -> None:
@@ -159,7 +168,7 @@ class LockedShell:
                 lands()
             # The target is known again: the main thread may have something to do although nothing lands
             target = self.machine.target
-            if target != before or target > self.machine.step + 1 or self._claiming:
+            if target != before or target > self.machine.step + 1 or self._claiming or self.machine.rewound:
                 self.changed.notify_all()
         self.effects.run(effects[1:])
         return landing
@@ -168,6 +177,6 @@ class LockedShell:
         """The version is complete."""
         with self.changed:
             effects = self.machine.handle(Landed(shard))
-            if self.machine.complete:
+            if self.machine.complete or shard in self._awaited:
                 self.changed.notify_all()
         self.effects.run(effects)

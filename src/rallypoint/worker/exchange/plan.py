@@ -18,6 +18,7 @@ def worker_plan(config: JobConfig, layout: Layout, codec_state_shards: tuple[int
         shards=len(shards), rounds=config.rounds, mode=config.mode,
         buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
         cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards, presum=_presum(config, layout),
+        overlaps=config.overlaps and not layout.tables,  # rows of tables are pulled at a version that exists everywhere
     )  # fmt: skip
 
 

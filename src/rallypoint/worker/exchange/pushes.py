@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -13,6 +14,7 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.sums.presum import Part
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind, wants
+from rallypoint.net.outbox import Rank
 from rallypoint.net.pool import bytes_of
 from rallypoint.worker.exchange.encoder import Encoder
 from rallypoint.worker.exchange.links import Links
@@ -40,6 +42,7 @@ class Pushes:
         self._weight, self._finite = 1.0, True
         self.partials = Partials()
         self._examines = examines
+        self.ranks: Sequence[int] = ()  # of each shard: the forward pass needs those of a low rank first; (): in order
 
     def begin(self, weight: float, finite: bool) -> None:
         """Set the weight of the following contributions, and whether their loss was finite."""
@@ -84,7 +87,7 @@ class Pushes:
             return
         if (link := self._links.get(send.server)) is not None:
             header = self._header(send, len(payload.data), weight, whole=whole)._replace(codec=payload.code)
-            link.push(header, payload.data, sent=payload.buffer.release)
+            link.push(header, payload.data, sent=payload.buffer.release, rank=self._rank(send))
         else:
             payload.buffer.release()
         self._sent(send.shard, send.serial)  # the gradient was encoded into a buffer of its own: the slot is free
@@ -107,7 +110,12 @@ class Pushes:
         with self._lock:
             link = self._links.get(send.server)
             if link is not None and self._queued(send.shard, send.serial):
-                link.push(header, self.slot(send.shard), sent=lambda: self._sent(send.shard, send.serial))
+                sent = partial(self._sent, send.shard, send.serial)
+                link.push(header, self.slot(send.shard), sent=sent, rank=self._rank(send))
+
+    def _rank(self, send: machine.Send) -> Rank:
+        """A lower replica goes first: while it is missing, servers keep credit of the others back."""
+        return (send.step, send.replica, self.ranks[send.shard]) if self.ranks else ()
 
     def _push_rows(self, send: machine.Send, gradient: memoryview) -> None:
         if (link := self._links.get(send.server)) is not None:

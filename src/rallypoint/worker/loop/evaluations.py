@@ -38,16 +38,23 @@ class Evaluations:
             raise UsageError(f"run.every({every}): give a positive number of steps")
         self._registered.append(_Registered(every, evaluation))
 
+    def coming(self, step: int, before: int) -> bool:
+        """True if `due` would return an evaluation. Changes nothing."""
+        passed = self._passed(before)
+        return any(one.is_due(step, passed, ends=step == self._steps) for one in self._registered)
+
     def due(self, step: int, before: int) -> list[_Registered]:
         """Return the evaluations due with the version of `step`; `before` is the step of the version before it.
 
         Call it for every version, also on workers that do not evaluate: any worker may evaluate the next version.
         """
-        passed = before if self._seen is None else min(self._seen, before)  # below `_seen` after a roll-back
-        self._seen = step
+        passed, self._seen = self._passed(before), step
         for one in self._registered:
             one.done = min(one.done, step)  # after a roll-back later versions are computed, and evaluated, again
         return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
+
+    def _passed(self, before: int) -> int:
+        return before if self._seen is None else min(self._seen, before)  # below `_seen` after a roll-back
 
     def run(self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None]) -> None:
         """Run these evaluations in eval mode without gradients, and pass each result to `report`.

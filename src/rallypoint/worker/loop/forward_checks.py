@@ -1,4 +1,4 @@
-"""Hooks on the model's modules that end a forward pass whose result is stale."""
+"""Hooks on the model's modules: they end a forward pass whose result is stale, and wait for late parameters."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ import torch
 
 
 class ForwardChecks:
-    """Calls `check` before each module's forward while it is `on`. An error from `check` ends the forward."""
+    """Calls `check` with each module before its forward, while it is `on`. An error from `check` ends the forward.
 
-    def __init__(self, model: torch.nn.Module, check: Callable[[], None]) -> None:
+    Compiled code makes no checks: the hook would be compiled with it, and whatever `check` reads would be a constant.
+    """
+
+    def __init__(self, model: torch.nn.Module, check: Callable[[torch.nn.Module], None]) -> None:
         self._model, self._hook = model, _Hook(check)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def on(self) -> None:
-        """Put a hook on every module that the model has now."""
+        """Put a hook on every module that the model has now; TorchScript takes none."""
         self.off()
-        self._handles = [module.register_forward_pre_hook(self._hook) for module in self._model.modules()]
+        modules = [module for module in self._model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+        self._handles = [module.register_forward_pre_hook(self._hook) for module in modules]
 
     def off(self) -> None:
         """Take the hooks off."""
@@ -30,11 +34,12 @@ class ForwardChecks:
 class _Hook:
     """The hook of one run on one worker. A copied or saved model gets `nothing` in its place."""
 
-    def __init__(self, check: Callable[[], None]) -> None:
+    def __init__(self, check: Callable[[torch.nn.Module], None]) -> None:
         self._check = check
 
     def __call__(self, module: torch.nn.Module, arguments: Any) -> None:
-        self._check()
+        if not torch.compiler.is_compiling():
+            self._check(module)
 
     def __deepcopy__(self, memo: object) -> Callable[..., None]:
         return nothing

@@ -43,6 +43,8 @@ class ModelGuard:
         ]
         self._registered = True  # True: something in the model may be new, so look at it
         self._script_runs = False
+        self._versions: list[int] = []  # torch's counters, as they must be when the script's code ends
+        self._place = {id(tensor): index for index, tensor in enumerate(self._tensors)}
         self._unread: list[tuple[int, Comparison]] = []  # (step, a comparison that a GPU has not finished)
         self._hooks = [
             on_module_registered(self._on_registered), on_parameter_registered(self._on_registered),
@@ -65,7 +67,7 @@ class ModelGuard:
         Raises UsageError when that code has changed what it must not change.
         """
         self.read(wait=False)
-        versions = [tensor._version for tensor in self._tensors]
+        self._versions = [tensor._version for tensor in self._tensors]
         comparison = Comparison(self._tensors) if values else None
         self._script_runs = True
         try:
@@ -78,14 +80,18 @@ class ModelGuard:
             comparison.end()
             self._unread.append((step, comparison))
             self.read(wait=not late)
-        elif versions != [tensor._version for tensor in self._tensors]:
-            self._refuse_writing(versions, step)
+        elif self._versions != [tensor._version for tensor in self._tensors]:
+            self._refuse_writing(step)
         if self._registered:
             self._registered = False
             self._look_for_new(step)
         for owner, leaf, tensor in self._buffers:
             if owner._buffers.get(leaf) is not tensor:
                 self._take_back(owner, leaf, tensor)
+
+    def wrote(self, tensor: torch.Tensor, times: int) -> None:
+        """While the script's code runs, the job has written to this parameter so many times: allow that."""
+        self._versions[self._place[id(tensor)]] += times
 
     def read(self, *, wait: bool = True) -> None:
         """Read the results of the pending comparisons; without `wait`, only those that the device has finished.
@@ -110,8 +116,8 @@ class ModelGuard:
                     "its own; a layer that is only to move slowly gets rp.Group(match=..., lr_scale=...)"
                 )
 
-    def _refuse_writing(self, versions: list[int], step: int) -> None:
-        for name, tensor, before in zip(self._named, self._tensors, versions, strict=True):
+    def _refuse_writing(self, step: int) -> None:
+        for name, tensor, before in zip(self._named, self._tensors, self._versions, strict=True):
             if tensor._version != before:
                 raise UsageError(self._written(name, step))
 

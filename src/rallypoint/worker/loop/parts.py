@@ -26,6 +26,7 @@ class Parts:
         optimizer: the optimizer that steps on this worker; None where the servers step.
         done: tells the coordinator that this worker holds the last version of a generation.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
+        say: shows a line to the user.
     """
 
     model: torch.nn.Module
@@ -38,4 +39,5 @@ class Parts:
     tracer: Tracer
     done: Callable[[ViewNumber], None]
     leads: Callable[[], bool]
+    say: Callable[[str], None]
     optimizer: WorkerOptimizer | None = None

@@ -14,11 +14,12 @@ from rallypoint.config import JobConfig
 from rallypoint.core.order import derive_seed
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
-from rallypoint.core.worker.ahead import GoneAhead
+from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.worker.exchange.exchange import Rewound
+from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.evaluations import Evaluation, Evaluations
 from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
@@ -40,9 +41,10 @@ class Run:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._config = parts, parts.config
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
-        self._checks = ForwardChecks(parts.model, parts.exchange.check)
+        self._checks = ForwardChecks(parts.model, self._before_module)
         self._guard = ModelGuard(parts.model, parts.tensors)
         self._versions = Versions(parts)
+        self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
             parts.model, seed=parts.config.seed, steps=parts.config.steps,
@@ -135,6 +137,7 @@ class Run:
 
     def _next_action(self) -> machine.Action | machine.Store | None:
         self._prefetch()
+        self._early.allow(self._may_begin_early(self._exchange.step + 1))
         with self._tracer.span("wait", step=self._exchange.step):
             return self._exchange.next_action()
 
@@ -147,13 +150,19 @@ class Run:
         first = self._config.steps_at(round) + (self._config.steps_ahead(round) if gone else 0)
         self._prefetched.load((first, replica, 0))
 
+    def _may_begin_early(self, round: int) -> bool:
+        """True if nothing has to be done with this round's version before its forward pass begins."""
+        step = self._config.steps_at(round)
+        return not _compares(step) and not self._evaluations.coming(step, before=self._config.steps_at(round - 1))
+
     # ---- one replica ----
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
         began = time.monotonic()
         if (generation := self._exchange.replica.begin(round, replica)) is None:
             return
-        self._versions.restore_buffers()
+        if not self._early.start(round, replica):
+            self._versions.restore_buffers()
         done = self._ahead.resume(round, replica, generation)
         if done is None:
             self._losses, self._weights = [], []
@@ -167,13 +176,15 @@ class Run:
                 yield from self._step(step, replica)
             self._source.end_replica(replica)
         except Rewound:
+            self._early.undo()
             self._source.abandon()
             return
         optimizer = self._parts.optimizer
         self._parts.coordinator.send(Report(
             round, replica, _mean(self._losses), _mean(self._weights),
-            items=len(steps) * self._config.batch * self._config.items_per_sample, seconds=time.monotonic() - began,
-            generation=generation, settings=optimizer.settings_digest() if optimizer is not None else "",
+            items=len(steps) * self._config.batch * self._config.items_per_sample,
+            seconds=time.monotonic() - began - self._early.waited, generation=generation,
+            settings=optimizer.settings_digest() if optimizer is not None else "",
         ))  # fmt: skip
 
     def _go_ahead(self) -> Iterator[Micro]:
@@ -200,7 +211,8 @@ class Run:
             batch = self._prefetched.take((step, replica, index))
             micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
             last = index == self._config.accumulate - 1
-            with self._guard.script(step, values=last and step & (step - 1) == 0, late=True):  # 0, 1, 2, 4, 8, ...
+            with self._guard.script(step, values=last and _compares(step), late=True):
+                self._early.begin()
                 yield micro
             if micro.abandoned:
                 raise Rewound
@@ -212,15 +224,23 @@ class Run:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
         self._exchange.check()
 
+    def _before_module(self, module: torch.nn.Module) -> None:
+        self._exchange.check()
+        self._early.enter(module)
+
     def enter_micro(self, micro: Micro) -> None:
         """Begin ``with micro:`` (called by Micro).
 
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
+        self._early.inside = True
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
         """Back-propagate one micro-batch (called by Micro)."""
+        if self._early.finish():
+            step = self._config.steps_at(self._exchange.step)
+            self._evaluations.due(step, before=step - 1)  # none is; they count versions
         if micro.index == 0:
             self._weights.append(weight)
             self._check_no_gradient(micro)
@@ -282,10 +302,16 @@ class Run:
 
     def release_model(self) -> None:
         """Take the hooks off the model."""
+        self._early.undo()
         self._source.remove()
         self._checks.off()
         self._guard.remove()
         self._versions.close()
+
+
+def _compares(step: int) -> bool:
+    """True if the parameters' values are compared around the script's code of this step: 0, 1, 2, 4, 8, ..."""
+    return step & (step - 1) == 0
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -121,7 +121,8 @@ class Job:
         self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
             source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
-            tracer=self._tracer, done=self.done, leads=self._leads, optimizer=optimizer,
+            tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
+            optimizer=optimizer,
         ))  # fmt: skip
         return self._run
 

@@ -58,8 +58,16 @@ class Versions:
         parts.source.installed(shards)
         self._keep_buffers()
         generation = exchange.installed(version)
-        parts.tracer.on = self._trace_steps[0] <= version < self._trace_steps[1]
+        self._trace(version)
         return generation
+
+    def completed(self, buffers: list[torch.Tensor]) -> None:
+        """A forward pass has installed a whole version; `buffers` are the buffers' values in it."""
+        self._buffers_at_start = buffers
+        self._trace(self._exchange.step)
+
+    def _trace(self, version: int) -> None:
+        self._parts.tracer.on = self._trace_steps[0] <= version < self._trace_steps[1]
 
     def _keep_buffers(self) -> None:
         self._buffers_at_start = [placed.tensor.clone() for placed in self._parts.tensors.buffers]

@@ -16,7 +16,7 @@ import torch
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.drift import OwnParameters
+from rallypoint.core.worker.local.drift import OwnParameters
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.sources.local import LocalStepsSource, _Inner
 from rallypoint.worker.sources.staging import Staging

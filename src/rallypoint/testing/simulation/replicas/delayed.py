@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.ahead import GoneAhead
-from rallypoint.core.worker.drift import Drift, OwnParameters
-from rallypoint.core.worker.inner import InnerStates
+from rallypoint.core.worker.local.ahead import GoneAhead
+from rallypoint.core.worker.local.drift import Drift, OwnParameters
+from rallypoint.core.worker.local.inner import InnerStates
 from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.replicas.inner import Inner, InnerOptimizers
 from rallypoint.testing.simulation.replicas.rounds import Names, Trained

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.inner import InnerStates
+from rallypoint.core.worker.local.inner import InnerStates
 from rallypoint.testing.simulation.job import Content, SimulatedJob
 from rallypoint.testing.simulation.replicas.names import combine
 

@@ -1,6 +1,6 @@
 """Pulls of rows in the simulation: a worker's, and those that wait at a server.
 
-What decides is real: `worker/exchange/pull.py` and `core/shard/pulls.py`. `worker/exchange/row_pulls.py` and
+What decides is real: `worker/exchange/rows/pull.py` and `core/shard/pulls.py`. `worker/exchange/rows/pulls.py` and
 `server/pulls.py` are the counterparts of what stands around them here.
 """
 
@@ -15,7 +15,7 @@ from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.core.worker.shell import WorkerShell
 from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
 from rallypoint.testing.simulation.network import Wire
-from rallypoint.worker.exchange.pull import Pull
+from rallypoint.worker.exchange.rows.pull import Pull
 
 _NO_BYTES = (memoryview(b""), 0)  # names are as long as nothing
 

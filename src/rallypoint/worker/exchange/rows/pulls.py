@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
-from rallypoint.worker.exchange.pull import Pull
+from rallypoint.worker.exchange.rows.pull import Pull
 
 
 class RowPulls:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from rallypoint.core.view import ViewNumber
-from rallypoint.core.worker.inner import InnerState, InnerStates
+from rallypoint.core.worker.local.inner import InnerState, InnerStates
 
 V = TypeVar("V")
 

@@ -1,0 +1,1 @@
+"""Pulls of rows of tables."""
