@@ -117,6 +117,7 @@ def test_a_seed_replays_exactly_under_every_policy(policy: Played) -> None:
         (Async(), 259262665),  # a server died between its answer and the contribution that had asked for it
         (BoundedStaleness(1), 259519144),  # two coordinators in turn died before the job had begun
         (AllReduce(), 333689123),  # all fell silent at once before a step was computed, and a server had left before
+        (AllReduce(), 9151),  # version 0 was lost before a step was computed, and could not be stored
         (Async(), 335139026),  # another worker had finished the replica before a worker's own step of it was over
         (Sync(quorum=2), 341150031),  # a link was lost while the first version was being installed
         (Sync(), 297242018),  # a server slept through a roll-back, and was sent what nobody sees any more

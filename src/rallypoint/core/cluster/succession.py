@@ -145,7 +145,10 @@ class Succession:
         if course.phase is not Phase.RECOVERING or not course.members.servers:
             return []
         if event.snapshot == "":
-            return course.end(Abort(course.recovery.no_snapshot))
+            if course.furthest >= 0 or course.applied > 0:
+                return course.end(Abort(course.recovery.no_snapshot))
+            course.phase, course.begun = Phase.RUNNING, False  # nothing is computed: the first weights come once more
+            return self.new_generation("")
         course.phase = Phase.RUNNING
         course.furthest = event.version - 1
         self.snapshots.duty.last = (event.version, course.now)
