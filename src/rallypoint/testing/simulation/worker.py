@@ -228,19 +228,15 @@ class SimulatedWorker:
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
         self._replicas.installed(self.model)
-        if self.shell.done_in is not None:
-            self._evaluate(self.shell.done_in)
+        if (generation := self.shell.done_in) is not None:  # it says so after an evaluation, which may take a while
+            self._busy = True
+            seconds = self.evaluate_s * self.node.world.random.random()
+            self.node.later(seconds, lambda: self._say_done(generation))
 
-    def _evaluate(self, generation: ViewNumber) -> None:
-        """The last version of this generation is here. It says so after an evaluation, which may take a while."""
-
-        def say_done() -> None:
-            self._busy, self._claim = False, generation
-            self.membership.send(("done", generation))
-            self._poke()
-
-        self._busy = True
-        self.node.later(self.evaluate_s * self.node.world.random.random(), say_done)
+    def _say_done(self, generation: ViewNumber) -> None:
+        self._busy, self._claim = False, generation
+        self.membership.send(("done", generation))
+        self._poke()
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
