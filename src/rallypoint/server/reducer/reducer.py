@@ -193,8 +193,11 @@ class Reducer:
         header = event.header
         tree = self.job.config.policy.tree
         base, count = (0, header.base + 1) if tree else (header.base, 1)
-        may = self.shell.may_contribute(event.worker, header.replica, count)
-        if not self._takes(event.channel, header, event.buffer, may=may):
+        if not self.shell.may_contribute(event.worker, header.replica, count):
+            self._takes(event.channel, header, event.buffer, may=False)
+            self._asked_with(event)
+            return
+        if not self._takes(event.channel, header, event.buffer, may=True):
             return
         if self._effects.in_ledger(header.shard, header.step):
             self._ledger.arrived(event.channel.name)
@@ -208,7 +211,13 @@ class Reducer:
             whole=header.flags & (NOT_FINITE | BAD_GRADIENT) != BAD_GRADIENT,  # a loss that is not finite says more
         )  # fmt: skip
         self._effects.handle(header.shard, contribution)
-        if not tree and header.wanted is not None:
+        self._asked_with(event)
+
+    def _asked_with(self, event: inbox.Pushed) -> None:
+        """Take the question that comes with a contribution, also with one that does not count: it is asked once."""
+        header = event.header
+        current = self.shell.takes(header.shard, header.view)
+        if current and not self.job.config.policy.tree and header.wanted is not None:
             self._effects.run(self.shell.want(event.channel, event.worker, header.shard, header.wanted))
 
     def _initial(self, event: inbox.Initial) -> None:

@@ -131,6 +131,7 @@ class SimulatedServer:
         match message:
             case ("push", number, shard, step, replica, count, content, base, wants) if shell.takes(shard, number):
                 if not shell.may_contribute(who, replica, count):
+                    self._run([] if wants is None else shell.want(wire, who, shard, wants))
                     return
                 if self._codec_states is not None and isinstance(content, Coded):
                     self._codec_states.contributed(shard, content, who, self._upcoming(shard, replica))
