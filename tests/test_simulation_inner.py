@@ -66,7 +66,7 @@ def _begun_again_from_zero(self: InnerStates[Inner], round: int, replica: int, g
 
 
 @pytest.mark.parametrize(("policy", "bug", "sentence"), [
-    (KEPT, _stale_states_go_on, "is begun with the inner state of"),
+    (KEPT, _stale_states_go_on, "is begun with the inner state of|is begun once more after"),
     (KEPT, _begun_again_from_zero, "is begun with two inner states"),
     (KEPT, _nothing_is_kept, "other bytes|two inner states"),
     (FRAGMENTS, _nothing_is_kept, "other bytes|two inner states"),

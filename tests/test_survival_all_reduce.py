@@ -170,7 +170,7 @@ def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluste
     cluster.launcher.kill()
     cluster.ended()
     cluster.resume()
-    cluster.until(lambda: f"going on from {taken['snapshot']}" in cluster.output)
+    cluster.until(lambda: f": snapshot {taken['snapshot']}" in cluster.output)
     _ends_like(cluster, under_sync)
 
 

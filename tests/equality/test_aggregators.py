@@ -51,7 +51,7 @@ def test_any_number_of_aggregators_gives_the_bytes_of_plain_pytorch(
     )
     assert set(hashes) == {reference_hash(case)}
     assert taken > 0
-    assert sent < taken or workers <= aggregators, "nothing was added up"
+    assert sent < taken or workers == 1 or aggregators > 1, "nothing was added up"
 
 
 @pytest.mark.parametrize("case", ["fresh", "fragments", pytest.param("delay", marks=pytest.mark.slow)])

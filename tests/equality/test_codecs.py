@@ -83,7 +83,7 @@ def test_a_codec_learns_nearly_as_well(codec: str) -> None:
             {"groups": [{"match": ["*"], "codec": {"type": "dgc"}}], "optimizer": rp.SGD(momentum=0.9)},
             "rp.SGD without momentum",
         ),
-        ({"down": {"type": "topk"}}, r"Invalid value 'topk' - at `\$\.down"),
+        ({"down": {"type": "topk"}}, r"down\.type is 'topk': it must be one of raw"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_sentence(settings: dict[str, Any], why: str) -> None:

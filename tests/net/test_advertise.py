@@ -13,6 +13,7 @@ from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import UsageError
 from rallypoint.launch import lifeline
+from rallypoint.launch.commands import by_hand
 from rallypoint.net.advertise import advertised
 from rallypoint.server import service
 from rallypoint.server.service import ServerService
@@ -62,7 +63,7 @@ def test_a_coordinator_bound_to_every_address_needs_to_be_told_what_to_tell() ->
 def test_the_server_s_command_passes_its_addresses_on(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(service, "ServerService", lambda **how: made.append(how))
-    monkeypatch.setattr(service, "run_servers", lambda services: None)
+    monkeypatch.setattr(by_hand, "run_server", lambda started, coordinator: 0)
     monkeypatch.setattr(lifeline, "hold_lifeline", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     where = ["--bind", "0.0.0.0:4700", "--advertise", "node7:80"]
