@@ -241,12 +241,11 @@ def test_half_precision_parameters_that_have_not_moved_contribute_nothing() -> N
         sync = rp.LocalSteps(steps=3, outer=rp.SGD(lr=0.3))
         run = job.train(model, data, steps=12, batch=4, optimizer=optimizer, sync=sync)
         server: Any = job._servers[0]
-        owned = server._reducer._owned  # the server has one since it knows the job
         for micro in run:
             with micro:
                 micro.backward(loss_of(model, micro.batch))
-            if micro.step % 3 == 0:
-                masters.append(torch.cat([shard.master for shard in owned.values()]))
+            if micro.step % 3 == 0:  # here the server has published, so it knows the job and has a reducer
+                masters.append(torch.cat([shard.master for shard in server._reducer._owned.values()]))
     assert not torch.equal(masters[0], masters[1])
     assert not torch.equal(masters[1], masters[1].bfloat16().float())
     assert torch.equal(masters[1], masters[3])
