@@ -239,6 +239,18 @@ def test_the_first_module_runs_while_the_last_ones_parameters_are_on_their_way(h
     assert [step for step, was in late.items() if was] == EARLY
 
 
+def test_links_keep_to_their_window_after_a_version_that_a_forward_pass_has_installed(hold: Hold) -> None:
+    """The window bounds the memory of servers. Links leave it in the step in which a view comes, and in no later one."""
+    leave: dict[int, bool] = {}
+
+    def look(micro: Any) -> None:
+        leave[micro.step] = micro._run._exchange._links._overdraws
+
+    train(build(lambda: nn.Linear(6, 6)), script=look)
+    assert hold.began == EARLY
+    assert not any(leave[step + 1] for step in EARLY[:-1]), leave
+
+
 def test_nothing_begins_early_where_the_user_says_so(hold: Hold) -> None:
     make = CASES["plain"][0]
     assert train(build(make), overlap=False) == reference(make)
