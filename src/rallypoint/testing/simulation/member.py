@@ -135,6 +135,32 @@ class Order:
             self._heard()
 
 
+class Orders:
+    """Gives the coordinator one order after the other; calls `heard(order)` when it has announced it.
+
+    An order waits until the one before it is announced: each has a link of its own, two links might announce them in
+    another order, and the real launcher has one.
+    """
+
+    def __init__(self, new_node: Callable[[], Node], heard: Callable[[Resize], None]) -> None:
+        self._new_node, self._heard = new_node, heard
+        self._waiting: deque[Resize] = deque()  # the first is being given
+
+    def give(self, order: Resize) -> None:
+        """Give this order, after those before it."""
+        self._waiting.append(order)
+        if len(self._waiting) == 1:
+            self._give_first()
+
+    def _give_first(self) -> None:
+        Order(self._new_node(), self._waiting[0], self._announced)
+
+    def _announced(self) -> None:
+        self._heard(self._waiting.popleft())
+        if self._waiting:
+            self._give_first()
+
+
 # The simulated worker and server speak in tuples; the coordinator's shell in the real messages.
 
 

@@ -15,7 +15,7 @@ from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
-from rallypoint.testing.simulation.member import COORDINATOR, Order
+from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
@@ -57,7 +57,7 @@ class Simulation:
         self.events: list[str] = []
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
-        self._orders: list[Resize] = []  # the first was given; the others wait
+        self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -190,26 +190,14 @@ class Simulation:
         start.get(role, self.start_coordinator)()
 
     def _resize(self) -> None:
-        """The launcher acts on it when the coordinator has announced it, as the real one does.
-
-        An order waits until the one before it was announced: two links might announce them in another order, and the
-        real launcher has one.
-        """
+        """The launcher acts on it when the coordinator has announced it, as the real one does."""
         choose, least = self.world.random.randint, self.plan.terms.workers_min
         order = Resize(choose(least, least + 3), choose(1, 4))
         self.events.append(f"{self.world.now:.3f} {order}")
-        self._orders.append(order)
-        if len(self._orders) == 1:
-            self._give_order()
+        self._orders.give(order)
 
-    def _give_order(self) -> None:
-        Order(Node(self.world, self._name("launcher")), self._orders[0], self._resized)
-
-    def _resized(self) -> None:
+    def _resized(self, order: Resize) -> None:
         """So many are to be here: start some, or tell the newest to go."""
-        order = self._orders.pop(0)
-        if self._orders:
-            self._give_order()
         self.computing_at_most = order.workers
         for role, wanted in (("worker", order.workers), ("server", order.servers)):
             staying = self._staying(role)
