@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator import announcer, journal, owner, service, shell
+from rallypoint.coordinator import announcer, journal, owner, service
 from rallypoint.coordinator import events as events_module
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.inbox import Barrier
@@ -67,6 +67,7 @@ from rallypoint.net.messages import (
     expect,
 )
 from rallypoint.store import closing
+from rallypoint.testing.contracts.beside import until
 
 PATIENCE_S = 20.0
 LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's silence
@@ -175,13 +176,6 @@ def refusal(channel: Channel) -> str:
     while (header := channel.receive_header()).kind is not Kind.REFUSE:
         channel.receive_bytes(header)
     return expect(channel.receive_bytes(header), Refused).reason
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.005)
 
 
 # ---- who comes in, and what they may say -----------------------------------------------------------------------
@@ -538,7 +532,7 @@ def test_a_disk_that_fills_up_in_mid_run_is_told_once_and_written_again_when_the
 ) -> None:
     monkeypatch.setattr(journal, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(journal, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(shell, "_SLOWEST_TICK_S", 0.02)
+    monkeypatch.setattr(owner, "_SLOWEST_TICK_S", 0.02)
     coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
     server, worker, view = house.begin()
