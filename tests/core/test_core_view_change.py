@@ -239,8 +239,7 @@ def test_an_aggregator_contributes_what_its_workers_may_also_if_one_is_gone() ->
 
 
 def test_a_backup_task_may_come_through_the_worker_s_aggregator() -> None:
-    """It merges the backup task with the worker's own replica: servers would refuse both, and nobody sends that again.
-    """
+    """Else servers refuse it, and what the aggregator has merged with it."""
     views, members = ViewSequence(1, 1), _members(("a",), ("w0", "w1"))
     for name in ("r0", "r1"):
         members.join(Member(name, "here"), "aggregator")
