@@ -29,14 +29,20 @@ from train_member import Design, Result, Task
 
 DESIGNS: tuple[Design, ...] = ("rallypoint", "ddp", "alone")
 DURABLE: tuple[Design, ...] = ("rallypoint", "replicated", "snapshots", "durable", "ddp", "alone")
+ACCELERATED: tuple[Design, ...] = ("rallypoint", "ddp", "fsdp2", "alone")
+ALL: tuple[Design, ...] = ("rallypoint", "replicated", "snapshots", "durable", "ddp", "fsdp2", "alone")
 NAMES: Mapping[Design, str] = {
     "rallypoint": "Rallypoint", "replicated": "+ replication 2", "snapshots": "+ snapshots every 10 s",
-    "durable": "+ both", "ddp": "DDP over Gloo", "alone": "compute only",
+    "durable": "+ both", "ddp": "DDP over Gloo", "fsdp2": "FSDP2 over Gloo",
+    "alone": "compute only",
 }  # fmt: skip
 REPLICATED: tuple[Design, ...] = ("replicated", "durable")
 SERVED: tuple[Design, ...] = ("rallypoint", "snapshots", *REPLICATED)
-STATES: Mapping[Design, int] = {"rallypoint": 2, "replicated": 2, "snapshots": 2, "durable": 2, "ddp": 4, "alone": 2}
-"""Vectors as long as the model in a worker: parameters and gradients; under DDP also AdamW's two."""
+STATES: Mapping[Design, int] = {
+    "rallypoint": 2, "replicated": 2, "snapshots": 2, "durable": 2, "ddp": 4, "fsdp2": 4, "alone": 2,
+}  # fmt: skip
+"""Vectors as long as the model in a worker: parameters and gradients; under DDP also AdamW's two; under FSDP2 these
+four are shared out among the workers."""
 
 GOALS = (Case(4, 4, 1000.0), Case(2, 1, None))
 _CURVE_POINTS = 8
@@ -172,7 +178,7 @@ def figures(case: Case, plan: Plan, design: Design, runs: Mapping[Design, Sequen
         case=name(case, plan), design=design, step=Spread.of(run.steps), samples=samples,
         ratio=ratio(runs[design], runs["rallypoint"]) if "rallypoint" in runs else None,
         tokens=samples.median * plan.model.block, limit=max(compute, wire), compute=compute, wire=wire,
-        peak=max(run.peaks), analytic=STATES[design] * model_bytes,
+        peak=max(run.peaks), analytic=STATES[design] * model_bytes // (case.workers if design == "fsdp2" else 1),
         final_loss=None if design == "alone" else statistics.fmean(run.losses[-_LAST:]),
         losses=[] if design == "alone" else run.losses,
     )  # fmt: skip
@@ -217,7 +223,7 @@ def run(cases: Sequence[tuple[Case, Plan]], path: Path | None) -> None:
     title = (
         f"a GPT of {size / 4e6:.1f} M parameters (K = {size / 1e6:.0f} MB), {plan.batch} x {plan.model.block} bytes a "
         "worker\nlimit: max(compute, K/B), with replication the servers' (W+1)K/SB; peak: a worker's memory over its "
-        "imports and data\nanalytic: parameters + gradients (+ AdamW's state under DDP), without activations"
+        "imports and data\nanalytic: parameters + gradients (+ AdamW's state under DDP and FSDP2), without activations"
     )
     if plan.accelerator:
         title += "\n... ms: what each block sleeps in its forward; twice that in its backward"
@@ -262,22 +268,24 @@ def command(
         list[float] | None, typer.Option(min=0.0, help="The same, given as what the sleeps are in K/B.")
     ] = None,
     design: Annotated[
-        list[str] | None, typer.Option(help=f"Only this, and compute only; repeatable: {', '.join(DURABLE[:-1])}.")
+        list[str] | None, typer.Option(help=f"Only this, and compute only; repeatable: {', '.join(ALL[:-1])}.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Train a GPT on text with Rallypoint and with DDP over Gloo: same model, samples, optimizer, links; interleaved.
 
+    With an accelerator also with FSDP2 over Gloo.
+
     A third run only computes (forward and backward in as many processes at once). The limit of a step is the greater
     of that and K/B, the time the busiest link takes: servers that replicate carry the gradients once more.
     """
     sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
-    designs = DURABLE if durable else DESIGNS
+    designs = DURABLE if durable else ACCELERATED if accelerator or ratio else DESIGNS
     if design:
-        if unknown := set(design) - set(DURABLE):
-            known = ", ".join(DURABLE[:-1])
+        if unknown := set(design) - set(ALL):
+            known = ", ".join(ALL[:-1])
             raise typer.BadParameter(f"{', '.join(sorted(unknown))}: use {known}", param_hint="--design")
-        designs = tuple(name for name in DURABLE if name in {*design, "alone"})
+        designs = tuple(name for name in ALL if name in {*design, "alone"})
     plan = Plan(
         GPTConfig(layers=layers, heads=8, width=width, block=block), batch, lr, steps, warm_up, rounds,
         {name: value for name, value in sets.items() if value is not None}, designs,

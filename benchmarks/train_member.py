@@ -11,6 +11,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rallypoint as rp
@@ -20,10 +22,10 @@ from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MicroBatches
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.optim.flat import build_optimizer
-from rallypoint.recipes.gpt_model import GPT, GPTConfig
+from rallypoint.recipes.gpt_model import GPT, Block, GPTConfig
 from rallypoint.recipes.text import TextDataset, load_text
 
-Design = Literal["rallypoint", "replicated", "snapshots", "durable", "ddp", "alone"]
+Design = Literal["rallypoint", "replicated", "snapshots", "durable", "ddp", "fsdp2", "alone"]
 _TEXT_BYTES = 4 << 20  # enough for any benchmark, and read in no time
 
 
@@ -87,8 +89,28 @@ def ddp(task: Task, data: TextDataset, recorder: Recorder) -> None:
     join_gloo(task.rank, task.workers)
     config = resolve(task.settings)
     model = model_of(task)
-    optimizer = _optimizer(model, config)
     wrapped = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True)
+    _train(wrapped, _optimizer(model, config), config, task, data, recorder)
+
+
+def fsdp2(task: Task, data: TextDataset, recorder: Recorder) -> None:
+    """`fully_shard` of each block and of the rest over Gloo: each worker holds and updates its part of each tensor."""
+    join_gloo(task.rank, task.workers)
+    config = resolve(task.settings)
+    model = model_of(task)
+    mesh = init_device_mesh("cpu", (task.workers,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    wrapped = _Loss(model)
+    fully_shard(wrapped, mesh=mesh)
+    _train(wrapped, _optimizer(model, config), config, task, data, recorder)
+
+
+def _train(
+    wrapped: nn.Module, optimizer: torch.optim.Optimizer, config: JobConfig, task: Task, data: TextDataset,
+    recorder: Recorder,
+) -> None:  # fmt: skip
+    """The loop of torch's own designs."""
     batches = MicroBatches(data, config, torch.device("cpu"))
     for step in range(config.steps):
         began = time.monotonic()
@@ -136,8 +158,10 @@ def model_of(task: Task) -> GPT:
     torch.manual_seed(1234)
     model = GPT(task.model)
     if task.accelerator:
-        for block in model.blocks:
-            block.register_forward_hook(partial(_after_block, task.accelerator))
+        for block in model.blocks:  # by their multiplications: 4 width^2 for each token, and 8 width^2
+            assert isinstance(block, Block)
+            block.attention.register_forward_hook(partial(_computed, task.accelerator / 3))
+            block.down.register_forward_hook(partial(_computed, task.accelerator * 2 / 3))
     return model
 
 
@@ -156,8 +180,8 @@ class _Accelerator(torch.autograd.Function):
         return gradient, None
 
 
-def _after_block(seconds: float, block: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-    """At a block's output: it has read its parameters by then, and has no gradients yet in the backward."""
+def _computed(seconds: float, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
+    """At the end of attention or MLP: it has read its parameters by then, and has no gradients yet in the backward."""
     result: torch.Tensor = _Accelerator.apply(output, seconds)  # type: ignore[no-untyped-call]
     return result
 
@@ -182,7 +206,7 @@ def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     data, _ = load_text(block=task.model.block, budget=_TEXT_BYTES)
     recorder = Recorder()
-    {"ddp": ddp, "alone": alone}.get(task.design, rallypoint)(task, data, recorder)
+    {"ddp": ddp, "fsdp2": fsdp2, "alone": alone}.get(task.design, rallypoint)(task, data, recorder)
     write_result(recorder.result())
 
 

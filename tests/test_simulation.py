@@ -39,7 +39,7 @@ from rallypoint.core.worker.streaming import StreamMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, fills_the_journal, make_plan
 from rallypoint.testing.simulation.policies import Played, Poisoned, replay_line, word_for
-from rallypoint.testing.simulation.run import Result, Simulation, SimulationFailed, play, simulate
+from rallypoint.testing.simulation.run import Result, Simulation, SimulationFailed, first_failure, play, simulate
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
@@ -255,19 +255,7 @@ def test_a_bug_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    _found(Sync())
-
-
-def _found(policy: Played) -> str:
-    """What the first seed that fails says, after the line that replays it."""
-    for seed in ENOUGH:
-        try:
-            simulate(seed, policy)
-        except SimulationFailed as failed:
-            line, _, said = str(failed).partition("\n")
-            assert line == replay_line(seed, policy)
-            return said
-    pytest.fail(f"not found within {len(ENOUGH)} seeds")
+    first_failure(Sync(), ENOUGH)
 
 
 def _a_bound_that_is_none(self: BoundedStaleness, ledger: Ledger, clock: int) -> bool:
@@ -356,7 +344,7 @@ def test_a_bug_in_streaming_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, policy: Played, owner: Any, name: str, bug: Any, sentence: str
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, _found(policy))
+    assert re.search(sentence, first_failure(policy, ENOUGH))
 
 
 def _a_verdict_of_any_generation(self: ServerMachine, verdict: ClipVerdict) -> list[ServerEffect]:
@@ -414,7 +402,7 @@ def test_a_gradient_that_nobody_stops_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any, sentence: str
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, _found(Poisoned()))
+    assert re.search(sentence, first_failure(Poisoned(), ENOUGH))
 
 
 def _one_server_heard_of_the_norm(seed: int, at: float) -> Simulation:
@@ -462,7 +450,7 @@ def _whatever_was_said_before_is_done(self: StreamMachine, action: Action | None
 
 def test_a_worker_that_begins_with_what_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamMachine, "take", _whatever_was_said_before_is_done)
-    assert re.search("stuck after|missing|ready for no replica", _found(_SSP))
+    assert re.search("stuck after|missing|ready for no replica", first_failure(_SSP, ENOUGH))
 
 
 def _any_version_of_a_shard_will_do(self: WorkerMachine, shard: int, target: int) -> bool:
@@ -486,7 +474,7 @@ def test_a_bug_in_taking_turns_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Any
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    _found(TURNS[0])
+    first_failure(TURNS[0], ENOUGH)
 
 
 # ---- plans for one thing each ----

@@ -13,8 +13,9 @@ from rallypoint.core.view import View
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault
+from rallypoint.testing.simulation.run import first_failure
 from rallypoint.testing.simulation.worker import SimulatedWorker
-from test_simulation import _computed, _found, _plan, _play_all
+from test_simulation import ENOUGH, _computed, _plan, _play_all
 
 JOB = SimulatedJob(replicas=3, steps=14, sync=AllReduce())
 
@@ -40,7 +41,7 @@ def test_a_bug_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, bug: Callable[..., Any]
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    _found(AllReduce())
+    first_failure(AllReduce(), ENOUGH)
 
 
 def test_a_model_that_is_still_being_copied_when_all_begin_again_is_whole_all_the_same(

@@ -17,7 +17,7 @@ from rallypoint.testing.simulation.codec_states import ServerCodecStates
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import CodecState, word_for
-from rallypoint.testing.simulation.run import SimulationFailed, play, simulate
+from rallypoint.testing.simulation.run import first_failure, play, simulate
 
 FIXED = range(18)
 ENOUGH = range(150)  # seeds within which a planted bug has to be found
@@ -101,14 +101,4 @@ def test_a_bug_in_codec_states_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, _found())
-
-
-def _found() -> str:
-    """What the first seed that fails says."""
-    for seed in ENOUGH:
-        try:
-            simulate(seed, CodecState())
-        except SimulationFailed as failed:
-            return str(failed)
-    pytest.fail(f"not found within {len(ENOUGH)} seeds")
+    assert re.search(sentence, first_failure(CodecState(), ENOUGH))

@@ -20,7 +20,7 @@ from rallypoint.testing.simulation.plan import Fault, Plan, make_plan
 from rallypoint.testing.simulation.policies import InnerState, word_for
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas, Drifting
 from rallypoint.testing.simulation.replicas.inner import Inner
-from rallypoint.testing.simulation.run import SimulationFailed, play, simulate
+from rallypoint.testing.simulation.run import SimulationFailed, first_failure, play, simulate
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found
@@ -136,7 +136,7 @@ def test_a_bug_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, _found(FRAGMENTS))
+    assert re.search(sentence, first_failure(FRAGMENTS, ENOUGH))
 
 
 def test_steps_of_a_generation_that_is_over_are_found_when_they_are_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,13 +153,3 @@ def test_steps_of_a_generation_that_is_over_are_found_when_they_are_resumed(monk
 def _play_all(plans: list[Plan]) -> None:
     for plan in plans:
         play(plan)
-
-
-def _found(policy: InnerState) -> str:
-    """What the first seed that fails says."""
-    for seed in ENOUGH:
-        try:
-            simulate(seed, policy)
-        except SimulationFailed as failed:
-            return str(failed)
-    pytest.fail(f"not found within {len(ENOUGH)} seeds")

@@ -14,7 +14,7 @@ from rallypoint.core.worker.local.inner import InnerStates
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import InnerState, word_for
 from rallypoint.testing.simulation.replicas.inner import Inner
-from rallypoint.testing.simulation.run import SimulationFailed, simulate
+from rallypoint.testing.simulation.run import first_failure, simulate
 
 FIXED = range(18)
 ENOUGH = range(200)  # seeds within which a planted bug has to be found
@@ -76,14 +76,4 @@ def test_a_bug_planted_on_purpose_is_found(
     policy: InnerState, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(InnerStates, "begin", bug)
-    assert re.search(sentence, _found(policy))
-
-
-def _found(policy: InnerState) -> str:
-    """What the first seed that fails says."""
-    for seed in ENOUGH:
-        try:
-            simulate(seed, policy)
-        except SimulationFailed as failed:
-            return str(failed)
-    pytest.fail(f"not found within {len(ENOUGH)} seeds")
+    assert re.search(sentence, first_failure(policy, ENOUGH))

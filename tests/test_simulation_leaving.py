@@ -20,7 +20,7 @@ from rallypoint.testing.simulation.coordinator import Disk, SimulatedCoordinator
 from rallypoint.testing.simulation.job import SimulatedJob
 from rallypoint.testing.simulation.plan import Fault, Plan, resizes
 from rallypoint.testing.simulation.policies import Mode, word_for
-from rallypoint.testing.simulation.run import Simulation, SimulationFailed, play, simulate
+from rallypoint.testing.simulation.run import Simulation, SimulationFailed, first_failure, play, simulate
 
 RESIZED = [seed for seed in range(60) if resizes(seed)]
 ENOUGH = [seed for seed in range(300) if resizes(seed)]  # within which a planted bug has to be found
@@ -75,7 +75,7 @@ def test_a_bug_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, _found(Sync()))
+    assert re.search(sentence, first_failure(Sync(), ENOUGH))
 
 
 def _started_by_hand(world: Any, job: Any, terms: Terms, store: Any, disk: Disk, outcome: Any) -> SimulatedCoordinator:
@@ -125,13 +125,3 @@ def test_shards_that_stay_on_a_server_that_was_told_to_go_are_found(monkeypatch:
     monkeypatch.setattr(Membership, "staying", property(lambda self: self.servers))
     with pytest.raises(AssertionError, match=r"only .* are gone"):
         test_servers_that_are_told_to_go_hand_their_shards_over_and_end(Sync())
-
-
-def _found(policy: Mode) -> str:
-    """What the first seed that fails says."""
-    for seed in ENOUGH:
-        try:
-            simulate(seed, policy)
-        except SimulationFailed as failed:
-            return str(failed)
-    pytest.fail(f"not found within {len(ENOUGH)} seeds")

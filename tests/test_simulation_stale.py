@@ -9,19 +9,9 @@ import pytest
 from rallypoint.core.policy import AllReduce, BoundedStaleness, Sync
 from rallypoint.core.shard.links import Fence
 from rallypoint.testing.simulation.policies import Played, word_for
-from rallypoint.testing.simulation.run import SimulationFailed, simulate
+from rallypoint.testing.simulation.run import first_failure
 
 ENOUGH = range(100)  # seeds within which a planted bug has to be found
-
-
-def _found(policy: Played) -> str:
-    """What the first seed that fails says."""
-    for seed in ENOUGH:
-        try:
-            simulate(seed, policy)
-        except SimulationFailed as failed:
-            return str(failed)
-    pytest.fail(f"not found within {len(ENOUGH)} seeds")
 
 
 @pytest.mark.parametrize("policy", [Sync(), Sync(quorum=2), BoundedStaleness(1), AllReduce()], ids=word_for)
@@ -29,4 +19,5 @@ def test_a_server_that_takes_a_frame_of_a_stale_generation_is_found(
     policy: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Fence, "is_stale", lambda self, number: False)
-    assert re.search(r"server\d+ takes a \w+ of \w+ that is of view [\d.]+; the generation is", _found(policy))
+    sentence = r"server\d+ takes a \w+ of \w+ that is of view [\d.]+; the generation is"
+    assert re.search(sentence, first_failure(policy, ENOUGH))

@@ -12,7 +12,7 @@ from rallypoint.core.policy import Async, BoundedStaleness, Sync
 from rallypoint.core.shard.pulls import Request, Requests
 from rallypoint.testing.simulation.plan import make_plan
 from rallypoint.testing.simulation.policies import Tables, word_for
-from rallypoint.testing.simulation.run import SimulationFailed, simulate
+from rallypoint.testing.simulation.run import first_failure, simulate
 from rallypoint.testing.simulation.tables.pulls import RowPulls
 from rallypoint.worker.exchange.rows.pull import Pull
 
@@ -71,14 +71,4 @@ def test_a_bug_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, bug)
-    assert re.search(sentence, _found(Tables()))
-
-
-def _found(policy: Tables) -> str:
-    """What the first seed that fails says."""
-    for seed in ENOUGH:
-        try:
-            simulate(seed, policy)
-        except SimulationFailed as failed:
-            return str(failed)
-    pytest.fail(f"not found within {len(ENOUGH)} seeds")
+    assert re.search(sentence, first_failure(Tables(), ENOUGH))

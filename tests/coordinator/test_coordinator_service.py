@@ -67,6 +67,7 @@ from rallypoint.net.messages import (
     expect,
 )
 from rallypoint.store import closing
+from rallypoint.testing.contracts.beside import until
 
 PATIENCE_S = 20.0
 LONG = 1000.0  # a heartbeat that never comes: nobody is given up for the test's silence
@@ -175,13 +176,6 @@ def refusal(channel: Channel) -> str:
     while (header := channel.receive_header()).kind is not Kind.REFUSE:
         channel.receive_bytes(header)
     return expect(channel.receive_bytes(header), Refused).reason
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.005)
 
 
 # ---- who comes in, and what they may say -----------------------------------------------------------------------

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import msgspec
 import numpy as np
 import pytest
-from test_strangers import WORDS, Job, record, reducer, refusal, until
+from test_strangers import WORDS, Job, record, reducer, refusal
 
 from rallypoint.core.policy import Sync
 from rallypoint.net.frames import Header, Kind
+from rallypoint.testing.contracts.beside import until
 
 SHARDS = range(4)
 

@@ -25,6 +25,7 @@ from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.observe.trace import Tracer
+from rallypoint.testing.contracts.beside import until
 
 PATIENCE_S = 20.0
 TOKEN = "a token that nobody guesses"
@@ -328,10 +329,7 @@ def test_closing_waits_until_nothing_of_the_connection_is_used_any_more(
 
 def until_trouble(caller: Caller, words: str) -> None:
     """Until the dialer says why it has no connection."""
-    deadline = time.monotonic() + PATIENCE_S
-    while words not in caller.dialer.trouble:
-        assert time.monotonic() < deadline, f"no such trouble: {caller.dialer.trouble}"
-        time.sleep(0.005)
+    until(lambda: words in caller.dialer.trouble, lambda: f"no such trouble: {caller.dialer.trouble}")
 
 
 def test_a_fault_in_what_is_received_is_told_and_the_link_is_made_again(

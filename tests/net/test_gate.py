@@ -8,7 +8,6 @@ import os
 import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -23,6 +22,7 @@ from rallypoint.net.messages import Hello, Welcome, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport, split_address
 from rallypoint.net.transport import Connection, Listener
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.transports import receive
 
 TOKEN = "correct horse battery staple"
@@ -99,10 +99,8 @@ def test_of_those_who_say_nothing_only_so_many_are_held(door: Door, opened: cont
     before = threading.active_count()
     knocking = [knock(door, opened) for _ in range(40)]
     assert all(is_let_go(connection) for connection in knocking[:36]), "the oldest go first"
-    deadline = time.monotonic() + PATIENCE_S
-    while threading.active_count() - before > 4:  # the last thread that was told to go may still be on its way out
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    # The last thread that was told to go may still be on its way out.
+    until(lambda: threading.active_count() - before <= 4)
     for connection in knocking[36:]:
         joins(connection)  # the newest are still welcome: each of them has its whole time
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -39,6 +38,7 @@ from rallypoint.net.messages import (
 )
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Listener, Transport
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.transports import Beside, receive
 
 PATIENCE_S = 20.0
@@ -140,13 +140,6 @@ def admit(coordinator: Coordinator, me: Member, incarnation: int) -> tuple[Chann
 def until_lost(me: Member) -> None:
     """Until the link has noticed that the coordinator is away: from then on what is said waits."""
     until(lambda: not me.link._admitted)
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.005)
 
 
 def test_of_what_it_says_to_a_coordinator_that_does_not_read_only_so_much_waits(

@@ -51,6 +51,7 @@ from rallypoint.server.reducer.inbox import Gone, Linked, Wake
 from rallypoint.server.reducer.reducer import Reducer
 from rallypoint.server.service import ServerService
 from rallypoint.store.record import ShardRecord, encode_record
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.transports import receive
 
 PATIENCE_S = 10.0
@@ -594,13 +595,6 @@ def refusal(channel: Channel) -> str:
     while (header := channel.receive_header()).kind is not Kind.REFUSE:
         channel.receive_bytes(header)
     return expect(channel.receive_bytes(header), Refused).reason
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.005)
 
 
 def wait_a_little(happened: Callable[[], bool]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Message, Say
 from rallypoint.server.service import ServerService
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
@@ -168,10 +168,3 @@ class Once:
             self.done = self.done or due
         if due:
             self._call()
-
-
-def until(happened: Callable[[], bool], what: str = "it has not happened") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)

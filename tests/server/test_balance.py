@@ -6,11 +6,12 @@ import logging
 from typing import Any
 
 import pytest
-from gathering import Gathering, Once, gathering, reference_hash, until
+from gathering import Gathering, Once, gathering, reference_hash
 
 from rallypoint.net.frames import Header, Kind
 from rallypoint.server.intake.intake import Intake
 from rallypoint.server.reducer.tickets import Tickets
+from rallypoint.testing.contracts.beside import until
 
 
 class Credits:

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from rallypoint.testing.contracts.beside import until
+
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gathering import Gathering, gathering, reference_hash, until
+from gathering import Gathering, gathering, reference_hash
 
 
 def _credits_are_kept_back(cluster: Gathering) -> bool:

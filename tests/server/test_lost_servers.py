@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gathering import SETTINGS, Gathering, Once, gathering, loss_of, reference_hash, until
+from gathering import SETTINGS, Gathering, Once, gathering, loss_of, reference_hash
 
 from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.errors import JobAborted, LinkError
@@ -20,6 +20,7 @@ from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store import retry
 from rallypoint.store.manifest import age
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.testing.contracts.beside import until
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gathering import DATA, SETTINGS, build, gathering, loss_of, until
+from gathering import DATA, SETTINGS, build, gathering, loss_of
 
 from rallypoint.config import resolve
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -21,6 +21,7 @@ from rallypoint.net.messages import Accounted, Finished, Skipped
 from rallypoint.server.shards.gradient import FloatRange, first_not_finite, first_that_became, float_ranges, norm_of
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gathering import Once, gathering, reference_hash, until
+from gathering import Once, gathering, reference_hash
 from one_server import FIRST, LAYOUT, SECOND, OneServer
 
 from rallypoint.codec.spec import Int8
@@ -22,6 +22,7 @@ from rallypoint.server.restores import READ_AHEAD, Restores
 from rallypoint.store import closing, retry
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.testing.contracts.beside import until
 
 THIRD = ViewNumber(1, 3)
 AN_HOUR_S = 3600.0

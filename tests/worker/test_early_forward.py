@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.forward import ForwardVersion
 from rallypoint.worker.exchange.locked import LockedShell
@@ -464,10 +464,3 @@ def test_a_worker_takes_over_a_replica_while_a_version_is_half_installed_and_no_
     assert go_on.is_set()
     assert watched.undone
     assert watched.undone[0] > 0
-
-
-def until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.005)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +26,7 @@ from rallypoint.net.keys import ticket
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.outbox import Rank
 from rallypoint.observe.trace import Tracer
+from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange import locked as module
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import push_initial
@@ -83,13 +83,6 @@ def _publish(exchange: Exchange, version: int) -> None:
             exchange.arrivals.landed(shard.index)
 
 
-def _until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not happened():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.001)
-
-
 class _Waiting:
     """The main thread, which wants something to do."""
 
@@ -101,7 +94,7 @@ class _Waiting:
 
     def settle(self) -> None:
         """Until it has seen that there is nothing, and waits."""
-        _until(lambda: bool(self._exchange._locked.changed._waiters))  # type: ignore[attr-defined]
+        until(lambda: bool(self._exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         assert not self._found.is_set()
 
     def _wait(self) -> None:
@@ -295,11 +288,11 @@ def test_a_shard_that_moves_is_not_written_by_the_home_that_it_has_left(exchange
         values = torch.full_like(slot, 1.0).numpy().tobytes()
         header = Header(Kind.VERSION, ViewNumber(1, 1), step=1, length=2 * half)
         sender.connection.send(sender._sealer.seal(header, memoryview(values)) + values[:half])
-        _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDING)
+        until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDING)
         _adopt(exchange, _at(2, {0: "new", 1: "new", 2: "new"}, homes))  # the rest of it is still on its way
         values = torch.full_like(slot, 6.0).numpy().tobytes()
         other.send(Header(Kind.VERSION, ViewNumber(1, 2), step=6, length=2 * half), memoryview(values))
-        _until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDED)
+        until(lambda: exchange._shell.machine.slots[0] is machine.Slot.LANDED)
         with pytest.raises(LinkError):
             sender.connection.send(bytes(half))  # of zeros
         assert slot.tolist() == [6.0] * len(slot)
@@ -329,7 +322,7 @@ def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
     home, channel = _one_home(exchange)
     try:
         channel.send(header)
-        _until(lambda: exchange._locked.failure is not None)
+        until(lambda: exchange._locked.failure is not None)
         with pytest.raises(JobAborted, match=sentence):
             exchange.next_action()
     finally:
@@ -453,7 +446,7 @@ def test_the_predicate_of_a_wait_changes_nothing_however_often_it_is_called(
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(exchange.next_action()), daemon=True)
         thread.start()
-        _until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
+        until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
         for shard in LAYOUT.shards:
             header = Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index)
             exchange.arrivals.codec_state(header, bytearray())
@@ -481,7 +474,7 @@ def with_codec_states(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Exchang
     _install(exchange, 0)
     waiting = threading.Thread(target=exchange.next_action, daemon=True)
     waiting.start()
-    _until(lambda: len(frames) == len(LAYOUT.shards))
+    until(lambda: len(frames) == len(LAYOUT.shards))
     for shard in LAYOUT.shards:
         exchange.arrivals.codec_state(Header(Kind.CODEC_STATE, exchange.view.number, shard=shard.index), bytearray())
     waiting.join(PATIENCE_S)
@@ -537,7 +530,7 @@ def test_a_beat_says_for_how_long_the_main_thread_has_waited_and_which_server_is
     assert exchange.beat().waited == 0.0
     exchange.adopt(_view(1, {"w": (), "x": (0, 1)}))
     waiting = _Waiting(exchange)
-    _until(lambda: exchange.beat().waited > 0.01)
+    until(lambda: exchange.beat().waited > 0.01)
     beat = exchange.beat()
     assert beat.unreachable.keys() == {"s"}, "nobody listens there"
     assert beat.activity == exchange.beat().activity, "a thread that waits does not get on"
@@ -586,7 +579,7 @@ def test_a_fault_of_a_link_s_thread_ends_the_run_with_a_sentence(
         with monkeypatch.context() as patch:
             patch.setattr(exchange._shell, "link_lost", raises)
             channel.connection.close()
-            _until(lambda: exchange._locked.failure is not None)
+            until(lambda: exchange._locked.failure is not None)
         with pytest.raises(JobAborted, match=r"the link to server home has failed: KeyError\('a bug'\)"):
             exchange.next_action()
     finally:

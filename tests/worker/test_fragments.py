@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rewind import PATIENCE_S, Cluster, Once, Trap, build, loss_of
+from test_rewind import Cluster, Once, Trap, build, loss_of
 
 import rallypoint as rp
 from rallypoint.codec.spec import Bf16
@@ -19,6 +18,7 @@ from rallypoint.config import resolve
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.slots import Arriving, Compute, Land, Send
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.tensors import ModelTensors, weights_hash
@@ -194,10 +194,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
         channel = exchange._links.get("server0")._channel
         assert channel is not None
         channel.connection.close()
-        deadline = time.monotonic() + PATIENCE_S
-        while exchange.next_action() != Compute(4, 0):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: exchange.next_action() == Compute(4, 0))
 
     disturb = Once((9, 1, 0), cut_the_link)  # of tick 4, steps 8 and 9
     times: Counter[tuple[int, int, int]] = Counter()

@@ -35,6 +35,7 @@ from rallypoint.net.messages import (
     Welcome,
     decode,
 )
+from rallypoint.testing.contracts.beside import until
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop import session
 from rallypoint.worker.loop.run import Run
@@ -42,7 +43,7 @@ from rallypoint.worker.loop.session import Job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
-from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash, until
+from gathering import DATA, SETTINGS, Once, build, gathering, loss_of, reference_hash
 
 PATIENCE_S = 20.0
 SECRET = b"the secret of this coordinator"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_rewind import PATIENCE_S, Cluster, Once, Trap, build, loss_of
+from test_rewind import Cluster, Once, Trap, build, loss_of
 
 import rallypoint as rp
 from rallypoint.config import JobConfig, resolve
@@ -20,6 +19,7 @@ from rallypoint.core.worker.slots import Compute
 from rallypoint.errors import NonFiniteLoss
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.inproc import InprocConnection
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import weights_hash
@@ -129,10 +129,7 @@ def test_a_replica_that_has_to_be_computed_twice_in_a_round_contributes_the_same
         channel = exchange._links.get("server0")._channel
         assert channel is not None
         channel.connection.close()
-        deadline = time.monotonic() + PATIENCE_S
-        while exchange.next_action() != Compute(1, 0):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: exchange.next_action() == Compute(1, 0))
 
     disturb = Once((5, 1, 0), cut_the_link)
     times: Counter[tuple[int, int, int]] = Counter()
@@ -244,12 +241,11 @@ def test_half_precision_parameters_that_have_not_moved_contribute_nothing() -> N
         sync = rp.LocalSteps(steps=3, outer=rp.SGD(lr=0.3))
         run = job.train(model, data, steps=12, batch=4, optimizer=optimizer, sync=sync)
         server: Any = job._servers[0]
-        owned = server._reducer._owned  # the server has one since it knows the job
         for micro in run:
             with micro:
                 micro.backward(loss_of(model, micro.batch))
-            if micro.step % 3 == 0:
-                masters.append(torch.cat([shard.master for shard in owned.values()]))
+            if micro.step % 3 == 0:  # here the server has published, so it knows the job and has a reducer
+                masters.append(torch.cat([shard.master for shard in server._reducer._owned.values()]))
     assert not torch.equal(masters[0], masters[1])
     assert not torch.equal(masters[1], masters[1].bfloat16().float())
     assert torch.equal(masters[1], masters[3])

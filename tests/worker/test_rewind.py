@@ -6,7 +6,6 @@ snapshot while this worker is in the middle of something.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import JobAborted
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
@@ -64,10 +64,7 @@ class Cluster:
         before = exchange.view.generation
         self.servers[-1].close()
         self.add_server()
-        deadline = time.monotonic() + PATIENCE_S
-        while exchange.view.generation == before:
-            assert time.monotonic() < deadline, "nothing was rolled back"
-            time.sleep(0.005)
+        until(lambda: exchange.view.generation != before, "nothing was rolled back")
 
     def close(self) -> None:
         self.job.close()
@@ -263,10 +260,7 @@ def test_a_job_that_fails_ends_a_forward(cluster: Cluster) -> None:
 
     def abort() -> None:
         cluster.coordinator.abort("enough")
-        deadline = time.monotonic() + PATIENCE_S
-        while cluster.job._failure is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        until(lambda: cluster.job._failure is not None)
 
     with pytest.raises(JobAborted, match="enough"):
         train(cluster, model, data, Once(AT, abort))

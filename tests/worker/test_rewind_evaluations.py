@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_rewind import AT, PATIENCE_S, SETTINGS, Cluster, Once, Trap, build, loss_of
+from test_rewind import AT, SETTINGS, Cluster, Once, Trap, build, loss_of
 
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.messages import Metrics
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.tensors import weights_hash
 
@@ -36,10 +36,7 @@ def undisturbed() -> str:
 def abort(cluster: Cluster) -> None:
     """End the job; returns once the worker has heard of it."""
     cluster.coordinator.abort("enough")
-    deadline = time.monotonic() + PATIENCE_S
-    while cluster.job._failure is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    until(lambda: cluster.job._failure is not None)
 
 
 @pytest.mark.parametrize("at", [2, 6], ids=["in the middle", "after the last step"])

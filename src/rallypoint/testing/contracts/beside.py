@@ -1,8 +1,9 @@
-"""A call on a second thread, for tests of what blocks."""
+"""What tests of threads need: a call on a second thread, and a wait for what another thread does."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import TracebackType
 
@@ -46,3 +47,11 @@ class Beside:
             self._call()
         except BaseException as error:
             self._error = error
+
+
+def until(happened: Callable[[], bool], what: str | Callable[[], str] = "it has not happened") -> None:
+    """Wait until `happened` returns True: for what tells nobody. AssertionError that says `what`, after 20 s."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not happened():
+        assert time.monotonic() < deadline, what if isinstance(what, str) else what()
+        time.sleep(0.005)

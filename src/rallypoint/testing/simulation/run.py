@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -334,3 +335,18 @@ def play(plan: Plan) -> Result:
 def simulate(seed: int, played: Played = _SYNC) -> Result:
     """Play one seed under a policy."""
     return play(make_plan(seed, played))
+
+
+def first_failure(played: Played, seeds: Sequence[int]) -> str:
+    """What the first of these seeds that fails says, after the line that replays it: for a bug planted on purpose.
+
+    Raises AssertionError if all are well.
+    """
+    for seed in seeds:
+        try:
+            simulate(seed, played)
+        except SimulationFailed as failed:
+            line, _, said = str(failed).partition("\n")
+            assert line == replay_line(seed, played)
+            return said
+    raise AssertionError(f"not found within {len(seeds)} seeds")
