@@ -222,6 +222,24 @@ class Members:
                 self._fail(late.name, f"was not done after {seconds:.0f} s")
             time.sleep(_POLL_S)
 
+    def kill(self, name: str) -> None:
+        """Kill a member (SIGKILL). It need not end well."""
+        member = next(member for member in self._members if member.name == name)
+        self._members.remove(member)
+        member.process.kill()
+        member.process.wait()
+
+    def until(self, milestone: Path, seconds: float) -> None:
+        """Until a member has touched this file; BenchmarkFailed when one ends badly first, or after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not milestone.exists():
+            for member in self._members:
+                if member.process.poll() not in (None, 0):
+                    self._fail(member.name, f"ended with status {member.process.returncode}")
+            if time.monotonic() > deadline:
+                raise BenchmarkFailed(f"{milestone.name} was not reached after {seconds:.0f} s")
+            time.sleep(_POLL_S / 10)
+
     def results(self, at: Site, kind: type[_R]) -> list[_R]:
         """What every worker wrote."""
         return [self._read(f"worker{index}", kind) for index in range(len(at.workers))]

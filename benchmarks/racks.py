@@ -2,10 +2,12 @@
 
     python benchmarks/racks.py                                             # 2 racks of 4, 4:1, 100 Mbit/s (needs root)
     python benchmarks/racks.py --rate 200 --megabytes 20 --steps 10
+    python benchmarks/racks.py --kill                                      # and once with an aggregator killed mid-step
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +51,24 @@ class Layout:
         return max(1.0, pushed / self.servers, 1.0 if aggregated else float(self.workers))
 
 
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """The first rack's aggregator is killed so many seconds after a worker has `version`."""
+
+    version: int
+    seconds: float
+
+
+class Killed(msgspec.Struct, frozen=True):
+    """Seconds of the steps before an aggregator was killed, of the step in which it was, and of those after it, when
+    its workers go to the servers directly."""
+
+    before: Spread
+    step: float
+    after: Spread
+    sha256: str
+
+
 class Figures(msgspec.Struct, frozen=True):
     """What one layout took. `times_kb` is seconds / (K/B), `limit` the least that can be, `speed` the ratio to flat."""
 
@@ -74,13 +94,22 @@ def lab(layout: Layout) -> Iterator[tuple[Site, list[Host]]]:
         yield Site(coordinator, [host for rack in racks for host in rack[:-1]], servers, "eth0"), aggregators
 
 
-def run_once(at: Site, places: Sequence[Host], layout: Layout, task: Task, warm_up: int) -> tuple[list[float], str]:
+def run_once(
+    at: Site, places: Sequence[Host], layout: Layout, task: Task, warm_up: int, *, kills: Kill | None = None
+) -> tuple[list[float], str]:
     """Start all members, make the steps: seconds of each one after the warm-up, and the hash of the end."""
-    tasks = [msgspec.structs.replace(task, rank=rank) for rank in range(layout.everybody)]
     with Members() as members:
         members.start_rallypoint(at)
         members.start_aggregators(places)
+        milestone = members.folder / "milestone"
+        if kills is not None:
+            task = msgspec.structs.replace(task, milestone=(kills.version, str(milestone)))
+        tasks = [msgspec.structs.replace(task, rank=rank) for rank in range(layout.everybody)]
         members.start_workers(at, "reduce_member.py", tasks, layout.rack_of)
+        if kills is not None:
+            members.until(milestone, 900.0)
+            time.sleep(kills.seconds)
+            members.kill("aggregator0")
         members.wait(900.0)
         results = members.results(at, Result)
     if len(hashes := {result.sha256 for result in results}) != 1:
@@ -88,8 +117,16 @@ def run_once(at: Site, places: Sequence[Host], layout: Layout, task: Task, warm_
     return step_times([result.finishes for result in results], warm_up), hashes.pop()
 
 
-def run(layout: Layout, task: Task, warm_up: int, rounds: int, path: Path | None) -> None:
-    """Measure both in turn, print, write."""
+def run_killed(at: Site, places: Sequence[Host], layout: Layout, task: Task, warm_up: int, step: float) -> Killed:
+    """As many steps as ever, half of them before the kill, which is in the middle of a step of `step` seconds."""
+    middle = (task.steps - warm_up) // 2
+    kills = Kill(warm_up + middle, step / 2)
+    taken, sha256 = run_once(at, places, layout, task, warm_up, kills=kills)
+    return Killed(Spread.of(taken[:middle]), taken[middle], Spread.of(taken[middle + 1 :]), sha256)
+
+
+def run(layout: Layout, task: Task, warm_up: int, rounds: int, path: Path | None, *, kill: bool = False) -> None:
+    """Measure both in turn, print, write. `kill`: and once more with an aggregator killed in the middle of a step."""
     console = Console(highlight=False)
     times: dict[bool, list[float]] = {False: [], True: []}
     hashes: dict[bool, str] = {}
@@ -100,6 +137,14 @@ def run(layout: Layout, task: Task, warm_up: int, rounds: int, path: Path | None
                 taken, hashes[aggregated] = run_once(at, places, layout, task, warm_up)
                 times[aggregated] += taken
                 console.print(f"{NAMES[aggregated]}, round {number + 1}: {Spread.of(taken).show()} s", style="dim")
+        if kill:
+            killed = run_killed(at, aggregators, layout, task, warm_up, Spread.of(times[True]).median)
+            console.print(
+                f"an aggregator killed: {killed.before.show()} s a step before, {killed.step:.3f} s the step in which "
+                f"it was, {killed.after.show()} s after it; sha256 {killed.sha256[:12]}"
+            )
+            if killed.sha256 != hashes[False]:
+                raise BenchmarkFailed("with an aggregator killed the bytes are others")
     if hashes[True] != hashes[False]:
         raise BenchmarkFailed(f"with aggregators the bytes are others: {hashes}")
     ideal, flat = task.words * 4 * 8 / (layout.rate * 1e6), Spread.of(times[False])
@@ -134,9 +179,10 @@ def command(
     rate: Annotated[float, typer.Option(help="Mbit/s of every link and of every uplink.")] = 100.0,
     megabytes: Annotated[float, typer.Option(min=0.01, help="K, in 10^6 bytes.")] = 10.0,
     shard_kib: Annotated[int, typer.Option(min=1, help="Shards, in KiB.")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="Steps measured in a round.")] = 6,
+    steps: Annotated[int, typer.Option(min=4, help="Steps measured in a round.")] = 6,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before those; workers take up their route in them.")] = 3,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each one both layouts, one after the other.")] = 2,
+    kill: Annotated[bool, typer.Option("--kill", help="Once more, with an aggregator killed mid-step.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Time a step of synchronous training in racks behind narrow uplinks, flat and with an aggregator in each rack.
@@ -148,7 +194,7 @@ def command(
         design="rallypoint", rank=0, workers=racks * workers, words=int(megabytes * 1e6 / 4), steps=steps + warm_up,
         shard_bytes=shard_kib * 1024, window=4, hold_bytes=64 << 20, in_flight_bytes=0, weighted=True,
     )  # fmt: skip
-    run(Layout(racks, workers, servers, rate), task, warm_up, rounds, json)
+    run(Layout(racks, workers, servers, rate), task, warm_up, rounds, json, kill=kill)
 
 
 if __name__ == "__main__":

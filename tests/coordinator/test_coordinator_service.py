@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from rallypoint.config import record_of, resolve
-from rallypoint.coordinator import announcer, journal, owner, service, shell
+from rallypoint.coordinator import announcer, journal, owner, service
 from rallypoint.coordinator import events as events_module
 from rallypoint.coordinator.events import EventLog
 from rallypoint.coordinator.inbox import Barrier
@@ -532,7 +532,7 @@ def test_a_disk_that_fills_up_in_mid_run_is_told_once_and_written_again_when_the
 ) -> None:
     monkeypatch.setattr(journal, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(journal, "LONGEST_PAUSE_S", 0.02)
-    monkeypatch.setattr(shell, "_SLOWEST_TICK_S", 0.02)
+    monkeypatch.setattr(owner, "_SLOWEST_TICK_S", 0.02)
     coordinator = house.open(join_info=JoinInfo(folder=str(tmp_path)))
     eyes = house.enter("observer", "eyes")
     server, worker, view = house.begin()

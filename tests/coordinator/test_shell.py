@@ -10,6 +10,7 @@ import pytest
 
 from rallypoint.config import record_of, resolve
 from rallypoint.coordinator import acts, inbox
+from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.effects import Abort
 from rallypoint.core.cluster.state import ClusterState, Phase
@@ -93,7 +94,7 @@ class Play:
             hello, known = self.hello(name), self.known.get(name)
             self.take(inbox.Opened(name, hello))
             if hello.incarnation:
-                self.say(name, Knows(known))
+                self.say(name, Knows(known, b"" if known is None else Tickets(b"").proof(known)))
 
     def say(self, name: str, message: Message) -> list[acts.Act]:
         return self.take(inbox.Received(name, self.hello(name), message))
@@ -379,7 +380,7 @@ def test_a_process_that_comes_again_before_it_heard_of_its_admission_is_who_it_w
     play.done.clear()
     play.take(inbox.Opened("s0, again", hello))
     assert [admitted.incarnation for admitted in play.sent(Admitted)] == [incarnation]
-    assert play.sent(NewView) == [NewView(view)], "what was sent to it may be lost with its connection"
+    assert [news.view for news in play.sent(NewView)] == [view], "what was sent to it may be lost with its connection"
     assert [act.connection for act in play.done if isinstance(act, acts.Close)] == ([] if closed else ["s0"])
     assert play.view == view
     refused = play.take(inbox.Opened("another", msgspec.structs.replace(hello, process=b"of another")))
@@ -572,15 +573,62 @@ def test_the_coordinator_after_one_that_went_on_without_a_view_knows_that_it_did
     assert last.view.generation == generation, "once is enough: nothing from before the generation counts"
 
 
-def test_a_process_that_comes_in_the_place_of_another_ends_the_wait_for_it() -> None:
+def test_a_process_that_comes_in_the_place_of_another_waits_until_that_one_is_given_up() -> None:
     """Its coordinator died before it heard that it was admitted: it comes as somebody new."""
-    _, after, newest = after_a_full_disk()
-    del after.incarnations["w0"]
+    _, after, newest = after_a_full_disk(heartbeat=6.0)
+    before = after.incarnations.pop("w0")
     after.known |= dict.fromkeys(("s0", "s1", "w1"), newest)
     after.join("s0", "s1", "w1")
-    assert not after.sent(NewView)
     after.join("w0")
-    assert after.view.number >= newest.number
+    assert not after.sent(NewView), "it knows no view, and the one that it replaces may know a newer one"
+    after.take(inbox.Ticked(), seconds=3.1)
+    assert after.view.number == newest.number
+    assert "w0" not in after.incarnations
+    for _ in range(5):
+        for name in ("s0", "s1", "w1"):
+            after.say(name, Beat())
+        after.take(inbox.Ticked(), seconds=1.5)
+    assert after.incarnations["w0"] > before
+    assert [act for act in after.done if isinstance(act, acts.Refuse)] == []
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_token_holder_does_not_take_the_place_of_a_member_that_is_about_to_come_back(restarted: bool) -> None:
+    """He is faster than the member after the coordinator's restart, or after its link broke."""
+    play = Play(heartbeat=6.0)
+    play.begin()
+    play.steps(0, 3)
+    view = play.view
+    after = Play(play.shell.machine.state(), heartbeat=6.0) if restarted else play
+    after.incarnations, after.known = dict(play.incarnations), dict(play.known)
+    thief = Hello("server", "s0", "elsewhere", "elsewhere:1", process=b"of the thief")
+    if not restarted:
+        after.take(inbox.Closed("s0", after.hello("s0"), "its connection ended", inbox.End.LOST))
+    after.done.clear()
+    after.take(inbox.Opened("thief", thief))
+    after.take(inbox.Opened("another", thief))
+    after.take(inbox.Received("thief", thief, CaughtUp({})))
+    after.join("s0", "w0")
+    assert after.view == view, "no shard is lost"
+    sentence = "the id s0 is taken: give every member one of its own"
+    refused = [act for act in after.done if isinstance(act, acts.Refuse)]
+    assert sorted(str(act.connection) for act in refused) == ["another", "thief"]
+    assert {act.reason for act in refused} == {sentence}
+    assert not [act for act in after.done if isinstance(act, acts.Send) and act.connection == "thief"]
+
+
+def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
+    play = Play(heartbeat=6.0)
+    play.begin()
+    play.take(inbox.Closed("s0", play.hello("s0"), "its connection ended", inbox.End.LOST))
+    newcomer = Hello("server", "s0", "elsewhere", "elsewhere:1", process=b"new")
+    play.take(inbox.Opened("newcomer", newcomer))
+    said = [say.text for say in play.logged(Say)]
+    assert said[-1] == "another process has come as s0: it waits until s0 is back, or is given up"
+    play.take(inbox.Closed("newcomer", newcomer, "it closed its connection"))
+    play.join("s0")
+    assert not [act for act in play.done if isinstance(act, acts.Refuse)]
+    assert play.shell.members.keys() == {"s0", "w0"}
 
 
 def test_a_member_cannot_claim_a_view_that_it_has_no_place_in() -> None:
@@ -590,6 +638,28 @@ def test_a_member_cannot_claim_a_view_that_it_has_no_place_in() -> None:
     after.known |= {"s0": old, "s1": old, "w0": forged}
     after.join("s0", "s1", "w0")
     assert after.view.number == old.number
+
+
+@pytest.mark.parametrize("proof", [b"", bytes(32), b"of another view"], ids=["none", "zeros", "another's"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_member_cannot_claim_a_view_that_no_coordinator_has_published(late: bool, proof: bytes) -> None:
+    """A worker that stands by makes itself the one that uploads the state, or says what sends everybody back."""
+    _, after, newest = after_a_full_disk(heartbeat=6.0)
+    proof = Tickets(b"").proof(newest) if proof == b"of another view" else proof
+    number = ViewNumber(newest.number.epoch, newest.number.count + 3)
+    homes = {0: "s0", 1: "s0"}
+    forged = msgspec.structs.replace(newest, number=number, generation=number, uploader="w1", primary=homes)
+    old = next(view for view in (after.shell.machine.view,) if view is not None)
+    after.known |= {"s0": newest, "s1": newest, "w0": old}
+    after.join("s0", "s1", "w0")
+    if late:
+        after.take(inbox.Ticked(), seconds=3.1)
+    after.take(inbox.Opened("w1", after.hello("w1")))
+    after.say("w1", Knows(forged, proof))
+    assert after.view.number == newest.number
+    assert after.view.primary == newest.primary
+    assert after.shell.machine.phase is Phase.RUNNING
+    assert not after.logged(Say)
 
 
 # ---- what is announced is known to the next coordinator (I7) ---------------------------------------------------

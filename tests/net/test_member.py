@@ -251,13 +251,13 @@ def test_a_member_that_comes_back_says_the_newest_view_that_it_was_sent(coordina
     channel, _ = admit(coordinator, me, incarnation=4)
     older, newest = (View(ViewNumber(1, n), ViewNumber(1, 1), (), (), (), {}) for n in (2, 3))
     for view in (newest, older):
-        channel.send_message(NewView(view))
-        assert me.messages.get(timeout=PATIENCE_S) == NewView(view)
+        channel.send_message(news := NewView(view, proof=str(view.number).encode()))
+        assert me.messages.get(timeout=PATIENCE_S) == news
     coordinator.close()
     until_lost(me)
     again = Coordinator(coordinator.transport, coordinator.address)
     again.member()
-    assert again.hear() == Knows(newest)
+    assert again.hear() == Knows(newest, str(newest.number).encode()), "with the proof that came with it"
     me.link.close()
     again.close()
 

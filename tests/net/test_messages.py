@@ -36,10 +36,10 @@ EXAMPLES: list[m.Message] = [
     m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
     m.Say("words"), m.Skipped(4, (0, 1), ViewNumber(2)),
     m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7, b"\1" * 32), m.Prepare(RECORD),
-    m.NewView(VIEW, {"s0": b"\2" * 32}), m.Assist(3, 1),
+    m.NewView(VIEW, {"s0": b"\2" * 32}, b"\3" * 32), m.Assist(3, 1),
     m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),
     m.Planned(9, 2, "tokens", 93, 3, ("w0",), ("s0",)), m.StepDone(8, 0.1, 64, 2), m.Waiting("for you"),
-    m.Knows(VIEW), m.Held("here"), m.Release(),
+    m.Knows(VIEW, b"\4" * 32), m.Held("here"), m.Release(),
     m.Members("1.2", ("w0",), ("w1",), ("s0",), 3), m.Snapshotted("step-00000004-1", 4, 1000, 0.5),
 ]  # fmt: skip
 JSONISH = st.recursive(

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import msgspec
 
 from rallypoint.coordinator.inbox import Connection
+from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
-from rallypoint.net.messages import Message, Stored
+from rallypoint.net.messages import Aborted, Finished, Message, Stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +106,8 @@ class Over:
 Act = (
     Save | Send | Refuse | Close | Log | BeginSnapshot | AddPart | CommitSnapshot | Judge | FindSnapshot | Over
 )  # fmt: skip
+
+
+def last_message(word: Finish | Abort) -> Finished | Aborted:
+    """The message that tells everybody how the job ended."""
+    return Finished(word.lead) if isinstance(word, Finish) else Aborted(word.reason)

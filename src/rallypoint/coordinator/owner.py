@@ -9,7 +9,16 @@ import time
 from collections.abc import Callable
 
 from rallypoint.coordinator import inbox
+from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
+
+TICKS = 8  # in one heartbeat, the time after which a silent member is given up
+_SLOWEST_TICK_S = 0.5  # also with a long heartbeat: the machine's clock moves with the ticks
+
+
+def tick_seconds(terms: Terms) -> float:
+    """The time between two ticks, in seconds."""
+    return min(_SLOWEST_TICK_S, terms.heartbeat / TICKS)
 
 
 class Owner:

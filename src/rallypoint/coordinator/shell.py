@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rallypoint.coordinator import inbox
 from rallypoint.coordinator.acts import (
@@ -18,14 +19,17 @@ from rallypoint.coordinator.acts import (
     Refuse,
     Save,
     Send,
+    last_message,
 )
 from rallypoint.coordinator.agreement import Agreement
 from rallypoint.coordinator.announcer import Announcer
 from rallypoint.coordinator.claims import Claims, Early, claim_of, own_part
 from rallypoint.coordinator.inbox import Connection
+from rallypoint.coordinator.joining.newcomers import Newcomers, taken
+from rallypoint.coordinator.joining.take_over import TakeOver, late_view, needed
+from rallypoint.coordinator.joining.tickets import Tickets
+from rallypoint.coordinator.owner import TICKS
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
-from rallypoint.coordinator.take_over import TakeOver, late_view, needed
-from rallypoint.coordinator.tickets import Tickets
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -57,8 +61,6 @@ from rallypoint.net.messages import (
 )
 from rallypoint.observe.lines import Once
 
-_TICKS = 8  # ticks in one heartbeat, the time after which a silent member is given up
-_SLOWEST_TICK_S = 0.5  # also with a long heartbeat: the machine's clock moves with the ticks
 # So many seconds, and at least half a heartbeat, a new coordinator waits for members to come back before it decides
 # anything. Usually they do within a tenth of a second.
 _RETURN_S, _RETURN = 3.0, 0.5
@@ -90,7 +92,7 @@ class CoordinatorShell:
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now)
         self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
-        self._agreement, self._claims = Agreement(), Claims()
+        self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers()
         self._terms, self._now = terms, now
         self._ticked = self._awake = now
         self._written = 0
@@ -106,7 +108,7 @@ class CoordinatorShell:
         """The acts to do before the first event."""
         acts = self._save()
         if self.machine.last_word is not None:  # the earlier coordinator may not have told all members
-            self.last_word = _message(self.machine.last_word)
+            self.last_word = last_message(self.machine.last_word)
             self._end_at = self._now + self._terms.heartbeat
         if self.machine.record is not None and self.machine.view is not None:
             acts += self.announcer.plan(self.machine.record, self.machine.view, self._now, taking_over=True)
@@ -115,6 +117,8 @@ class CoordinatorShell:
     def handle(self, event: inbox.Event, now: float) -> list[Act]:
         """Take one event at time `now`; return the acts, to be done in order."""
         self._now = now
+        if isinstance(event, inbox.Received) and isinstance(event.message, Knows):
+            event = replace(event, message=self._tickets.proven(event.message))
         if self._take_over is None:
             return self._handle(event)
         kept_back = self._take_over.keeps(event)
@@ -137,8 +141,8 @@ class CoordinatorShell:
         match event:
             case inbox.Ticked():
                 return self._tick()
-            case inbox.Opened(connection=connection, hello=hello):
-                return self._opened(connection, hello)
+            case inbox.Opened():
+                return self._opened(event)
             case inbox.Received(connection=connection, hello=hello, message=message):
                 return self._received(connection, hello, message)
             case inbox.Closed():
@@ -157,7 +161,8 @@ class CoordinatorShell:
 
     # ---- connections ----
 
-    def _opened(self, connection: Connection, hello: Hello) -> list[Act]:
+    def _opened(self, opened: inbox.Opened) -> list[Act]:
+        connection, hello = opened.connection, opened.hello
         if self.last_word is not None:
             self.announcer.observers.append(connection)  # `close` flushes the observers' connections
             return [Send(connection, self.last_word)]
@@ -166,6 +171,10 @@ class CoordinatorShell:
         acts: list[Act] = []
         if self.refuses(hello):
             return [Refuse(connection, taken(hello.id))]
+        if self._newcomers.keeps(opened, self.machine.course.members):
+            return self._announce(Say(
+                f"another process has come as {hello.id}: it waits until {hello.id} is back, or is given up"
+            ))  # fmt: skip
         if (old := self.members.get(hello.id)) is not None:
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
@@ -175,12 +184,13 @@ class CoordinatorShell:
     def refuses(self, hello: Hello) -> bool:
         """True if another process has this id. Any thread may ask; it changes nothing."""
         members = self.machine.course.members
-        if members.has_other_role(hello.id, hello.role):
-            return True
+        if members.has_other_role(hello.id, hello.role) or self._newcomers.waits_for(hello.id):
+            return members.same(hello.id, hello.role, hello.incarnation, hello.process) is None
         return hello.id in self.members and not members.same(hello.id, hello.role, hello.incarnation, hello.process)
 
     def _closed(self, closed: inbox.Closed) -> list[Act]:
         id = closed.hello.id
+        self._newcomers.closed(closed)
         if closed.connection in self.announcer.observers:
             self.announcer.observers.remove(closed.connection)
         if self.members.get(id) != closed.connection:
@@ -264,6 +274,8 @@ class CoordinatorShell:
         acts = [*self._save(), *self._count_early(), *self._run(effects)]
         if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)
+        for newcomer in self._newcomers.due(self.machine.course.members):
+            acts += self._opened(newcomer)
         return acts
 
     def _save(self) -> list[Act]:
@@ -303,7 +315,7 @@ class CoordinatorShell:
             case cluster_effects.Hold(text=text):
                 return self._announce(Held(text))
             case cluster_effects.Finish() | cluster_effects.Abort():
-                return self._end(_message(effect))
+                return self._end(last_message(effect))
             case cluster_effects.Capture(snapshot=snapshot, version=version, writers=writers):
                 self._capture = Capture(snapshot, version, writers)
                 self._claims.asked(self._capture)
@@ -356,7 +368,7 @@ class CoordinatorShell:
     def _time_awake(self) -> float:
         """The time without pauses of this process (stopped, or a slow disk): members do not count as silent in those.
         """
-        self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / _TICKS)
+        self._awake += min(self._now - self._ticked, _LATE_TICK * self._terms.heartbeat / TICKS)
         self._ticked = self._now
         return self._awake
 
@@ -379,20 +391,6 @@ class CoordinatorShell:
 
     def _announce(self, message: Message) -> list[Act]:
         return self.announcer.announce(message, self._now)
-
-
-def tick_seconds(terms: Terms) -> float:
-    """The time between two ticks, in seconds."""
-    return min(_SLOWEST_TICK_S, terms.heartbeat / _TICKS)
-
-
-def taken(id: str) -> str:
-    """The sentence with which a second process of this id is refused."""
-    return f"the id {id} is taken: give every member one of its own"
-
-
-def _message(word: cluster_effects.Finish | cluster_effects.Abort) -> Finished | Aborted:
-    return Finished(word.lead) if isinstance(word, cluster_effects.Finish) else Aborted(word.reason)
 
 
 def _failure(word: Finished | Aborted) -> str | None:

@@ -83,6 +83,11 @@ def ticket(secret: bytes, role: str, id: str, incarnation: int) -> bytes:
     return expand(secret, b"ticket" + msgspec.msgpack.encode((role, id, incarnation)))
 
 
+def proof_of_view(secret: bytes, view: bytes) -> bytes:
+    """The proof that the coordinator that has this secret wrote this view."""
+    return hmac.digest(expand(secret, b"views"), view, "sha256")
+
+
 def dialers_keys(keys: TokenKeys, transcript: bytes) -> LinkKeys:
     """The dialer's keys of the connection whose greeting has this digest."""
     root = extract(transcript, keys.session)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rallypoint.core.cluster.health.silence import LIVING_S
-from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
@@ -76,7 +75,7 @@ class CoordinatorLink:
         self.credentials = Credentials(me)
         self._process = secrets.token_bytes(_NAME_BYTES)
         self._admitted = me.role == "observer"
-        self._view: View | None = None  # the newest that came
+        self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
         self._lock = threading.Lock()
@@ -162,7 +161,7 @@ class CoordinatorLink:
             return
         channel = self._join_patiently(RETURN_TIMEOUT_S)
         if self._me.role != "observer" and self.incarnation:
-            channel.send_message(Knows(self._view))  # before anything else: the coordinator may be another one
+            channel.send_message(self._knows)  # before anything else: the coordinator may be another one
         self._channel = channel
         if self._me.role == "observer":
             self._forget()
@@ -181,7 +180,7 @@ class CoordinatorLink:
         before, incarnation = self.incarnation, admitted.incarnation
         self.credentials.admitted(incarnation, admitted.secret)
         if before and before != incarnation:
-            self._view = None
+            self._knows = Knows()
             with self._lock:
                 self._unsent.clear()  # sent by an incarnation that was given up
         new = before != incarnation
@@ -238,8 +237,8 @@ class CoordinatorLink:
             message = decode(self._channel.receive_bytes(header))
             if isinstance(message, NewView):
                 self.credentials.given(message.view, message.tickets)
-                if self._view is None or message.view.number > self._view.number:
-                    self._view = message.view
+                if self._knows.view is None or message.view.number > self._knows.view.number:
+                    self._knows = Knows(message.view, message.proof)
             match message:
                 case Admitted():
                     self._hand_over(message, lambda message=message: self._take_admission(message))  # type: ignore[misc]

@@ -210,10 +210,12 @@ class Admitted(AnyMessage, frozen=True):
 class Knows(AnyMessage, frozen=True):
     """A member has come back, and knows this view as the newest; the coordinator may have been restarted.
 
-    It is a member's first message after each joining but its first. None: it has been sent no view.
+    It is a member's first message after each joining but its first. None: it has been sent no view. `proof` is what
+    came with the view.
     """
 
     view: View | None = None
+    proof: Secret = b""
 
 
 class Prepare(AnyMessage, frozen=True):
@@ -223,10 +225,12 @@ class Prepare(AnyMessage, frozen=True):
 
 
 class NewView(AnyMessage, frozen=True):
-    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers."""
+    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers.
+    With `proof` the receiver shows the next coordinator that an earlier one has published this view."""
 
     view: View
     tickets: dict[Name, Secret] = msgspec.field(default_factory=dict)
+    proof: Secret = b""
 
 
 class Assist(AnyMessage, frozen=True):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from rallypoint.coordinator import acts, inbox
-from rallypoint.coordinator.shell import CoordinatorShell, tick_seconds
+from rallypoint.coordinator.owner import tick_seconds
+from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.cluster.terms import Terms

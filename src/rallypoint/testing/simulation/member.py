@@ -46,7 +46,7 @@ class Membership:
         self._on_message, self._on_admitted = on_message, on_admitted
         self._wire: Wire | None = None
         self._admitted = False
-        self._view: View | None = None  # the newest that came
+        self._knows = Knows()  # the newest view that came
         self._unsent: deque[Any] = deque()
         self._connect()
         self._beat()
@@ -82,27 +82,31 @@ class Membership:
         wire.on_message[0] = self._receive
         wire.on_close[0] = self._lost
         if self.incarnation:
-            wire.send(0, Knows(self._view))
+            wire.send(0, self._knows)
 
     def _lost(self) -> None:
         self._wire, self._admitted = None, False
         self.node.later(RETRY_S, self._connect)
 
     def _receive(self, message: Any) -> None:
-        if isinstance(message, NewView) and (self._view is None or message.view.number > self._view.number):
-            self._view = message.view
+        if isinstance(message, NewView) and _is_newer(message.view, self._knows.view):
+            self._knows = Knows(message.view, message.proof)
         match message:
             case Admitted(incarnation=incarnation):
                 new, self.incarnation = incarnation != self.incarnation, incarnation
                 self._admitted = True
                 if new:
-                    self._view = None
+                    self._knows = Knows()
                     self._unsent.clear()  # said by somebody who was given up
                 self._on_admitted(new)
                 while self._unsent:
                     self.send(self._unsent.popleft())
             case _:
                 self._on_message(from_coordinator(message))
+
+
+def _is_newer(view: View, known: View | None) -> bool:
+    return known is None or view.number > known.number
 
 
 class Order:
@@ -129,6 +133,32 @@ class Order:
             wire.close(0)
             self.node.kill()
             self._heard()
+
+
+class Orders:
+    """Gives the coordinator one order after the other; calls `heard(order)` when it has announced it.
+
+    An order waits until the one before it is announced: each has a link of its own, two links might announce them in
+    another order, and the real launcher has one.
+    """
+
+    def __init__(self, new_node: Callable[[], Node], heard: Callable[[Resize], None]) -> None:
+        self._new_node, self._heard = new_node, heard
+        self._waiting: deque[Resize] = deque()  # the first is being given
+
+    def give(self, order: Resize) -> None:
+        """Give this order, after those before it."""
+        self._waiting.append(order)
+        if len(self._waiting) == 1:
+            self._give_first()
+
+    def _give_first(self) -> None:
+        Order(self._new_node(), self._waiting[0], self._announced)
+
+    def _announced(self) -> None:
+        self._heard(self._waiting.popleft())
+        if self._waiting:
+            self._give_first()
 
 
 # The simulated worker and server speak in tuples; the coordinator's shell in the real messages.

@@ -15,7 +15,7 @@ from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
 from rallypoint.testing.simulation.coordinator import Disk, Outcome, SimulatedCoordinator
-from rallypoint.testing.simulation.member import COORDINATOR, Order
+from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
@@ -57,6 +57,7 @@ class Simulation:
         self.events: list[str] = []
         self._named = Counter[str]()
         self._told_to_leave: set[str] = set()
+        self._orders = Orders(lambda: Node(self.world, self._name("launcher")), self._resized)
         self.computing_at_most = self.plan.terms.workers_max  # by the last order that the coordinator has announced
 
     def run(self) -> Result:
@@ -193,7 +194,7 @@ class Simulation:
         choose, least = self.world.random.randint, self.plan.terms.workers_min
         order = Resize(choose(least, least + 3), choose(1, 4))
         self.events.append(f"{self.world.now:.3f} {order}")
-        Order(Node(self.world, self._name("launcher")), order, lambda: self._resized(order))
+        self._orders.give(order)
 
     def _resized(self, order: Resize) -> None:
         """So many are to be here: start some, or tell the newest to go."""

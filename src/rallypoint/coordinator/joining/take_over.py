@@ -43,7 +43,6 @@ class TakeOver:
     _newest: View = field(init=False)
     _incarnations: int = field(init=False)
     _came: set[tuple[str, int]] = field(default_factory=set)
-    _replaced: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         assert self.journaled.view is not None
@@ -58,8 +57,6 @@ class TakeOver:
                 pass
             case inbox.Opened(hello=hello):
                 self._incarnations = max(self._incarnations, hello.incarnation)
-                if not hello.incarnation:  # who had this id is gone, or never heard that it was admitted
-                    self._replaced.add(hello.id)
             case inbox.Received(hello=hello, message=Knows(view=view)):
                 self._hear(hello, view)
             case inbox.Received() | inbox.Closed():
@@ -76,13 +73,12 @@ class TakeOver:
 
     @property
     def is_complete(self) -> bool:
-        """True if every member of the newest known view has come, or another process in its place.
+        """True if every member of the newest known view has come.
 
         A newer view, known to others only, had no effect: without its servers and workers nobody can have pushed or
         published anything in it.
         """
-        awaited = (member for member in _members(self._newest) if member.id not in self._replaced)
-        return {_key(member) for member in awaited} <= self._came
+        return {_key(member) for member in _members(self._newest)} <= self._came
 
     @property
     def connected(self) -> list[inbox.Opened | inbox.Closed]:

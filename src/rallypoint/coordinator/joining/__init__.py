@@ -1,0 +1,1 @@
+"""Who comes to the coordinator: newcomers, members that come back, and what proves who they are."""
