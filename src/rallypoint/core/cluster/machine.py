@@ -210,8 +210,8 @@ class ClusterMachine:
                 course.workers_max = max(1, workers)
                 course.changed()
                 return self._succession.advance()
-            case events.Failed(member=member, reason=reason):
-                return self._ending.begin(member, reason) if member in course.members else []
+            case events.Failed(member=member):
+                return self._ending.begin(event) if member in course.members else []
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Unlinked(member=member, reason=reason, reset=reset):
