@@ -211,7 +211,7 @@ class ClusterMachine:
                 course.changed()
                 return self._succession.advance()
             case events.Failed(member=member, reason=reason):
-                return self._ending.begin(member, reason) if member in course.members else []
+                return self._failed(member, reason)
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Unlinked(member=member, reason=reason, reset=reset):
@@ -329,6 +329,15 @@ class ClusterMachine:
             if course.recovery.ends_with(member, course.view):
                 return [said, *self._succession.recover(ending=course.view.ending)]
         return [said, *self._succession.advance(), *self._completion.advance()]
+
+    def _failed(self, member: str, reason: str) -> list[Effect]:
+        """A member says that it cannot go on. If the job can go on without it, it fails alone."""
+        if member not in self.course.members:
+            return []
+        if self.course.has_a_part(member):
+            return self._ending.begin(member, reason)
+        why = f"it has failed: {reason}"
+        return [Refuse(member, why, final=True), *self._left(member, why)]
 
     # ---- progress and time ----
 
