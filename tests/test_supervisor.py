@@ -164,6 +164,26 @@ def test_a_server_that_dies_again_and_again_before_it_joins_does_not_end_a_job_t
         assert decisions == [Start(name, "server")]
 
 
+def test_an_aggregator_that_fails_does_not_end_the_job_which_does_not_need_it() -> None:
+    supervisor = Supervisor({"worker": 2, "server": 1, "aggregator": 1}, Limits(quick_deaths=1))
+    supervisor.begin(0.0)
+    supervisor.listening(0.0)
+    supervisor.members(supervisor.running)
+    assert supervisor.ended("aggregator0", ERROR, 20.0) == [
+        Warn("aggregator0 ended with status 1; the job goes on without it; others are tried now and then")
+    ]
+    assert supervisor.due(20.5) == []
+    assert supervisor.due(21.0) == [Start("aggregator1", "aggregator")]
+    supervisor.members(["aggregator1"])
+    now = 21.0
+    for n in range(1, 9):  # and however often one is killed
+        assert not any(isinstance(decision, Fail) for decision in supervisor.ended(f"aggregator{n}", KILLED, now))
+        while not (decisions := supervisor.due(now)):
+            now += 0.5
+        assert decisions == [Start(f"aggregator{n + 1}", "aggregator")]
+        supervisor.members([f"aggregator{n + 1}"])
+
+
 def test_who_cannot_join_again_and_again_fails_a_run_in_which_nobody_computes() -> None:
     supervisor = running(workers=1, limits=Limits(quick_deaths=2))
     supervisor.ended("worker0", KILLED, 20.0)

@@ -158,6 +158,26 @@ class Normalised(nn.Module):
         return self.last(self.norm(self.conv(x.view(-1, 2, 1, 3).expand(-1, 2, 2, 3))).flatten(1))
 
 
+class Transformed(nn.Module):
+    """Differentiates a layer inside of its forward; `functional`: by parameters that the transform is given."""
+
+    def __init__(self, *, functional: bool) -> None:
+        super().__init__()
+        self.functional = functional
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.functional:
+            return self.first(x) + torch.func.grad(lambda y: self.last(y).pow(2).sum())(x)
+        start = dict(self.last.named_parameters())
+
+        def loss(values: dict[str, torch.Tensor]) -> torch.Tensor:
+            return torch.func.functional_call(self.last, values, (x,)).pow(2).sum()
+
+        gradient = torch.func.grad(loss)(start)
+        return self.first(x) + sum(of.sum() for of in gradient.values())
+
+
 def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
@@ -184,6 +204,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, dict[str, Any]]] = {
     "buffers": (Normalised, mse, {}),
     "outside of modules": (OutOfOrder, decayed, {}),
     "no calls": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), without_calls, {}),
+    "torch.func, by its input": (lambda: Transformed(functional=False), mse, {}),
+    "torch.func, by parameters": (lambda: Transformed(functional=True), mse, {}),
     "bfloat16": (lambda: nn.Linear(6, 6).bfloat16(), lambda m, b: mse(m, [t.bfloat16() for t in b]), {}),
 }
 
@@ -237,6 +259,18 @@ def test_the_first_module_runs_while_the_last_ones_parameters_are_on_their_way(h
 
     train(model, script=lambda micro: look(micro.step))
     assert [step for step, was in late.items() if was] == EARLY
+
+
+def test_links_keep_to_their_window_after_a_version_that_a_forward_pass_has_installed(hold: Hold) -> None:
+    """The window bounds the memory of servers. Links leave it in the step in which a view comes."""
+    leave: dict[int, bool] = {}
+
+    def look(micro: Any) -> None:
+        leave[micro.step] = micro._run._exchange._links._overdraws
+
+    train(build(lambda: nn.Linear(6, 6)), script=look)
+    assert hold.began == EARLY
+    assert not any(leave[step + 1] for step in EARLY[:-1]), leave
 
 
 def test_nothing_begins_early_where_the_user_says_so(hold: Hold) -> None:
@@ -294,6 +328,46 @@ def test_where_parameters_are_read_unseen_all_are_waited_for_and_it_is_said_once
     make, why = UNSEEN[case]
     assert train(build(make)) == reference(make)
     assert hold.began == []
+    (said,) = hold.said
+    assert re.search(why, said)
+
+
+class KeepsView(nn.Module):
+    """Makes a view of a weight in its first forward, and uses that from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.kept = nn.Linear(6, 6), list[torch.Tensor]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.kept:
+            self.kept.append(self.layer.weight.detach().T)
+        return self.layer(x @ self.kept[0])
+
+
+class Batches(nn.Module):
+    """Its last layer is read by nobody but a transform of torch.func."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scales = torch.vmap(lambda row, shift: row.sum() * shift)(self.last.weight, self.last.bias)
+        return self.first(x) * scales
+
+
+UNSEEN_LATER: dict[str, tuple[Callable[[], nn.Module], str, list[int]]] = {
+    "view": (KeepsView, r"parameter layer\.weight shares its memory with another tensor", []),
+    "transform": (Batches, r"parameter last\.(weight|bias) is read by something that gets a copy of it", [3]),
+}
+
+
+@pytest.mark.parametrize("case", UNSEEN_LATER)
+def test_what_a_forward_pass_does_unseen_is_found_and_from_then_on_all_are_waited_for(hold: Hold, case: str) -> None:
+    make, why, began = UNSEEN_LATER[case]
+    assert train(build(make)) == reference(make)
+    assert hold.began == began
     (said,) = hold.said
     assert re.search(why, said)
 

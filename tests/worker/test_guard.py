@@ -307,3 +307,38 @@ def test_no_hook_of_the_guard_is_left_in_the_process() -> None:
     train(build(), at(2, lambda model: during.append(hooks_of_the_process())))
     assert during == [[count + 1 for count in before]]
     assert hooks_of_the_process() == before
+
+
+class GivesNone(torch.autograd.Function):
+    """Doubles `x`. Its backward has no gradient for `weight`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return 2 * gradients[0], None
+
+
+class UsesInPart(torch.nn.Module):
+    """Has parameters to which autograd gives no gradient: torch calls their hooks, and `.grad` stays None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.idle = torch.nn.Linear(3, 2), torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _ = torch._foreach_mul([self.layer.weight, self.layer.bias], 2.0)
+        return GivesNone.apply(x @ first.T, self.idle)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_parameter_to_which_autograd_gives_no_gradient_contributes_zeros(accumulate: int) -> None:
+    torch.manual_seed(3)
+    model = UsesInPart()
+    before = copy.deepcopy(model)
+    train(model, accumulate=accumulate, optimizer=rp.SGD(lr=0.1))
+    assert torch.equal(model.layer.bias, before.layer.bias)
+    assert torch.equal(model.idle, before.idle)
+    assert not torch.equal(model.layer.weight, before.layer.weight)

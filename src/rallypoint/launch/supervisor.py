@@ -4,7 +4,8 @@ Pure: no process, thread or clock. Events come in (a process was started, a proc
 `due(now)` returns what to do at that time (seconds, of any clock that only rises).
 
 A process that dies by a signal is started again: the coordinator under its name, servers and workers under new names.
-One that ends before it has joined a running job is tried again too, less and less often: the job does not need it.
+One that ends before it has joined a running job is tried again too, less and less often: the job does not need it. Nor
+does it ever need an aggregator.
 """
 
 from __future__ import annotations
@@ -197,7 +198,7 @@ class Supervisor:
 
     def _failed(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
         """The process ended by itself, with an error."""
-        if self._could_not_join(name, process.role):
+        if self._is_spared(name, process.role):
             return self._try_later(name, process.role, how, now)
         if process.role == COORDINATOR:
             self._held_until = now + _LAST_WORD_S
@@ -217,7 +218,7 @@ class Supervisor:
 
     def _died(self, name: str, process: _Process, how: Exit, now: float) -> list[Decision]:
         role, deaths = process.role, self._count_death(process, now)
-        if deaths > self.limits.quick_deaths and self._could_not_join(name, role):
+        if deaths > self.limits.quick_deaths and self._is_spared(name, role):
             return self._try_later(name, role, how, now)
         if deaths > self.limits.quick_deaths:
             whom = f"{role}s in a row"
@@ -239,12 +240,13 @@ class Supervisor:
             self._waves[role] += 1
         return self._quick[role]
 
-    def _could_not_join(self, name: str, role: str) -> bool:
-        """Has the job begun, and without this process?"""
-        return role != COORDINATOR and name not in self.took_part and bool(self.took_part)
+    def _is_spared(self, name: str, role: str) -> bool:
+        """Has the job begun, and does it go on without this process? It has never joined, or is an aggregator."""
+        aggregator = role == "aggregator" and self.limits.restart
+        return role != COORDINATOR and bool(self.took_part) and (aggregator or name not in self.took_part)
 
     def _try_later(self, name: str, role: str, how: Exit, now: float) -> list[Decision]:
-        """The process could not join; the job runs without it. If no worker computes, many tries fail the run."""
+        """The job runs without this process: try another one later. If no worker computes, many tries fail the run."""
         tries = self._tries[role]
         computing = any(p.role == "worker" and n in self.took_part for n, p in self.running.items())
         if tries >= self.limits.quick_deaths and not computing:
@@ -254,8 +256,8 @@ class Supervisor:
         self._try_at.setdefault(role, []).append(now + _TRIES_S[min(tries, len(_TRIES_S) - 1)])
         if tries:
             return []  # said already
-        goes_on = "the job goes on without it; others are tried now and then"
-        return [Warn(f"{name} {how} before it took part; {goes_on}")]
+        when = "" if name in self.took_part else " before it took part"
+        return [Warn(f"{name} {how}{when}; the job goes on without it; others are tried now and then")]
 
     def _lonely(self, now: float) -> list[Decision]:
         """Fail when no worker runs and none will be started. First wait, because the job may just have ended."""

@@ -79,4 +79,4 @@ class ForwardVersion:
             self._locked.progress.given(self._task)
             self._locked.changed.notify_all()
         self._locked.effects.run(effects)
-        self._links.overdraw(False)
+        self._links.installed(self._task.step)

@@ -5,15 +5,20 @@ that has it runs, or when any torch function gets it as an argument, whichever c
 parameter, that run in another order than before or not at all, or that read another module's parameter, are right.
 
 What Python does not see is not seen here: compiled code, TorchScript, tensors that share a parameter's memory. Where
-there is any of it, workers wait for all of a version before each forward pass, and say so once.
+there is any of it, workers wait for all of a version before each forward pass, and say so once. It is looked for before
+each step that does not begin early. Nor are parameters seen that a transform of torch.func gets as arguments, unless a
+module runs in it: then all are waited for there. If a loss depends on a parameter that nobody has read, the forward
+pass is given up, and later ones wait.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.guard import ModelGuard
@@ -63,8 +68,8 @@ class EarlyForward:
         """Allow (or not) that the next step begins early. It does not where something reads parameters unseen."""
         if not self._forward.possible:
             return
-        if self._why_not is None:
-            self._why_not = _read_unseen(self._parts)
+        if self._why_not is None or not allowed:  # again after the first steps: a forward pass may keep a view
+            self._why_not = self._why_not or _read_unseen(self._parts)
         self._why_not = self._why_not or _compiled()
         self._forward.allow(allowed and not self._why_not)
         if allowed and self._why_not and not self._said and self._parts.leads():
@@ -100,17 +105,25 @@ class EarlyForward:
     def enter(self, module: torch.nn.Module) -> None:
         """A module is about to run: install its own parameters. Raises Rewound when the forward pass is stale."""
         if self._runs:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                self._install(self._all)  # a transform of torch.func may have wrapped any of them
+                self._none_is_late()
             for parameter in module._parameters.values():
                 if type(parameter) is self._kind:
                     self._settle(parameter)
 
-    def finish(self) -> bool:
+    def finish(self, loss: torch.Tensor) -> bool:
         """The forward pass is over: install what it has not read. Returns True if it has begun early.
 
-        Raises Rewound when it is stale.
+        Raises Rewound when it is stale, or when `loss` depends on a parameter that was read unseen.
         """
         if not self._runs:
             return False
+        unread = {id(placed.tensor): placed for placed in self._tensors.parameters if type(placed.tensor) is self._kind}
+        if unread and (found := _in_graph(loss, unread)) is not None:
+            name = unread[found].entry.spec.name
+            self._why_not = f"parameter {name} is read by something that gets a copy of it, such as torch.func"
+            raise Rewound
         self._install(self._all)
         self._synchronize()
         self._forward.installed()
@@ -131,6 +144,9 @@ class EarlyForward:
     def _end(self) -> None:
         self._runs = False
         self._in_model.clear()
+        self._none_is_late()
+
+    def _none_is_late(self) -> None:
         for placed in self._tensors.parameters:
             if type(placed.tensor) is self._kind:
                 placed.tensor.__class__ = torch.nn.Parameter
@@ -155,7 +171,8 @@ class EarlyForward:
     def _swap(self, shards: Sequence[int]) -> None:
         """Swap slots and parameters."""
         buffer = self._parts.exchange.buffer
-        with torch._C.DisableTorchFunctionSubclass():
+        # Inside of a transform of torch.func, nobody may write to a tensor that is not the transform's own
+        with torch._C.DisableTorchFunctionSubclass(), temporarily_clear_interpreter_stack():
             for shard in shards:
                 for placed, start, stop in self._parts_in[shard]:
                     before = placed.tensor._version
@@ -181,6 +198,21 @@ def _read_unseen(parts: Parts) -> str:
         if _users(tensor) > alone:
             return f"parameter {name} shares its memory with another tensor"
     return ""
+
+
+def _in_graph(loss: torch.Tensor, wanted: Container[int]) -> int | None:
+    """The id of one of these leaves on which `loss` depends; None if it depends on none."""
+    seen: set[Any] = set()
+    left: list[Any] = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in wanted:
+            return id(node.variable)
+        left += [before for before, _ in node.next_functions]
+    return None
 
 
 def _users(tensor: torch.Tensor) -> int:

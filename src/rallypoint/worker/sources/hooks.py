@@ -114,7 +114,7 @@ class GradientHooks(WaitsForVersions):
 
     def _hook(self, index: int, placed: Placed) -> object:
         def hook(parameter: torch.Tensor) -> None:
-            if not self._in_backward:
+            if not self._in_backward or _got_nothing(parameter):
                 return
             if self._last or self._staging.eager:
                 self._write(index, placed, parameter)
@@ -209,3 +209,8 @@ class GradientHooks(WaitsForVersions):
             for slot, _ in self._pieces(index, placed, placed.tensor.detach()):
                 slot.zero_()
         self._release(index)
+
+
+def _got_nothing(parameter: torch.Tensor) -> bool:
+    """True if an operation gave this parameter no gradient (None): torch calls its hooks all the same."""
+    return parameter.grad is None and len(parameter._post_accumulate_grad_hooks or ()) == 1  # ours: nobody took it
