@@ -31,8 +31,9 @@ _PIECE = 1 << 16  # words that are swapped at once: they stay in a core's cache
 
 
 class EarlyForward:
-    """Installs a version while the forward pass that reads it runs. Main thread only, but for `enter`, and for what reads
-    late parameters: a model may run its modules in several threads.
+    """Installs a version while the forward pass that reads it runs.
+
+    Main thread only, but for `enter`, and for what reads late parameters: a model may run its modules in threads.
 
     Calls: `start` for each replica; then, if it returned True, `begin` before the script gets its first micro-batch,
     `enter` before each module, `finish` before the backward pass. Or, at any point, `undo`.
