@@ -60,7 +60,7 @@ class Claims:
         if view is None:
             return False
         if report.generation == view.generation:
-            return report.replica in view.contributors.get(worker, ())
+            return view.takes(worker, (report.replica,))
         return report.generation < view.generation
 
     def may_evaluate(self, worker: str, metrics: Metrics, view: View | None) -> bool:
@@ -71,7 +71,7 @@ class Claims:
         if view is None:
             return False
         if metrics.generation == view.generation:
-            return 0 in view.contributors.get(worker, ())
+            return view.takes(worker, (0,))
         return metrics.generation < view.generation
 
     def may_answer(self, member: str, message: Stored | NotStored) -> bool:
@@ -134,7 +134,7 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
         case Done(generation=generation):
             return cluster_events.Done(sender, generation)
-        case GiveUp(reason=reason):
-            return cluster_events.Failed(sender, reason)
+        case GiveUp(reason=reason, version=version, generation=generation):
+            return cluster_events.Failed(sender, reason, version, generation)
         case _:
             raise AssertionError(f"a message that nobody takes: {message}")
