@@ -158,12 +158,14 @@ class SimulatedServer:
                 self._send_version(wire, shard, version)
             case ("give", number, shard, replica, state) if self._codec_states is not None:
                 if shell.takes(shard, number):
-                    self._codec_states.given(shard, replica, state, who, self._upcoming(shard, replica))
+                    known = state if shell.may_contribute(who, replica, 1) else None
+                    self._codec_states.given(shard, replica, known, who, self._upcoming(shard, replica))
             case ("copy", number, shard, replica, Residual() as state) if self._codec_states is not None:
-                if shell.takes(shard, number):
+                if shell.takes(shard, number) and shell.may_contribute(who, replica, 1):
                     self._codec_states.copied(shard, replica, state)
             case ("recall", _, shard, replica) if self._codec_states is not None:
-                if shell.is_current(wire, who) and self.machine.is_primary(shard):
+                current = shell.is_current(wire, who) and self.machine.is_primary(shard)
+                if current and shell.may_contribute(who, replica, 1):
                     self._codec_states.recalled(shard, replica, who, self._upcoming(shard, replica))
             case ("measures", number, step, measures):
                 self._run(shell.told(step, measures, number))
