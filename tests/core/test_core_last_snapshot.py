@@ -23,6 +23,7 @@ from rallypoint.core.cluster.events import (
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
 from rallypoint.core.policy import AllReduce
+from rallypoint.core.view import ViewNumber
 
 WHY = "the loss of replica 0 at step 5 is nan"
 ENDED = [Abort(f"w0: {WHY}")]
@@ -55,6 +56,35 @@ def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> No
     assert job.machine.waiting_for() == "the newest version to be stored"
     assert _of(Abort, job.store(capture)) == ENDED
     assert job.machine.phase is Phase.OVER
+
+
+@pytest.mark.parametrize(("claimed", "version"), [(0, 5), (5, 5), (6, 6), (99, 6)])
+def test_a_worker_that_fails_proves_at_most_one_version_more_than_is_known(claimed: int, version: int) -> None:
+    job = at_step_5()
+    assert asked(job.play(Failed("w0", WHY, claimed, job.view.generation))).version == version
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+def test_a_failure_that_overtakes_the_servers_word_of_the_version_that_the_worker_has_does_not_lose_it(
+    stored: int,
+) -> None:
+    job = _begun(_terms(snapshots=True), record=_record())
+    if stored:
+        job.play(*(Applied(s, 0, job.view.generation) for s in ("s0", "s1")))
+        job.machine._snapshots.duty.last = (1, 1.0)
+    capture = asked(job.play(Failed("w0", WHY, stored + 1, job.view.generation)))
+    assert capture.version == stored + 1
+    assert _of(Abort, job.store(capture)) == ENDED
+
+
+@pytest.mark.parametrize(
+    ("version", "stale"), [(0, False), (1, True)], ids=["it has no newer one", "it had one before a roll-back"]
+)
+def test_a_failure_before_there_is_anything_new_ends_the_job_at_once(version: int, stale: bool) -> None:
+    job = _begun(_terms(snapshots=True), record=_record())
+    now = job.view.generation
+    generation = ViewNumber(now.epoch, now.count - 1) if stale else now
+    assert _of(Abort, job.play(Failed("w0", WHY, version, generation))) == ENDED
 
 
 def test_while_it_is_stored_nobody_takes_the_failed_worker_s_replicas() -> None:

@@ -13,6 +13,7 @@ from fuzz_jobs import PATIENCE_S, POLICIES, WORKERS, Cluster, running
 from fuzz_links import FakeServers
 from fuzz_members import ROLES, Faults, Possession, Recorder
 from fuzz_strangers import Liar, Stranger
+from fuzz_witness import Witness
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
@@ -40,11 +41,12 @@ class Campaign:
         self.ends: Counter[str] = Counter()  # how jobs with possessed members end
         self.faults: list[str] = []
         self.corpus, self.script, self.undisturbed = Corpus(), list[Frame](), dict[str, str]()
+        self._witness = Witness()  # of the undisturbed job
 
     def record(self) -> None:
         """Run the job undisturbed: its frames are the models of all that follow."""
         recorder = Recorder(WORKERS[1])
-        with recorder.active(), running(self.policy) as cluster:
+        with recorder.active(), self._witness.active(), running(self.policy) as cluster:
             assert cluster.finish(), f"{self.name}: the undisturbed job hangs"
         assert not cluster.errors, cluster.errors
         self.corpus, self.script, self.undisturbed = recorder.corpus, recorder.to_worker, cluster.hashes
@@ -89,14 +91,14 @@ class Campaign:
     # ---- strangers, while the job is held and then goes on ----
 
     def _attack_from_outside(self, frames: dict[str, int], replication: int | None) -> None:
-        gate, here = threading.Semaphore(0), threading.Semaphore(0)
+        gate, here, witness = threading.Semaphore(0), threading.Semaphore(0), Witness()
 
         def held(worker: str, step: int) -> None:
             if step >= HELD_AT:
                 here.release()
                 assert gate.acquire(timeout=10 * PATIENCE_S)
 
-        with running(self.policy, before_step=held, replication=replication) as cluster:
+        with witness.active(), running(self.policy, before_step=held, replication=replication) as cluster:
             stranger = Stranger(cluster, self.corpus, self._seed())
             try:
                 assert all(here.acquire(timeout=PATIENCE_S) for _ in WORKERS), "the job does not begin"
@@ -109,7 +111,10 @@ class Campaign:
                 stranger.close()
             assert cluster.finish(), "the job hangs"
         assert not cluster.errors, f"the job has failed: {cluster.errors}"
-        assert not self.policy.same or cluster.hashes == self.undisturbed, "the job has other bytes"
+        if self.policy.same:
+            others = [id for id in WORKERS if cluster.hashes.get(id) != self.undisturbed[id]]
+            where = witness.differs_from(self._witness) if others else ""
+            assert not others, f"the job has other bytes on {' and '.join(others)}: {where}"
 
     def _throw(self, which: str, frames: int, cluster: Cluster, stranger: Stranger, gate: threading.Semaphore) -> None:
         ways, before, left = self._ways(which, cluster, stranger), stranger.thrown, 6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -49,15 +50,11 @@ POLICIES = {
 }
 
 
-_building = threading.Lock()  # torch's random numbers are the process's
-
-
 class Net(torch.nn.Module):
     """Two layers with a buffer between them; perhaps with a table."""
 
     def __init__(self, *, table: bool) -> None:
         super().__init__()
-        torch.manual_seed(5)
         self.first = torch.nn.Linear(16, 24)
         self.norm = torch.nn.Identity() if table else torch.nn.BatchNorm1d(24)
         self.table = torch.nn.Embedding(19, 24, sparse=True, device="meta") if table else None
@@ -66,6 +63,16 @@ class Net(torch.nn.Module):
     def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         hidden = torch.tanh(self.norm(self.first(x)))
         return self.last(hidden if self.table is None else hidden + self.table(index % 19))
+
+
+torch.manual_seed(5)
+# Made before there are any threads: torch's generator is the process's, and `job.train` of any worker seeds it.
+_NETS = {table: Net(table=table) for table in (False, True)}
+
+
+def new_net(*, table: bool) -> Net:
+    """A model with the first weights, the same in every job and on every thread."""
+    return copy.deepcopy(_NETS[table])
 
 
 @dataclass
@@ -127,8 +134,7 @@ class Cluster:
     def _work(self, id: str) -> None:
         try:
             with Job(id=id, coordinator=self.coordinator.address, token=TOKEN) as job:
-                with _building:
-                    model = Net(table=self.policy.table)
+                model = new_net(table=self.policy.table)
                 for micro in job.train(model, dataset(), **self.settings):
                     self.before_step(id, micro.step)
                     with micro:

@@ -57,8 +57,10 @@ class Stranger:
             message = messages.decode(channel.receive_bytes(channel.receive_header()))
             if isinstance(message, messages.NewView):
                 self.standby = next((one for one in message.view.workers if one.id == "standby"), None)
-        for server in self.cluster.servers:
-            server._views.wait_for(message.view.number)
+        for views in (server._views for server in self.cluster.servers):
+            with views._changed:  # not `wait_for`, which gives up as soon as for a mutated frame's view
+                has_come = lambda views=views: views._fence.has_come(message.view.number)  # noqa: E731
+                assert views._changed.wait_for(has_come, PATIENCE_S), "a server does not hear of the stranger"
 
     def close(self) -> None:
         """End the membership, if there is one."""

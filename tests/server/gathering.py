@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -28,16 +29,16 @@ PATIENCE_S = 60.0
 DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 240).view(40, 6), torch.linspace(1, -1, 120).view(40, 3))
 SETTINGS: dict[str, Any] = {"replicas": 4, "batch": 5, "steps": 8, "shard_bytes": 256, "clip": 0.5}
 
-_BUILDING = threading.Lock()
+torch.manual_seed(3)
+# Made before there are any threads: torch's generator is the process's, and every worker's micro-batches seed it.
+_MODEL = torch.nn.Sequential(
+    torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
+)  # fmt: skip
 
 
 def build() -> torch.nn.Module:
-    """A model whose output depends on nothing but its weights: workers share this process's generators."""
-    with _BUILDING:
-        torch.manual_seed(3)
-        return torch.nn.Sequential(
-            torch.nn.Linear(6, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
-        )  # fmt: skip
+    """A model with the first weights, the same on every thread. Its output depends on nothing but its weights."""
+    return copy.deepcopy(_MODEL)
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ import pytest
 
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, RallypointError
+from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
@@ -238,6 +239,26 @@ def test_a_worker_that_fails_says_why_before_it_goes(
     with pytest.raises(type(error)):
         fail()
     assert coordinator.next(GiveUp) == GiveUp(sentence)
+
+
+def test_a_worker_that_fails_says_which_version_it_has_got(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, said, generations = build(), list[Message](), list[ViewNumber]()
+
+    def fail() -> None:
+        with EmbeddedJob() as job:
+            send = job._link.send
+            monkeypatch.setattr(job._link, "send", lambda message: (said.append(message), send(message)))
+            for micro in job.train(model, DATA, **SETTINGS):
+                with micro:
+                    if micro.step == 1:
+                        assert job._view is not None
+                        generations.append(job._view.generation)
+                        raise RallypointError("ours")
+                    micro.backward(loss_of(model, micro.batch))
+
+    with pytest.raises(RallypointError, match="ours"):
+        fail()
+    assert [message for message in said if isinstance(message, GiveUp)] == [GiveUp("ours", 1, *generations)]
 
 
 def test_a_coordinator_that_talks_nonsense_ends_the_worker_and_not_in_silence(

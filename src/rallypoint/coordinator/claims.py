@@ -134,7 +134,7 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
         case Done(generation=generation):
             return cluster_events.Done(sender, generation)
-        case GiveUp(reason=reason):
-            return cluster_events.Failed(sender, reason)
+        case GiveUp(reason=reason, version=version, generation=generation):
+            return cluster_events.Failed(sender, reason, version, generation)
         case _:
             raise AssertionError(f"a message that nobody takes: {message}")

@@ -188,9 +188,14 @@ class Done(AnyMessage, frozen=True):
 
 
 class GiveUp(Shown, frozen=True):
-    """This member cannot continue. `reason` is a sentence."""
+    """This member cannot continue. `reason` is a sentence.
+
+    `version` is the newest version that it has got in this `generation`; 0 if it knows of none.
+    """
 
     reason: str
+    version: Index = 0
+    generation: ViewNumber = ViewNumber()
 
 
 # ---- coordinator to member -------------------------------------------------------------------------------------

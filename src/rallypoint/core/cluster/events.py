@@ -130,10 +130,13 @@ class Unlinked:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A member cannot go on and says why: the job ends."""
+    """A member cannot go on and says why: the job ends, if the member has a part in it. In `generation` it has got
+    `version`, if that is not 0."""
 
     member: str
     reason: str
+    version: int = 0
+    generation: ViewNumber = field(default_factory=ViewNumber)
 
 
 @dataclass(frozen=True, slots=True)

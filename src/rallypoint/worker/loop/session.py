@@ -197,10 +197,18 @@ class Job:
         if isinstance(error, SystemExit) and not error.code:
             pass  # it has left and reported that
         elif error is not None and not isinstance(error, JobAborted):
-            self._link.send(GiveUp(_sentence(error)))
+            self._give_up(_sentence(error))
         elif error is None and self._exchange is not None and not self._finished:
-            self._link.send(GiveUp("its loop ended before the last step"))
+            self._give_up("its loop ended before the last step")
         self.close()
+
+    def _give_up(self, reason: str) -> None:
+        exchange = self._exchange
+        if exchange is None or self._view is None:
+            self._link.send(GiveUp(reason))
+            return
+        generation = exchange.view.generation  # first: if a roll-back comes now, the claim is stale, and not too high
+        self._link.send(GiveUp(reason, max(0, exchange.step), generation))
 
     def close(self) -> None:
         """Leave the job: take the hooks off the model, end every link and thread."""

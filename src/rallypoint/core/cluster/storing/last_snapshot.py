@@ -34,10 +34,10 @@ class LastSnapshot:
     _writers: frozenset[str] = frozenset()
     _until: float = 0.0
 
-    def begin(self, member: str, reason: str) -> list[Effect]:
-        """`member` has failed: take the last snapshot, or end the job at once if there is none to take."""
-        course, word = self.course, Abort(f"{member}: {reason}")
-        version = max(course.furthest, course.applied + 1)
+    def begin(self, failed: events.Failed) -> list[Effect]:
+        """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
+        course, member, word = self.course, failed.member, Abort(f"{failed.member}: {failed.reason}")
+        version = self._newest(failed)
         writers = self._who_stores(member) if self._may_store(member) else []
         if not writers or version <= self.snapshots.duty.last[0]:
             return course.end(word)
@@ -74,6 +74,16 @@ class LastSnapshot:
         """End the job with the failure that it has."""
         assert self._word is not None
         return self.course.end(self._word)
+
+    def _newest(self, failed: events.Failed) -> int:
+        """The newest version that is known to exist.
+
+        The failed member may have got one whose servers' word of it is still on its way, over another connection. As a
+        report, its own word proves at most one step after what is known.
+        """
+        course, claimed = self.course, failed.version if self.course.is_current(failed.generation) else 0
+        most = course.known + 1 if course.record is None else min(course.known + 1, course.record.rounds)
+        return max(course.known, min(claimed, most))
 
     def _may_store(self, member: str) -> bool:
         """True if all shards come to rest at one version, and the servers alone can store it."""
