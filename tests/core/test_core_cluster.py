@@ -1003,6 +1003,16 @@ def test_while_it_recovers_members_come_and_go_and_no_view_is_published() -> Non
     assert job.view.workers[-1].id == "w2"
 
 
+def test_who_comes_back_to_a_job_that_has_lost_all_workers_gets_no_view_of_it() -> None:
+    """The workers that come may bring another record."""
+    job = _running()
+    job.play(Left("w0", "x"), Left("w1", "x"), Left("s0", "x"))
+    assert job.machine.phase is Phase.GATHERING
+    assert job.join("s1", incarnation=job.incarnations["s1"]) == [Admit("s1", job.incarnations["s1"])]
+    job.come("w5", "s5")
+    assert [view.members for view in _of(Publish, job.join("s1", incarnation=job.incarnations["s1"]))] == [("s1",)]
+
+
 def test_when_everybody_who_could_begin_is_gone_the_job_gathers_again() -> None:
     job = _running()
     job.play(Left("w0", "x"), Left("w1", "x"), Left("s0", "x"), Left("s1", "x"))

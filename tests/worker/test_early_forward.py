@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
+from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.forward import ForwardVersion
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.loop.early import EarlyForward
@@ -178,6 +180,18 @@ class Transformed(nn.Module):
         return self.first(x) + sum(of.sum() for of in gradient.values())
 
 
+class InThreads(nn.Module):
+    """Runs its layers in threads of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(len(self.layers)) as threads:
+            return torch.stack(list(threads.map(lambda layer: layer(x), self.layers))).sum(0)
+
+
 def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
@@ -204,6 +218,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, dict[str, Any]]] = {
     "buffers": (Normalised, mse, {}),
     "outside of modules": (OutOfOrder, decayed, {}),
     "no calls": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), without_calls, {}),
+    "in threads": (InThreads, mse, {}),
     "torch.func, by its input": (lambda: Transformed(functional=False), mse, {}),
     "torch.func, by parameters": (lambda: Transformed(functional=True), mse, {}),
     "bfloat16": (lambda: nn.Linear(6, 6).bfloat16(), lambda m, b: mse(m, [t.bfloat16() for t in b]), {}),
@@ -301,6 +316,31 @@ def test_a_version_with_an_evaluation_is_waited_for(hold: Hold) -> None:
                 micro.backward(mse(model, micro.batch))
     assert seen == [5, 8]
     assert hold.began == [3, 6, 7]
+
+
+def test_a_roll_back_right_after_a_forward_pass_makes_no_evaluation_due(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the coordinator's thread it may come at any moment: the exchange is at no step then."""
+    finish, step = EarlyForward.finish, Exchange.step
+    rolled_back: list[bool] = []
+
+    def finished(early: EarlyForward, loss: torch.Tensor) -> bool:
+        rolled_back[:] = [True] if finish(early, loss) else []
+        return bool(rolled_back)
+
+    monkeypatch.setattr(EarlyForward, "finish", finished)
+    monkeypatch.setattr(Exchange, "step", property(lambda exchange: -1 if rolled_back else step.fget(exchange)))
+    model, seen = build(CASES["plain"][0]), []
+    with EmbeddedJob(servers=2) as job:
+        run = job.train(model, data(), **SETTINGS)
+        run.every(5)(lambda step: seen.append(step))
+        for micro in run:
+            with micro:
+                micro.backward(mse(model, micro.batch))
+            rolled_back.clear()
+    assert hold.began == [3, 6, 7]
+    assert seen == [5, 8]
 
 
 # ---- what Python does not see ----------------------------------------------------------------------------------

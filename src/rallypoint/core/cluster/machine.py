@@ -265,7 +265,7 @@ class ClusterMachine:
         proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
         if course.record is not None and not proposes:
             effects.append(Prepare(member.id, course.record))
-        if self.view is not None:
+        if self.view is not None and course.record is not None:  # else the view is of a job that all workers gave up
             effects.append(Publish(self.view, (member.id,)))
         return effects
 
