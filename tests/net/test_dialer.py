@@ -362,6 +362,28 @@ def test_a_peer_that_answers_can_be_reached_and_one_that_does_not_cannot(host: H
     assert caller.dialer.unreachable() > 0.0
 
 
+def test_a_peer_that_is_lost_was_there_until_then_at_every_moment_of_the_loss(
+    host: Host, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heartbeats say for how long it could not be reached, from a thread of their own."""
+    seen: list[float] = []
+
+    def set_and_look(watched: Dialer, name: str, value: object) -> None:
+        object.__setattr__(watched, name, value)
+        if name == "_up_at" and value == 0.0:
+            seen.append(watched.unreachable())
+
+    caller.dialer.start()
+    channel, _ = host.next()
+    caller.expect("up")
+    caller.dialer._lost_at -= 1000.0  # the connection has stood for so long
+    monkeypatch.setattr(Dialer, "__setattr__", set_and_look)
+    channel.connection.close()
+    caller.expect("serve")
+    caller.expect("down")
+    assert seen[0] < 1000.0
+
+
 def test_a_peer_whose_connections_do_not_hold_cannot_be_reached_although_it_answers(
     host: Host, caller: Caller, monkeypatch: pytest.MonkeyPatch
 ) -> None:

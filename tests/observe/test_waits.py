@@ -92,6 +92,13 @@ def test_something_new_ends_the_waiting(new: tuple[object, ...]) -> None:
     assert progress.waited(5.0) == 1.0
 
 
+def test_a_wait_that_begins_while_its_length_is_asked_for_is_not_negative() -> None:
+    """The coordinator would take a beat with such a number for one of somebody who breaks the protocol."""
+    progress = Progress()
+    progress.waits(5.0)
+    assert progress.waited(4.999) == 0.0
+
+
 def test_after_a_version_the_same_replica_is_something_new() -> None:
     """A roll-back: steps are computed a second time."""
     progress = Progress()

@@ -157,10 +157,12 @@ class Dialer:
         except Exception as fault:  # else this thread would end silently while others wait for its frames
             log.error("the link to %s has failed", self.peer.id, exc_info=fault)
             error = ProtocolError(f"what {self.peer.id} sent could not be taken: {fault!r}")
-        held, self._up_at = time.monotonic() - up_at > _HOLDS_S, 0.0
+        lost_at = time.monotonic()
+        held = lost_at - up_at > _HOLDS_S
         if held or not self._short:
-            self._lost_at = time.monotonic()
+            self._lost_at = lost_at
         self._short = 0 if held else self._short + 1
+        self._up_at = 0.0  # last: from here on another thread counts from `_lost_at`
         channel.close()  # also ends its sending thread, so the queued payloads are released
         self.trouble = str(error)
         if not self._closed.is_set():

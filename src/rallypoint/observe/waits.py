@@ -82,6 +82,9 @@ class Progress:
         self._times = 0.0, self._times[1]
 
     def waited(self, now: float) -> float:
-        """Seconds for which the thread has waited since it last got on; 0.0 while it does not wait."""
+        """Seconds for which the thread has waited since it last got on; 0.0 while it does not wait.
+
+        A wait may have begun after `now` was read, on the other thread: it has lasted for 0 seconds.
+        """
         before, began = self._times
-        return 0.0 if began is None else before + now - began
+        return 0.0 if began is None else before + max(0.0, now - began)
