@@ -696,3 +696,49 @@ def test_while_the_last_version_is_held_a_coordinator_that_dies_is_replaced_thou
     assert played.run(moves) == 0, played.said
     assert played.said.count("coordinator was killed (SIGKILL): starting another") == 1
     assert len(list(tmp_path.glob("run/snapshots/step-00000012-*/manifest.json"))) == 1
+
+
+FAILING_STANDBY = """
+import os, pathlib, signal, sys, time, torch, rallypoint as rp
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+begun, failed = (pathlib.Path(sys.argv[1], name) for name in ("begun", "failed"))
+stands_by = os.environ["RALLYPOINT_ID"] == "worker2"
+while stands_by and not begun.exists():
+    time.sleep(0.01)
+
+def fail(*_):
+    failed.with_suffix(".new").write_text(str(os.getpid()))
+    failed.with_suffix(".new").rename(failed)
+    raise RuntimeError("only I fail")
+
+def is_gone():  # the launcher has noticed its end
+    try:
+        os.kill(int(failed.read_text()), 0)
+    except ProcessLookupError:
+        return True
+
+with rp.join() as job:
+    if stands_by:
+        signal.signal(signal.SIGALRM, fail)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)  # while it joins, or stands by: it is to make no difference
+    for micro in job.train(model, data, replicas=2, batch=4, steps=40):
+        with micro:
+            begun.touch()
+            while micro.step == 20 and not (failed.exists() and is_gone()):
+                time.sleep(0.01)
+            micro.backward(model(micro.batch[0]).square().mean())
+"""
+
+
+def test_a_worker_that_stands_by_fails_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FAILING_STANDBY)
+    options = ("--workers", "2", "--standby", "1", "--folder", str(tmp_path / "run"))
+    argv = ["-m", "rallypoint.cli", "run", *options, str(script), str(tmp_path)]
+    status, said = run_program(argv, tmp_path / "output", env=os.environ, timeout=100)
+    assert status == 0, said
+    assert "worker2 is gone: it has failed: RuntimeError: only I fail" in said
+    assert "worker2 ended with status 1 before it took part; the job goes on without it" in said
+    assert "done: 40 steps" in said

@@ -26,14 +26,16 @@ SHARD, STEP = 0, 5
 
 
 def view_of(
-    workers: dict[str, Sequence[int]], near: Iterable[str], count: int = 1, home: str = "s0", generation: int = 1
+    workers: dict[str, Sequence[int]], near: Iterable[str], count: int = 1, home: str = "s0", generation: int = 1,
+    incarnation: int = 0,
 ) -> View:
     """Workers with these replicas; those `near` may use aggregator a0; two servers, the shard on `home`."""
     return View(
         number=ViewNumber(1, count), generation=ViewNumber(1, generation),
         workers=tuple(Member(worker, "h") for worker in workers), servers=(Member("s0", "h"), Member("s1", "h")),
         assignments=(Assignment(0, {worker: tuple(own) for worker, own in workers.items()}),),
-        primary={SHARD: home}, homed={SHARD: ViewNumber(1, 1)}, aggregators=(Member("a0", "h"),),
+        primary={SHARD: home}, homed={SHARD: ViewNumber(1, 1)},
+        aggregators=(Member("a0", "h", incarnation=incarnation),),
         aggregator_of=dict.fromkeys(near, "a0"), contributors={worker: tuple(own) for worker, own in workers.items()},
     )  # fmt: skip
 
@@ -136,6 +138,25 @@ def test_a_shard_that_moves_gets_all_of_its_parts_again() -> None:
     effects = made.viewed(view_of({"w0": (0, 1)}, ["w0"], count=2, home="s1"))
     assert [effect.server for effect in effects if isinstance(effect, Push)] == ["s1"]
     made.validate()
+
+
+def test_who_was_given_up_and_joined_again_forgets_what_servers_may_have_refused() -> None:
+    """While it was given up, servers took nothing from it, and it may hold parts that it may not push any more."""
+    made = aggregator({"w0": (0, 1), "w1": (2, 3)}, follow=["w0"])
+    push(made, (0, 2), 1)
+    assert machine.Forget(SHARD, STEP, 0) in made.viewed(view_of({"w2": (0, 1, 2, 3)}, ["w2"], 3, incarnation=1))
+    made.followed("w2", STEP)
+    assert pushed(push(made, (0, 4), 2)) == [(0, 4)]
+
+
+def test_who_is_given_up_forgets_its_parts_and_what_comes_before_it_joins_again() -> None:
+    made = aggregator({"w0": (0, 1)})
+    push(made, (0, 2), 1)
+    given_up = msgspec.structs.replace(view_of({"w0": (0, 1)}, [], 2), aggregators=())
+    assert machine.Forget(SHARD, STEP, 0) in made.viewed(given_up)
+    push(made, (0, 2), 2)  # it was on its way; servers refuse it
+    assert machine.Forget(SHARD, STEP, 0) in made.viewed(view_of({"w0": (0, 1)}, ["w0"], 3))
+    assert pushed(push(made, (0, 2), 3)) == [(0, 2)]
 
 
 def test_the_next_version_ends_the_step() -> None:
@@ -257,7 +278,7 @@ class Play:
         for replica in range(replicas):
             self.assigned[self.names[replica * workers // replicas]].append(replica)
         self.through, self.delivered = set(self.names), {n: set[int]() for n in self.names}
-        self.count, self.home, self.tickets = 1, "s0", 0
+        self.count, self.home, self.tickets, self.incarnation = 1, "s0", 0, 0
         self.made = AggregatorMachine("a0", [replicas])
         self.parts: dict[int, torch.Tensor] = {}
         self.payloads: dict[int, torch.Tensor] = {}
@@ -270,7 +291,7 @@ class Play:
 
     def view(self) -> View:
         self.count += 1
-        return view_of(self.assigned, self.names, self.count, self.home)
+        return view_of(self.assigned, self.names, self.count, self.home, incarnation=self.incarnation)
 
     # ---- the server ----
 
@@ -359,6 +380,15 @@ class Play:
                 self.run(self.made.gone(name) if which % 2 else [])  # its end may be noticed after the view
                 self.run(self.made.viewed(self.view()))
                 self.run(self.made.gone(name))
+            case "rejoin":  # servers refuse what comes while it is given up; then its workers make new links to it
+                self.contribute(name, 4, lost=True)
+                self.incarnation += 1
+                self.run(self.made.viewed(self.view()))
+                for worker in self.names:
+                    self.go_direct(worker)
+                    self.run(self.made.gone(worker))
+                    self.run(self.made.followed(worker, STEP))
+                    self.through.add(worker)
             case "move":  # the shard's sum is forgotten, and direct workers send again
                 self.home = "s1" if self.home == "s0" else "s0"
                 self.new_server()
@@ -373,7 +403,7 @@ class Play:
         return self.held[0]
 
 
-ACTIONS = ("contribute", "contribute", "contribute", "repeat", "lost", "down", "break", "die", "move")
+ACTIONS = ("contribute", "contribute", "contribute", "repeat", "lost", "down", "break", "die", "rejoin", "move")
 
 
 @settings(max_examples=300, deadline=None)

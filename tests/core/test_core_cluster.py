@@ -1003,6 +1003,16 @@ def test_while_it_recovers_members_come_and_go_and_no_view_is_published() -> Non
     assert job.view.workers[-1].id == "w2"
 
 
+def test_who_comes_back_to_a_job_that_has_lost_all_workers_gets_no_view_of_it() -> None:
+    """The workers that come may bring another record."""
+    job = _running()
+    job.play(Left("w0", "x"), Left("w1", "x"), Left("s0", "x"))
+    assert job.machine.phase is Phase.GATHERING
+    assert job.join("s1", incarnation=job.incarnations["s1"]) == [Admit("s1", job.incarnations["s1"])]
+    job.come("w5", "s5")
+    assert [view.members for view in _of(Publish, job.join("s1", incarnation=job.incarnations["s1"]))] == [("s1",)]
+
+
 def test_when_everybody_who_could_begin_is_gone_the_job_gathers_again() -> None:
     job = _running()
     job.play(Left("w0", "x"), Left("w1", "x"), Left("s0", "x"), Left("s1", "x"))
@@ -1583,3 +1593,32 @@ def test_a_backup_that_was_disproved_is_given_up_and_holds_nothing_when_it_comes
     assert backup in {server.id for server in job.view.servers}
     assert backup not in {*job.view.primary.values(), *job.view.backup.values()}
     assert job.play(Disproved(primary, shard, 4, paired)) == [], "a word that comes twice gives nobody else up"
+
+
+@pytest.mark.parametrize("failing", ["w2", "s2"])
+def test_a_member_without_a_part_in_the_job_fails_alone(failing: str) -> None:
+    """A worker that stands by, a server that has not caught up: whoever knows the token can be one."""
+    job = _begun(_terms(servers=2, replication=2), ("s0", "s1", "w0", "w1", "w2"))
+    job.join("s2")
+    before = job.view
+    effects = job.play(Failed(failing, "for fun"))
+    assert not _of(Abort, effects)
+    assert _of(Refuse, effects) == [Refuse(failing, "it has failed: for fun", final=True)]
+    assert Say(f"{failing} is gone: it has failed: for fun") in effects
+    assert job.machine.phase is Phase.RUNNING
+    assert job.view.generation == before.generation
+    assert failing not in job.machine.course.members
+
+
+@pytest.mark.parametrize("failing", ["w0", "w1", "s0"])
+def test_a_member_with_a_part_in_the_job_ends_it(failing: str) -> None:
+    assert _of(Abort, _begun().play(Failed(failing, "no more"))) == [Abort(f"{failing}: no more")]
+
+
+def test_a_worker_that_was_assigned_replicas_in_this_generation_may_know_that_they_fail() -> None:
+    job = _begun(_terms(workers=2, servers=2), ("s0", "s1", "w0", "w1", "w2"))
+    job.play(Resized(1))
+    for step in range(1, 6):
+        job.step(step)
+    assert set(job.view.assigned(5)) == {"w0"}
+    assert _of(Abort, job.play(Failed("w1", "the loss is nan"))) == [Abort("w1: the loss is nan")]

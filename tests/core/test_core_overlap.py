@@ -43,6 +43,7 @@ def _view(
         workers=tuple(Member(worker, "h", incarnation=1) for worker in assigned),
         servers=tuple(Member(server, "h", f"{server}:1", 1) for server in sorted(set(homes))),
         assignments=tuple(assignments), primary=dict(enumerate(homes)), uploader="other", origin=origin,
+        contributors={"me": tuple(range(9))},
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ SERVERS = (Member("s0", "h", "s0", 1), Member("s1", "h", "s1", 2))
 def view_of(count: int, aggregator: Member | None = A0, generation: int = 1) -> View:
     return View(
         number=ViewNumber(1, count), generation=ViewNumber(1, generation), workers=(Member("w", "h"),), servers=SERVERS,
-        assignments=(Assignment(0, {"w": (0,)}),), primary={0: "s0", 1: "s1"}, uploader="x",
+        assignments=(Assignment(0, {"w": (0,)}),), primary={0: "s0", 1: "s1"}, uploader="x", contributors={"w": (0,)},
         aggregators=() if aggregator is None else (aggregator,),
         aggregator_of={} if aggregator is None else {"w": aggregator.id},
     )  # fmt: skip

@@ -238,6 +238,19 @@ def test_an_aggregator_contributes_what_its_workers_may_also_if_one_is_gone() ->
     assert contributors(msgspec.structs.replace(then, aggregators=()), first) == {"w0": (0, 1)}
 
 
+def test_a_backup_task_may_come_through_the_worker_s_aggregator() -> None:
+    """Else servers refuse it, and what the aggregator has merged with it."""
+    views, members = ViewSequence(1, 1), _members(("a",), ("w0", "w1"))
+    for name in ("r0", "r1"):
+        members.join(Member(name, "here"), "aggregator")
+    assigned = (Assignment(0, {"w0": (0,), "w1": (1,)}),)
+    views.adopt(views.first(LAYOUT.shards, members, assigned, uploader="w0", origin=""))
+    view = views.with_backup_task("w0", 1)
+    assert view is not None
+    assert view.aggregator_of == {"w0": "r0", "w1": "r1"}
+    assert view.contributors == {"r0": (0, 1), "r1": (1,), "w0": (0, 1), "w1": (1,)}
+
+
 def test_a_worker_that_was_given_up_and_came_back_begins_all_its_links_anew() -> None:
     """What it sent before may have been dropped: it must not count it as delivered."""
     server = Member("s0", "here", "s0:1", 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,9 +43,9 @@ V1 = ViewNumber(1, 1)
 def _view(
     shards: int, assigned: Mapping[str, Sequence[int]] | None = None, *, count: int = 1, generation: int = 1,
     homes: Sequence[str] | None = None, incarnations: Mapping[str, int] | None = None, uploader: str = "other",
-    origin: str = "", ending: bool = False, later: Sequence[Assignment] = (),
+    origin: str = "", ending: bool = False, later: Sequence[Assignment] = (), mine: Sequence[int] = range(9),
 ) -> View:  # fmt: skip
-    """A view of servers s0 and s1, which hold the even and the odd shards."""
+    """A view of servers s0 and s1, which hold the even and the odd shards. They take the replicas `mine` from "me"."""
     primary = {s: homes[s] if homes is not None else f"s{s % 2}" for s in range(shards)}
     born = {"s0": 1, "s1": 2, **(incarnations or {})}
     return View(
@@ -52,7 +53,7 @@ def _view(
         servers=tuple(Member(s, "h", f"{s}:1", incarnation) for s, incarnation in born.items()),
         assignments=(Assignment(0, {"me": (0,)} if assigned is None else {w: tuple(h) for w, h in assigned.items()}),
             *later),
-        primary=primary, origin=origin, uploader=uploader, ending=ending,
+        primary=primary, origin=origin, uploader=uploader, ending=ending, contributors={"me": tuple(mine)},
     )  # fmt: skip
 
 
@@ -502,6 +503,25 @@ def test_a_replica_that_changed_hands_is_computed_here_for_the_same_step() -> No
     bench.compute()
     bench.handle(Viewed(_view(2, {"me": [0, 3]}, count=2)))
     assert bench.machine.next_action() == Compute(0, 3)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["given up", "joined again"])
+def test_a_replica_that_servers_would_refuse_is_not_sent_and_is_computed_again_when_it_is_assigned_again(
+    back: bool,
+) -> None:
+    """The worker was given up while it computed replica 3: servers take it from another worker now."""
+    bench = _at_step_0(2, [3])
+    bench.begin()
+    bench.machine.fill(0)
+    given_up = _view(2, {"other": [3]}, count=2, mine=())
+    bench.handle(Viewed(given_up if back else msgspec.structs.replace(given_up, workers=())))
+    assert bench.handle(Filled(0)) == []
+    bench.handle(Viewed(_view(2, {"me": [3]}, count=3)))
+    for shard in range(2):
+        assert bench.arrive(shard, 0) == [Discard(shard)]  # it follows again, and hears that the step is not over
+    assert [send.shard for send in bench.fill(1) if isinstance(send, Send)] == [1]
+    bench.handle(ReplicaComputed())
+    assert [send.shard for send in bench.compute()] == [0]
 
 
 def test_a_worker_that_takes_no_part_follows_nobody_and_is_not_sent_what_it_does_not_need() -> None:

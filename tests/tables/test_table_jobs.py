@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import rallypoint as rp
+from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import table_jobs.py by name
@@ -50,6 +52,34 @@ def _equal(results: list[dict[str, Any]], expected: dict[str, Any], *, exactly: 
     losses = {place: loss for result in results for place, loss in result["losses"].items()}
     for place, loss in expected["losses"].items():
         assert losses[place] == (loss if exactly else pytest.approx(loss, rel=1e-4)), place
+
+
+class Half(torch.autograd.Function):
+    """Its backward has no gradient for the first input."""
+
+    @staticmethod
+    def forward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first + second
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradients[0]
+
+
+def test_rows_to_which_autograd_gives_no_gradient_stay_as_they_are() -> None:
+    table = torch.nn.Embedding(30, 4, sparse=True, device="meta")
+    model = torch.nn.ModuleDict({"table": table, "top": torch.nn.Linear(1, 4)})
+    data = torch.utils.data.TensorDataset(torch.arange(30), torch.rand(30, 1))
+    seen: list[torch.Tensor] = []
+    with EmbeddedJob() as job:
+        run = job.train(model, data, replicas=1, batch=3, steps=3, optimizer=rp.SGD(lr=0.1))
+        run.every(1)(lambda step: seen.append(table(torch.arange(30))))
+        for micro in run:
+            with micro:
+                ids, x = micro.batch
+                micro.backward(Half.apply(table(ids), model["top"](x)).square().mean())  # type: ignore[no-untyped-call]
+    assert len(seen) == 3
+    assert torch.equal(seen[0], seen[-1])
 
 
 def test_the_bytes_of_a_step_follow_the_batch_and_not_the_table() -> None:

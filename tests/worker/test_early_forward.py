@@ -28,6 +28,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
+from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.forward import ForwardVersion
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.loop.early import EarlyForward
@@ -301,6 +302,31 @@ def test_a_version_with_an_evaluation_is_waited_for(hold: Hold) -> None:
                 micro.backward(mse(model, micro.batch))
     assert seen == [5, 8]
     assert hold.began == [3, 6, 7]
+
+
+def test_a_roll_back_right_after_a_forward_pass_makes_no_evaluation_due(
+    hold: Hold, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the coordinator's thread it may come at any moment: the exchange is at no step then."""
+    finish, step = EarlyForward.finish, Exchange.step
+    rolled_back: list[bool] = []
+
+    def finished(early: EarlyForward, loss: torch.Tensor) -> bool:
+        rolled_back[:] = [True] if finish(early, loss) else []
+        return bool(rolled_back)
+
+    monkeypatch.setattr(EarlyForward, "finish", finished)
+    monkeypatch.setattr(Exchange, "step", property(lambda exchange: -1 if rolled_back else step.fget(exchange)))
+    model, seen = build(CASES["plain"][0]), []
+    with EmbeddedJob(servers=2) as job:
+        run = job.train(model, data(), **SETTINGS)
+        run.every(5)(lambda step: seen.append(step))
+        for micro in run:
+            with micro:
+                micro.backward(mse(model, micro.batch))
+            rolled_back.clear()
+    assert hold.began == [3, 6, 7]
+    assert seen == [5, 8]
 
 
 # ---- what Python does not see ----------------------------------------------------------------------------------

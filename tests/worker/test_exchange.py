@@ -42,7 +42,9 @@ def _view(count: int, assigned: dict[str, tuple[int, ...]], generation: int = 1)
     workers = (Member("w", "here", incarnation=2), Member("x", "here", incarnation=3))
     primary = {shard.index: "s" for shard in LAYOUT.shards}
     number, began = ViewNumber(1, count), ViewNumber(1, generation)
-    return View(number, began, workers, (SERVER,), (Assignment(0, assigned),), primary, {}, uploader="x")
+    return View(
+        number, began, workers, (SERVER,), (Assignment(0, assigned),), primary, {}, uploader="x", contributors=assigned
+    )
 
 
 SECRET = b"the secret of every server here"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from rallypoint.aggregator import inbox
@@ -34,6 +35,7 @@ class Upstream:
         self._transport, self._tracer = transport, tracer
         self._wanted = PeerLinks(credentials.me.id, decides=True)  # every server of the view
         self._links: dict[Key, ServerLink] = {}
+        self._receivers: dict[Key, _FromServer] = {}
         self._by_id: dict[str, ServerLink] = {}
 
     def adopt(self, view: View) -> None:
@@ -43,17 +45,19 @@ class Upstream:
             link = self._links.pop(key)
             if self._by_id.get(key[0]) is link:
                 del self._by_id[key[0]]
+            self._receivers.pop(key).let_go()
             link.close()
         for member in new:
+            key = (member.id, member.incarnation)
+            receiver = self._receivers[key] = _FromServer(member, self._job, self._views, self._put, self._failed)
             link = ServerLink(
                 transport=self._transport, server=member, credentials=self._credentials, window=self._job.config.window,
-                receiver=_FromServer(member, self._job, self._views, self._put, self._failed),
-                view=lambda: self._views.number, tracer=self._tracer,
+                receiver=receiver, view=lambda: self._views.number, tracer=self._tracer,
             )  # fmt: skip
             # Which blocks are early may change with each view: the server keeps no credit back for long (see
             # `ServerLink.overdraw`), and what is under way is bounded: one block for each part of a sum.
             link.overdraw(True)
-            self._links[member.id, member.incarnation] = self._by_id[member.id] = link
+            self._links[key] = self._by_id[member.id] = link
             link.start()
 
     def get(self, server: str) -> ServerLink | None:
@@ -81,6 +85,12 @@ class _FromServer:
         self._server, self._job, self._views, self._put, self._failed = server, job, views, put, failed
         self._header: Header | None = None
         self._buffer: Buffer | None = None
+        self._let_go = threading.Event()
+
+    def let_go(self) -> None:
+        """The link is about to be closed: wait for no view any more. Any thread may call it, also the one that brings
+        the views: `ServerLink.close` waits for this link's thread."""
+        self._views.end_wait(self._let_go)
 
     def arriving(self, header: Header, server: str) -> memoryview | None:
         if header.shard >= len(self._job.shards):
@@ -102,7 +112,10 @@ class _FromServer:
     def landed(self, shard: int) -> None:
         assert self._header is not None
         assert self._buffer is not None
-        self._views.wait_for(self._header.view)
+        self._views.wait_for(self._header.view, self._let_go)
+        if self._let_go.is_set():
+            self._release()
+            return
         self._put(inbox.Arrived(self._header, self._buffer))
         self._header = self._buffer = None
 

@@ -60,7 +60,7 @@ class Claims:
         if view is None:
             return False
         if report.generation == view.generation:
-            return report.replica in view.contributors.get(worker, ())
+            return view.takes(worker, (report.replica,))
         return report.generation < view.generation
 
     def may_evaluate(self, worker: str, metrics: Metrics, view: View | None) -> bool:
@@ -71,7 +71,7 @@ class Claims:
         if view is None:
             return False
         if metrics.generation == view.generation:
-            return 0 in view.contributors.get(worker, ())
+            return view.takes(worker, (0,))
         return metrics.generation < view.generation
 
     def may_answer(self, member: str, message: Stored | NotStored) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated
 
@@ -108,6 +108,11 @@ class View(msgspec.Struct, frozen=True):
         """True if `worker` has replicas at `step` or later."""
         later = (assignment.replicas.get(worker) for assignment in self.assignments if assignment.start > step)
         return bool(self.replicas_of(worker, step)) or any(later)
+
+    def takes(self, worker: str, replicas: Iterable[int]) -> bool:
+        """True if servers take a contribution of these replicas from `worker` (or aggregator): see `contributors`."""
+        own = self.contributors.get(worker, ())
+        return all(replica in own for replica in replicas)
 
     def lead(self, step: int) -> str:
         """The worker that computes replica 0 at `step`: it evaluates and saves. "" if there is none."""

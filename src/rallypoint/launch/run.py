@@ -136,7 +136,7 @@ class ClusterRun:
             self._observe()
         members = self.console.members
         if members is not None:
-            everybody = (*members.workers, *members.standby, *members.servers, *members.aggregators)
+            everybody = (*members.workers, *members.servers, *members.aggregators)  # the job can do without standbys
             self.supervisor.members(everybody)
         if self.console.holding:
             self.supervisor.held(self.console.heard)

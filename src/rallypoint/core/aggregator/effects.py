@@ -40,7 +40,8 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The payload is not needed. `fault`: no honest worker sends it; end its connection with this sentence."""
+    """The payload is not needed. `fault`: end the sender's connection with this sentence. No honest worker sends it, or
+    this aggregator is far behind: then the worker sends the step in progress again, to the servers."""
 
     ticket: int
     fault: str = ""

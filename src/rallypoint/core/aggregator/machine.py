@@ -9,7 +9,8 @@ of all shards; to the servers it looks like a worker that has all of its workers
 
 It owns nothing that could be lost. A worker whose link to it breaks sends the step in progress again, to the servers,
 where whatever the aggregator did send is a repeat (I2). An aggregator whose link to a server breaks, or that sees a
-shard move, sends its parts again: it keeps every part until a version shows that the step is over.
+shard move, sends its parts again: it keeps every part until a version shows that the step is over. One that was given
+up forgets its parts: servers refused what it sent meanwhile, and its workers make new links and send all of it again.
 
 A worker says with `followed(worker, round)` that from that round on everything it contributes comes here. So the
 aggregator knows what may still come: the replicas that the view assigns to such workers. A part is sent when nothing
@@ -83,17 +84,27 @@ class AggregatorMachine:
         if before is None or before.generation != view.generation:
             effects += self._forget_all()
             effects += [Follow(server) for server in sorted(self._up)]  # what was asked before may count as stale there
+        elif self._incarnation(before) != self._incarnation(view):
+            effects += self._forget_sums()
         mine = set(view.workers_of(self.me))
         if others := tuple(sorted(self._from.keys() - mine)):
             effects += self._dismiss(others, "the view gives it to another aggregator, or to none")
         return [*effects, *self._ask_again(), *self._send_ready()]
 
     def _forget_all(self) -> list[Effect]:
-        effects: list[Effect] = [effect for known in self._sums.values() for effect in known.forget_all()]
+        effects = self._forget_sums()
         effects += [Release(shard, version) for shard, kept in self._versions.items() for version in kept]
-        for known in (self._sums, self._versions, self._newest, self._asked, self._from):
+        for known in (self._versions, self._newest, self._asked, self._from):
             known.clear()
         return effects
+
+    def _forget_sums(self) -> list[Effect]:
+        effects: list[Effect] = [effect for known in self._sums.values() for effect in known.forget_all()]
+        self._sums.clear()
+        return effects
+
+    def _incarnation(self, view: View) -> int:
+        return next((member.incarnation for member in view.aggregators if member.id == self.me), -1)
 
     def tick(self, now: float) -> list[Effect]:
         """The time is `now`, in seconds. Let the workers go if a server cannot be reached from here."""

@@ -69,8 +69,8 @@ class AggregatorShell(Generic[L]):
         """A worker's contribution has arrived that was sent under view `number`. Others' replicas are not taken: a
         server could not tell any more who has pushed them."""
         view = self.machine.view
-        own = () if view is None else view.contributors.get(worker, ())
-        if self.fence.is_stale(number) or not all(replica in own for replica in range(*new.block)):
+        taken = view is not None and view.takes(worker, range(*new.block))
+        if self.fence.is_stale(number) or not taken:
             return [Drop(new.ticket)]
         return self.machine.contributed(new)
 

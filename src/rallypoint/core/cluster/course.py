@@ -95,6 +95,14 @@ class Course:
         """
         return worker in self.members.present and self.record is not None and 0 <= step < self.record.rounds
 
+    def has_a_part(self, member: str) -> bool:
+        """True if the member can know that the job cannot go on: it was assigned replicas in this generation, uploads
+        its state or is the primary of shards. Before the job begins, everybody can."""
+        view = self.view
+        if view is None or self.phase is Phase.GATHERING:
+            return True
+        return bool(view.contributors.get(member)) or member in {view.uploader, *view.primary.values()}
+
     def state(self) -> ClusterState:
         """What the next coordinator needs to go on."""
         return ClusterState(

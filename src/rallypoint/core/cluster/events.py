@@ -130,7 +130,8 @@ class Unlinked:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A member cannot go on and says why: the job ends. In `generation` it has got `version`, if that is not 0."""
+    """A member cannot go on and says why: the job ends, if the member has a part in it. In `generation` it has got
+    `version`, if that is not 0."""
 
     member: str
     reason: str

@@ -210,8 +210,8 @@ class ClusterMachine:
                 course.workers_max = max(1, workers)
                 course.changed()
                 return self._succession.advance()
-            case events.Failed(member=member):
-                return self._ending.begin(event) if member in course.members else []
+            case events.Failed():
+                return self._failed(event)
             case events.Left(member=member, reason=reason):
                 return self._left(member, reason)
             case events.Unlinked(member=member, reason=reason, reset=reset):
@@ -265,7 +265,7 @@ class ClusterMachine:
         proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
         if course.record is not None and not proposes:
             effects.append(Prepare(member.id, course.record))
-        if self.view is not None:
+        if self.view is not None and course.record is not None:  # else the view is of a job that all workers gave up
             effects.append(Publish(self.view, (member.id,)))
         return effects
 
@@ -329,6 +329,15 @@ class ClusterMachine:
             if course.recovery.ends_with(member, course.view):
                 return [said, *self._succession.recover(ending=course.view.ending)]
         return [said, *self._succession.advance(), *self._completion.advance()]
+
+    def _failed(self, event: events.Failed) -> list[Effect]:
+        """A member says that it cannot go on. If the job can go on without it, it fails alone."""
+        if event.member not in self.course.members:
+            return []
+        if self.course.has_a_part(event.member):
+            return self._ending.begin(event)
+        why = f"it has failed: {event.reason}"
+        return [Refuse(event.member, why, final=True), *self._left(event.member, why)]
 
     # ---- progress and time ----
 

@@ -92,14 +92,15 @@ class ViewSequence:
         return _completed(view, before)
 
     def with_backup_task(self, worker: str, replica: int) -> View | None:
-        """Make the view in which `worker` may also contribute `replica`; None if it may already."""
+        """Make the view in which `worker`, and its aggregator, may also contribute `replica`; None if it may already.
+        """
         assert self.view is not None
         own = self.view.contributors.get(worker, ())
         if replica in own:
             return None
-        may = {**self.view.contributors, worker: tuple(sorted((*own, replica)))}
-        gaps = self._gaps(self.view)
-        return msgspec.structs.replace(self.view, number=self._next_number(), contributors=may, gaps=gaps)
+        more = {**self.view.contributors, worker: tuple(sorted((*own, replica)))}
+        view = msgspec.structs.replace(self.view, number=self._next_number(), contributors=more)
+        return msgspec.structs.replace(view, contributors=contributors(view, view), gaps=self._gaps(self.view))
 
     def _gaps(self, before: View) -> tuple[tuple[ViewNumber, ViewNumber], ...]:
         """The gaps in the history of the view that follows `before`."""

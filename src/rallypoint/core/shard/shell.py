@@ -139,8 +139,7 @@ class ServerShell(Generic[L]):
         Every honest one does. A worker that was given up meanwhile counts none of what it sent as delivered.
         """
         view = self.machine.view
-        own = () if view is None else view.contributors.get(worker, ())
-        return all(replica in own for replica in range(first, first + count))
+        return view is not None and view.takes(worker, range(first, first + count))
 
     def may_begin(self, worker: str) -> bool:
         """Is this the worker that uploads the first version of the generation?"""

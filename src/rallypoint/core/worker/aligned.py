@@ -202,7 +202,9 @@ class WorkerMachine(SlotMachine):
 
     def _filled(self, shard: int, part: Part | None) -> list[Effect]:
         home, over = self._home(shard), self._versions.newest[shard] > self.step
-        use = self._computing is not None and not self.rewound and not over
+        # Servers refuse what it computes if it was given up meanwhile, also when it has joined again.
+        taken = self.view is not None and self._computing is not None and self.view.takes(self.me, (self._computing,))
+        use = taken and not self.rewound and not over
         part = part or Part((), leaf(self._computing or 0), keep=False)
         block = self.presum.filled(shard, part, use=use, send=home in self._links)
         if block is None:

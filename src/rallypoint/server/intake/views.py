@@ -41,20 +41,27 @@ class Views:
                 self.view = view
             self._changed.notify_all()
 
-    def wait_for(self, number: ViewNumber) -> None:
+    def wait_for(self, number: ViewNumber, unless: threading.Event | None = None) -> None:
         """Block until this server knows the view of that number, because the frame was sent for it (I10).
 
-        ProtocolError if the view does not come within VIEW_TIMEOUT_S; before the first view there is no limit.
+        It ends too when `unless` is set with `end_wait`. ProtocolError if the view does not come within VIEW_TIMEOUT_S;
+        before the first view there is no limit.
         """
         if self._fence.has_come(number):
             return
         with self._changed:
             known = self._changed.wait_for(
-                lambda: self.over.is_set() or self._fence.has_come(number),
+                lambda: self.over.is_set() or self._fence.has_come(number) or (unless is not None and unless.is_set()),
                 VIEW_TIMEOUT_S if self._fence.known else None,
             )
         if not known:
             raise ProtocolError(f"view {number} has not come here within {VIEW_TIMEOUT_S:.0f} s: is it of this job?")
+
+    def end_wait(self, unless: threading.Event) -> None:
+        """Set this event, and wake who waits with it."""
+        with self._changed:
+            unless.set()
+            self._changed.notify_all()
 
     def is_stale(self, number: ViewNumber) -> bool:
         """Was the frame sent in an older generation? Then it must be ignored (I10)."""

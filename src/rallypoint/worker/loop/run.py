@@ -239,8 +239,7 @@ class Run:
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
         """Back-propagate one micro-batch (called by Micro)."""
         if self._early.finish(loss):
-            step = self._config.steps_at(self._exchange.step)
-            self._evaluations.due(step, before=step - 1)  # none is; they count versions
+            self._evaluations.due(micro.step, before=micro.step - 1)  # none is; they count versions
         if micro.index == 0:
             self._weights.append(weight)
             self._check_no_gradient(micro)

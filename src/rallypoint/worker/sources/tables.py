@@ -78,9 +78,9 @@ class _Table:
 
     def _keeper(self, ids: torch.Tensor) -> Callable[[torch.Tensor], None]:
         def keep(rows: torch.Tensor) -> None:
-            assert rows.grad is not None
-            self._fresh.add(ids, rows.grad.to("cpu", torch.float32))
-            rows.grad = None
+            if rows.grad is not None:  # None: an operation gave these rows no gradient
+                self._fresh.add(ids, rows.grad.to("cpu", torch.float32))
+                rows.grad = None
 
         return keep
 

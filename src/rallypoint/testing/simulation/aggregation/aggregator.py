@@ -34,7 +34,7 @@ class SimulatedAggregator:
         self._wanted = PeerLinks(name, decides=True)
         self._links: dict[str, SimulatedLink] = {}
         self._waiting: deque[tuple[ViewNumber, Callable[[], None]]] = deque()
-        self._tickets: dict[int, Any] = {}
+        self._tickets: dict[int, tuple[Content, Wire | None]] = {}  # a payload, and the worker's link on which it came
         self._last_ticket = 0
         self._parts: dict[tuple[int, int, int], Content] = {}
         self._versions: dict[tuple[int, int], Content] = {}
@@ -118,8 +118,9 @@ class SimulatedAggregator:
                 losses = tuple(r for r, (finite, whole) in flags.items() if whole and not finite)
                 gradients = tuple(r for r, (_, whole) in flags.items() if not whole)
                 new = machine.Contribution(
-                    shard, step, Block(replica, replica + count), float(count), self._ticket(content), losses, gradients
-                )
+                    shard, step, Block(replica, replica + count), float(count), self._ticket(content, wire), losses,
+                    gradients,
+                )  # fmt: skip
                 self._run(self.shell.contributed(who, new, number))
             case ("follow", number, True, round):
                 self._run(self.shell.followed(wire, who, round, number))
@@ -132,19 +133,21 @@ class SimulatedAggregator:
 
     # ---- effects ----
 
-    def _ticket(self, content: Content) -> int:
+    def _ticket(self, content: Content, wire: Wire | None = None) -> int:
         self._last_ticket += 1
-        self._tickets[self._last_ticket] = content
+        self._tickets[self._last_ticket] = content, wire
         return self._last_ticket
 
     def _run(self, effects: Iterable[machine.Effect]) -> None:
         for effect in effects:
             match effect:
                 case machine.Keep(shard=shard, step=step, at=at, ticket=ticket):
-                    self._parts[shard, step, at] = self._tickets.pop(ticket)
+                    self._parts[shard, step, at], _ = self._tickets.pop(ticket)
                 case machine.Drop(ticket=ticket, fault=fault):
-                    del self._tickets[ticket]
-                    assert not fault or "step" in fault, f"{self.node.name}: {fault}"
+                    _, wire = self._tickets.pop(ticket)
+                    if fault and wire is not None:
+                        assert "step" in fault, f"{self.node.name}: {fault}"  # else it is behind: cut off from a server
+                        wire.cut()
                 case machine.Merge(shard=shard, step=step, left=left, right=right):
                     self.merged += 1
                     other = self._parts.pop((shard, step, right))
@@ -157,7 +160,7 @@ class SimulatedAggregator:
                     content = self._parts[shard, step, block.start]
                     self._links[server].send(("push", self.shell.fence.number, *name, content, 0, None))
                 case machine.Store(shard=shard, version=version, ticket=ticket):
-                    self._versions[shard, version] = self._tickets.pop(ticket)
+                    self._versions[shard, version], _ = self._tickets.pop(ticket)
                 case machine.Give(worker=worker, shard=shard, version=version):
                     if (wire := self.shell.workers.get(worker)) is not None:
                         content = self._versions[shard, version]
