@@ -154,3 +154,15 @@ def test_without_an_address_it_says_how_to_give_one(arguments: list[str], tmp_pa
     status, text = run_program(["-m", "rallypoint.cli", *arguments], tmp_path / "output", env=ENV, cwd=tmp_path)
     assert status == 1
     assert text == "error: which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR\n"
+
+
+def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(members: Members) -> None:
+    members.start("coordinator", ["coordinator", "--bind", "127.0.0.1:0"])
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.start("server", ["server", "--coordinator", address])
+    members.until("server", r"(has joined the job)")
+    members.started["coordinator"].send_signal(signal.SIGINT)
+    assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
+    assert members.started["server"].wait(40.0) == 3, members.said("server")  # it would go on for 60 s without a word
+    assert "server: the job failed: the coordinator was interrupted" in members.said("server")
+    assert "failed: the coordinator was interrupted" in members.said("coordinator")

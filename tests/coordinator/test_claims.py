@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from test_shell import STEPS, Play
 
-from rallypoint.coordinator import acts
+from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.claims import Claims, Early
 from rallypoint.core.shard.clip import Measure
 from rallypoint.core.view import View, ViewNumber
@@ -25,6 +25,7 @@ from rallypoint.net.messages import (
     Propose,
     Report,
     Resize,
+    Say,
     Skipped,
     StepDone,
     Stored,
@@ -235,3 +236,50 @@ def test_a_huge_generation_does_not_switch_the_comparison_of_settings_off() -> N
     play.say("w1", Report(0, own["w1"], 1.0, 1.0, 4, 0.1, now, "other"))
     assert play.shell.last_word is not None
     assert "do not have the same settings" in str(play.shell.last_word)
+
+
+# ---- how much a member may say ----
+
+
+def test_a_member_that_never_stops_talking_fills_no_log() -> None:
+    """12 MB of sentences a second came into events.jsonl."""
+    play = Play(workers_max=1)
+    play.begin("w0", "w1")
+    for _ in range(5000):
+        play.say("w1", Say("x" * 3000))
+        play.say("w1", Accounted(0, 0, 0, 0))
+        play.say("w1", Skipped(0, (), ViewNumber(1, 1), (), "", False))
+    assert len(play.logged(Say)) + len(play.logged(Accounted)) + len(play.logged(Skipped)) < 150
+    play.say("w0", Say("w0 waits"))
+    assert play.logged(Say)[-1] == Say("w0 waits"), "the others are heard"
+
+
+def test_when_it_may_speak_again_it_is_said_how_much_was_left_out() -> None:
+    play = Play(workers_max=1)
+    play.begin("w0", "w1")
+    for _ in range(1000):
+        play.say("w1", Say("x"))
+    heard = play.logged(Say).count(Say("x"))
+    play.take(inbox.Ticked(), 100.0)
+    play.say("w1", Say("y"))
+    assert play.logged(Say)[-2:] == [
+        Say(f"{1000 - heard} sentences of members were left out: w1 says too much"), Say("y")
+    ]
+
+
+def test_members_without_a_part_in_the_job_share_what_they_may_say() -> None:
+    play = Play(workers_max=1)
+    play.begin("w0", *(f"w{n}" for n in range(1, 40)))
+    for n in range(1, 40):
+        for _ in range(50):
+            play.say(f"w{n}", Say("x"))
+    assert play.logged(Say).count(Say("x")) <= 100
+
+
+def test_a_primary_may_say_of_every_step_that_it_was_skipped() -> None:
+    play = Play()
+    play.begin()
+    for step in range(30):
+        for replica in range(20):
+            play.say("s0", Skipped(step, (replica,), play.view.generation))
+    assert len(play.logged(Skipped)) == 600

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from one_server import FIRST, OneServer
 
+from rallypoint.aggregator.service import AggregatorService
 from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.view import Member
-from rallypoint.errors import LinkError, ProtocolError
+from rallypoint.errors import LinkError, ProtocolError, RallypointError
 from rallypoint.net.handshake import Credentials, Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import GiveUp, Hello, Message
@@ -38,6 +40,16 @@ def test_what_could_not_be_sent_to_a_worker_ends_the_job(monkeypatch: pytest.Mon
     server._owner.stop()
     assert said == [GiveUp("server s failed: KeyError: 'a bug'")]
     assert server.wait() == "server s failed: KeyError: 'a bug'"
+
+
+@pytest.mark.parametrize("role", [ServerService, AggregatorService])
+def test_one_that_cannot_listen_leaves_no_thread(role: Any) -> None:
+    transport = InprocTransport()
+    taken, before = transport.listen("s:1"), set(threading.enumerate())
+    with pytest.raises(RallypointError):
+        role(id="s", coordinator="nobody:1", bind=taken.address, transport=transport).start()
+    assert set(threading.enumerate()) == before
+    taken.close()
 
 
 def test_what_could_not_be_sent_to_another_server_ends_the_job() -> None:

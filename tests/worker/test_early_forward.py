@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,18 @@ class Transformed(nn.Module):
         return self.first(x) + sum(of.sum() for of in gradient.values())
 
 
+class InThreads(nn.Module):
+    """Runs its layers in threads of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(len(self.layers)) as threads:
+            return torch.stack(list(threads.map(lambda layer: layer(x), self.layers))).sum(0)
+
+
 def mse(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
@@ -205,6 +218,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Loss, dict[str, Any]]] = {
     "buffers": (Normalised, mse, {}),
     "outside of modules": (OutOfOrder, decayed, {}),
     "no calls": (lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)), without_calls, {}),
+    "in threads": (InThreads, mse, {}),
     "torch.func, by its input": (lambda: Transformed(functional=False), mse, {}),
     "torch.func, by parameters": (lambda: Transformed(functional=True), mse, {}),
     "bfloat16": (lambda: nn.Linear(6, 6).bfloat16(), lambda m, b: mse(m, [t.bfloat16() for t in b]), {}),

@@ -194,6 +194,34 @@ def _compute(exchange: Exchange, replica: int) -> None:
     assert exchange.replica.claim(0)
 
 
+def test_a_worker_that_gets_a_lower_replica_in_a_step_that_it_began_early_sends_without_credits(
+    exchange: Exchange
+) -> None:
+    """The server keeps the credit of its other replica back, until the lower one is there."""
+    exchange.adopt(_view(1, {"w": (1,), "x": (0,)}))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    _compute(exchange, 1)
+    for shard in LAYOUT.shards:
+        assert exchange.replica.claim(shard.index)
+        exchange.replica.filled(shard.index)
+    exchange.replica.computed()
+    exchange.forward.allow(True)
+    assert exchange.next_action() == machine.Compute(1, 1)
+    assert exchange.replica.begin(1, 1) is not None
+    assert exchange.forward.begin(1, 1), "it begins early"
+    _publish(exchange, 1)
+    exchange.adopt(_view(2, {"w": (0, 1)}))
+    exchange.forward.take([shard.index for shard in LAYOUT.shards])
+    exchange.forward.installed()
+    assert exchange._links._overdraws
+    exchange.replica.computed()
+    _publish(exchange, 2)
+    _install(exchange, 2)
+    assert not exchange._links._overdraws
+
+
 @pytest.mark.parametrize("interrupted", [False, True])
 def test_a_slot_is_sent_only_on_the_link_that_it_was_queued_for(
     exchange: Exchange, monkeypatch: pytest.MonkeyPatch, interrupted: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 from rallypoint.aggregator import inbox
@@ -68,17 +69,16 @@ class AggregatorService:
         Raises AddressInUse, AccessDenied or LinkError when that fails, UsageError if nobody could connect to the
         advertised address.
         """
-        self._gate = Gate(self._transport, self._bind, self._me, self._admit, self._serve, self._tracer)
-        try:
+        with ExitStack() as started:
+            started.callback(self._owner.stop)
+            self._gate = Gate(self._transport, self._bind, self._me, self._admit, self._serve, self._tracer)
+            started.callback(self._gate.close)
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, me=self._me,
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
                 handlers=Handlers(self._on_message, self._on_coordinator_lost, self._on_admitted, self._beat),
             )  # fmt: skip
-        except BaseException:
-            self._gate.close()
-            self._owner.stop()
-            raise
+            started.pop_all()
         self._link.start()
         self._clock.start()
 

@@ -14,10 +14,11 @@ from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, 
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
-from rallypoint.net.messages import Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
-from rallypoint.observe.lines import Once
+from rallypoint.net.messages import Accounted, Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
+from rallypoint.observe.lines import Allowance, Once
 
 _EARLY = 65_536  # steps: in a streaming job a replica may be far ahead of the others
+_BURST, _SENTENCE_S = 100, 1.0  # sentences that a member may say at once; then one in so many seconds
 SILENCE_S = 5.0  # after so long without a message, announce what the job waits for
 
 
@@ -40,6 +41,7 @@ class Announcer:
         self.config = JobConfig()
         self._late, self._early = Lateness(), Early[Report](_EARLY)
         self._skipped = Once()
+        self._allowances: dict[str, Allowance] = {}  # by member with a part in the job; "": all others
         self._announced: Members | None = None
         self._said_idle = False
         self.last_news = self._last_said = now
@@ -56,6 +58,20 @@ class Announcer:
         if not isinstance(message, Say):  # a member that says what it waits for is still waiting
             self.last_news = now
         return self._tell(message)
+
+    def told_by(self, member: str, message: Say | Skipped | Accounted, now: float) -> list[Act]:
+        """Announce what a member says, unless it says too much. Members without a part in the job share one allowance:
+        whoever knows the token can be many of them. Of steps that are skipped, a member with a part may tell each.
+        """
+        has_a_part = self._machine.course.has_a_part(member)
+        if has_a_part and isinstance(message, Skipped):
+            return self.announce(message, now)
+        allowance = self._allowances.setdefault(member if has_a_part else "", Allowance(_BURST, _SENTENCE_S, now))
+        if not allowance.take(now):
+            return []
+        omitted, allowance.omitted = allowance.omitted, 0
+        left_out = Say(f"{omitted} sentences of members were left out: {member} says too much")
+        return [*(self.announce(left_out, now) if omitted else []), *self.announce(message, now)]
 
     def _tell(self, message: Message) -> list[Act]:
         return [Log(message), *(Send(observer, message) for observer in self.observers)]

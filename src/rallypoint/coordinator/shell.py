@@ -235,7 +235,7 @@ class CoordinatorShell:
                 acts += self._drive(cluster_events.Applied(hello.id, message.step, message.generation))
                 return [*acts, *self.announcer.applied(message)]
             case Say() | Skipped() | Accounted():
-                return [*acts, *self._announce(message)]
+                return [*acts, *self.announcer.told_by(hello.id, message, self._now)]
             case Stored():
                 part = own_part(message, self.machine.shards_to_store(hello.id, message.snapshot))
                 return [*acts, AddPart(part), *self._drive(claim_of(hello.id, part))]

@@ -36,6 +36,29 @@ class Once:
         return True
 
 
+class Allowance:
+    """So much may be said: `burst` lines at once, then one each `every_s` seconds. Not thread-safe.
+
+    Attributes:
+        omitted: how many were not allowed; who says so sets it to 0.
+    """
+
+    def __init__(self, burst: int, every_s: float, now: float) -> None:
+        self._burst, self._every_s = burst, every_s
+        self._left, self._when = float(burst), now
+        self.omitted = 0
+
+    def take(self, now: float) -> bool:
+        """True if one more is allowed at `now` (seconds); else it is only counted."""
+        self._left = min(self._burst, self._left + (now - self._when) / self._every_s)
+        self._when = now
+        if self._left < 1.0:
+            self.omitted += 1
+            return False
+        self._left -= 1.0
+        return True
+
+
 class Sparingly:
     """Warnings that somebody else can cause as often as he likes: `burst` at once, then one each `every_s` seconds.
 
@@ -45,28 +68,21 @@ class Sparingly:
     def __init__(
         self, burst: int = 10, every_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._burst, self._every_s, self._clock = burst, every_s, clock
-        self._left, self._when = float(burst), clock()
-        self._omitted = 0
+        self._clock, self._allowance = clock, Allowance(burst, every_s, clock())
         self._lock = threading.Lock()
 
     def warn(self, text: str) -> None:
         """Log this line, or only count it."""
         with self._lock:
-            now = self._clock()
-            self._left = min(self._burst, self._left + (now - self._when) / self._every_s)
-            self._when = now
-            if self._left < 1.0:
-                self._omitted += 1
+            if not self._allowance.take(self._clock()):
                 return
-            self._left -= 1.0
-            omitted, self._omitted = self._omitted, 0
+            omitted, self._allowance.omitted = self._allowance.omitted, 0
         log.warning("%s%s", printable(text), f" ({_more(omitted)} before)" if omitted else "")
 
     def close(self) -> None:
         """Say how many lines were left out at last."""
         with self._lock:
-            omitted, self._omitted = self._omitted, 0
+            omitted, self._allowance.omitted = self._allowance.omitted, 0
         if omitted:
             log.warning("%s", _more(omitted))
 

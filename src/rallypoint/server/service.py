@@ -89,8 +89,10 @@ class ServerService:
         advertised address.
         """
         me = Identity("server", self.id, self._token)
-        self._gate = Gate(self._transport, self._bind, me, self._admit, self._serve, self._tracer)
-        try:
+        with ExitStack() as started:
+            started.callback(self._owner.stop)
+            self._gate = Gate(self._transport, self._bind, me, self._admit, self._serve, self._tracer)
+            started.callback(self._gate.close)
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, me=me,
                 listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
@@ -99,10 +101,7 @@ class ServerService:
                     lambda: Beat() if self._peers is None else Beat(self._peers.unreachable()),
                 ),
             )  # fmt: skip
-        except BaseException:
-            self._gate.close()
-            self._owner.stop()
-            raise
+            started.pop_all()
         self._link.start()
         self._joined.set()
 

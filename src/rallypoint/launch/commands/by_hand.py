@@ -21,6 +21,7 @@ from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import Where, token_file
+from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
@@ -65,9 +66,9 @@ def described(plan: Launch) -> tuple[Terms, JoinInfo]:
 def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str, resume: str) -> int:
     """Run the coordinator of one job to its end. Returns the exit status.
 
-    Without a launcher it shows the job's progress, and the token if it had to make one.
+    Without a launcher it shows the job's progress, and the token if it had to make one; Ctrl-C ends the job then.
     """
-    by_hand = not hold_lifeline()
+    by_hand, interrupted = not hold_lifeline(), False
     given = os.environ.get(environment.TOKEN, "")
     token = given or new_token()  # on loopback too: other users of this machine can connect
     if about.folder:
@@ -94,11 +95,20 @@ def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str,
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
             print(f"waiting for {servers} and {workers}", flush=True)
             told = stack.enter_context(_shown(where))
-        failure = service.wait()
+        try:
+            failure = service.wait()
+        except KeyboardInterrupt:
+            if not by_hand:
+                raise
+            interrupted = True
+            service.abort("the coordinator was interrupted")
+            failure = service.wait()
         if by_hand:
             told.wait(_LAST_WORD_S)
     if by_hand and failure is not None:
         print(f"failed: {failure}", flush=True)
+    if interrupted:
+        return INTERRUPTED
     return 0 if failure is None else FAILED
 
 

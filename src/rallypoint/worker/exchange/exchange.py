@@ -100,7 +100,7 @@ class Exchange:
                 rolled_back = before is not None and before.generation != view.generation
                 if rolled_back:
                     self._optimizer.rolled_back()
-                step = self._shell.machine.step
+                step = self._shell.machine.reads  # of a forward pass that began early, the next one
                 new = self._shell.links.to_open(view)
                 self._locked.changed.notify_all()
             if before is not None:

@@ -14,6 +14,7 @@ pass is given up, and later ones wait.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -30,7 +31,9 @@ _PIECE = 1 << 16  # words that are swapped at once: they stay in a core's cache
 
 
 class EarlyForward:
-    """Installs a version while the forward pass that reads it runs. Main thread only.
+    """Installs a version while the forward pass that reads it runs.
+
+    Main thread only, but for `enter`, and for what reads late parameters: a model may run its modules in threads.
 
     Calls: `start` for each replica; then, if it returned True, `begin` before the script gets its first micro-batch,
     `enter` before each module, `finish` before the backward pass. Or, at any point, `undo`.
@@ -54,6 +57,7 @@ class EarlyForward:
         self._parts_in = [parts.tensors.parts_in(shard) for shard in layout.shards]
         self._scratch = torch.empty(min(_PIECE, layout.words), device=parts.tensors.device)
         self._starts = self._runs = False
+        self._lock = threading.RLock()  # one thread installs at a time, and may wait for shards meanwhile
         self._in_model: dict[int, None] = {}  # the shards that the model holds of the version, in the order of need
         self._buffers: list[torch.Tensor] = []  # the buffers' values in the version
         self._why_not: str | None = None  # why no forward pass may begin early; None: not looked yet
@@ -162,10 +166,11 @@ class EarlyForward:
         parameter.__class__ = torch.nn.Parameter
 
     def _install(self, shards: Sequence[int]) -> None:
-        if left := [shard for shard in shards if shard not in self._in_model]:
-            with self._parts.tracer.span("install", shards=len(left)):
-                self._swap(self._forward.take(left))
-                self._in_model.update(dict.fromkeys(left))
+        with self._lock:
+            if left := [shard for shard in shards if shard not in self._in_model]:
+                with self._parts.tracer.span("install", shards=len(left)):
+                    self._swap(self._forward.take(left))
+                    self._in_model.update(dict.fromkeys(left))
 
     @torch.no_grad()
     def _swap(self, shards: Sequence[int]) -> None:
