@@ -7,6 +7,7 @@ which is shown when one fails.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import platform
@@ -284,13 +285,24 @@ class Members:
             member.process.wait()
 
 
-def write_result(result: msgspec.Struct) -> None:
-    """For members: leave the result where whoever started us looks for it."""
+def finish(result: msgspec.Struct) -> None:
+    """For members, last: leave the result where whoever started us looks for it. A member of a Gloo group ends here.
+
+    Nobody destroys the group. A thread of it that drops the last reference to an operation takes the GIL. While the
+    group is being destroyed that can be a deadlock; at the interpreter's end it aborts the process (before CPython
+    3.14). The latter also happens after `destroy_process_group`: modules that torch imports while there is a group keep
+    it as a default argument.
+    """
     Path(os.environ[_RESULT]).write_bytes(msgspec.json.encode(result))
+    if dist.is_initialized():
+        atexit._run_exitfuncs()  # that of multiprocessing ends processes that this one has started
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def join_gloo(rank: int, workers: int) -> None:
-    """For members: become rank `rank` of the Gloo group of all workers of this measurement."""
+    """For members: become rank `rank` of the Gloo group of all workers of this measurement, until `finish`."""
     meeting = Path(os.environ[_RESULT]).with_name("gloo")
     dist.init_process_group(
         "gloo", f"file://{meeting}", rank=rank, world_size=workers, timeout=timedelta(seconds=_GLOO_TIMEOUT_S)

@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from cluster import join_gloo, write_result
+from cluster import finish, join_gloo
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.worker.slots import Compute, Initialise, Install
@@ -103,7 +103,6 @@ def gloo(task: Task) -> Result:
         dist.all_reduce(gradient)
         finishes.append(time.monotonic())
     dist.barrier()
-    dist.destroy_process_group()
     return Result(finishes)
 
 
@@ -112,7 +111,7 @@ def main() -> None:
     hold_lifeline()
     task = msgspec.json.decode(sys.argv[1], type=Task)
     torch.set_num_threads(1)
-    write_result({"rallypoint": rallypoint, "gloo": gloo}[task.design](task))
+    finish({"rallypoint": rallypoint, "gloo": gloo}[task.design](task))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ from typing import Any, Literal
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 import rallypoint as rp
-from cluster import join_gloo, write_result
+from cluster import finish, join_gloo
 from rallypoint.launch.lifeline import hold_lifeline
 
 Design = Literal["rallypoint", "dcp-thread", "dcp-process", "dcp-blocking"]
@@ -76,7 +75,6 @@ def checkpointed(task: Task, model: nn.Sequential, rows: torch.Tensor) -> Result
             moments = {f"{i}": optimizer.state[p] for i, p in enumerate(model.parameters())}
             saver.save(step, {"model": model.state_dict(), "moments": moments})
     saver.wait()
-    dist.destroy_process_group()
     return Result(starts, saver.saves)
 
 
@@ -131,7 +129,7 @@ def main() -> None:
     rows = torch.randn(4 * task.batch, task.width)
     train: Callable[[Task, nn.Sequential, torch.Tensor], Result]
     train = rallypoint if task.design == "rallypoint" else checkpointed
-    write_result(train(task, model, rows))
+    finish(train(task, model, rows))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import rallypoint as rp
-from cluster import join_gloo, write_result
+from cluster import finish, join_gloo
 from rallypoint.config import JobConfig, group_of, resolve, settings_of
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MapDataset, MicroBatches
@@ -164,7 +164,6 @@ def ddp(task: Task, model: nn.Module, data: MapDataset, pace: Pace, recorder: Re
         recorder.finish()
     recorder.end()
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 class _Loss(nn.Module):
@@ -199,7 +198,7 @@ def main() -> None:
     pace = Pace(task.slow * config.batch * workload.sample_seconds, model, batch)
     recorder = Recorder(model, math.lcm(workload.every, config.steps_per_round) if task.rank == 0 else 0)
     (rallypoint if task.hook is None else ddp)(task, model, data, pace, recorder)
-    write_result(recorder.result(pace.computing, validation))
+    finish(recorder.result(pace.computing, validation))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rallypoint as rp
-from cluster import join_gloo, write_result
+from cluster import finish, join_gloo
 from rallypoint.config import JobConfig, group_of, resolve, settings_of
 from rallypoint.core.schedule import rate_at
 from rallypoint.data.loader import MicroBatches
@@ -122,7 +122,6 @@ def _train(
         optimizer.zero_grad()
         recorder.step(step, loss, began)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def alone(task: Task, data: TextDataset, recorder: Recorder) -> None:
@@ -139,7 +138,6 @@ def alone(task: Task, data: TextDataset, recorder: Recorder) -> None:
         model.zero_grad()
         recorder.step(step, loss, began)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 class _Loss(nn.Module):
@@ -207,7 +205,7 @@ def main() -> None:
     data, _ = load_text(block=task.model.block, budget=_TEXT_BYTES)
     recorder = Recorder()
     {"ddp": ddp, "fsdp2": fsdp2, "alone": alone}.get(task.design, rallypoint)(task, data, recorder)
-    write_result(recorder.result())
+    finish(recorder.result())
 
 
 if __name__ == "__main__":

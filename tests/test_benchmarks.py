@@ -1,6 +1,7 @@
 """The benchmarks run, end, and write what they promise; how fast they were is nobody's business here."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,37 @@ def test_a_failing_member_is_one_sentence_and_its_own_words() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("error: worker0 ended with status 1")
     assert "shard_bytes is 102400000" in done.stderr
+
+
+LATE = """
+import sys, threading
+import msgspec, torch
+from torch.nn.parallel import DistributedDataParallel
+from cluster import finish, join_gloo
+
+class Done(msgspec.Struct):
+    done: bool = True
+
+def late(began):  # as a thread of Gloo that takes the GIL when the interpreter ends
+    square = torch.zeros(400, 400)
+    while True:
+        torch.mm(square, square, out=square)
+        began.set()
+
+torch.set_num_threads(1)
+join_gloo(0, 1)
+wrapped = DistributedDataParallel(torch.nn.Linear(2, 2))
+wrapped(torch.ones(1, 2)).sum().backward()
+began = threading.Event()
+threading.Thread(target=late, args=(began,), daemon=True).start()
+began.wait()
+print("the last line")
+finish(Done())
+"""
+
+
+def test_a_member_of_a_gloo_group_does_not_abort_at_its_end(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": str(FOLDER), "RALLYPOINT_BENCHMARK_RESULT": str(tmp_path / "result.json")}
+    done = subprocess.run([sys.executable, "-c", LATE], env=env, capture_output=True, text=True, timeout=110)
+    assert (done.returncode, done.stdout) == (0, "the last line\n"), done.stderr
+    assert json.loads((tmp_path / "result.json").read_text()) == {"done": True}

@@ -221,15 +221,13 @@ def coordinator(
     """
     from rallypoint.coordinator.service import JoinInfo
     from rallypoint.core.cluster.terms import Terms
-    from rallypoint.launch.commands.by_hand import decoded, described, run_coordinator
+    from rallypoint.launch.commands.by_hand import decoded, described, end_process, run_coordinator
 
     known, about = described(options.plan([], folder=str(options.folder or "")))
     if terms or join_info:  # from a launcher
         known = decoded(terms or "{}", Terms, "--terms")
         about = decoded(join_info or "{}", JoinInfo, "--join-info")
-    raise typer.Exit(
-        run_coordinator(known, about, bind=options.bind, advertise=options.advertise, resume=resume)
-    )
+    end_process(run_coordinator(known, about, bind=options.bind, advertise=options.advertise, resume=resume))
 
 
 @app.command(rich_help_panel=_BY_HAND)
@@ -245,7 +243,7 @@ def server(
 
     Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0[/bold]
     """
-    from rallypoint.launch.commands.by_hand import address_of, run_server
+    from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.server.service import ServerService
 
     address = address_of(coordinator)
@@ -253,7 +251,7 @@ def server(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=os.environ.get(environment.TOKEN, ""), bind=bind, advertise=advertise, transport=TcpTransport(),
     )  # fmt: skip
-    raise typer.Exit(run_server(service, address))
+    end_process(run_server(service, address))
 
 
 @app.command(context_settings=_PASS_ON, rich_help_panel=_BY_HAND)
@@ -295,7 +293,7 @@ def aggregator(
     Example: [bold]rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0 --near rack2[/bold]
     """
     from rallypoint.aggregator.service import AggregatorService
-    from rallypoint.launch.commands.by_hand import address_of, run_server
+    from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
 
     address = address_of(coordinator)
     service = AggregatorService(
@@ -303,7 +301,7 @@ def aggregator(
         token=os.environ.get(environment.TOKEN, ""), near=near or os.environ.get(environment.NEAR, ""), bind=bind,
         advertise=advertise, transport=TcpTransport(),
     )  # fmt: skip
-    raise typer.Exit(run_server(service, address))
+    end_process(run_server(service, address))
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -28,7 +29,7 @@ def join() -> Job:
     """
     coordinator = os.environ.get(environment.COORDINATOR)
     if not coordinator:
-        return EmbeddedJob(console=RunConsole())
+        return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
     job = (_JoinedByHand if by_hand else Job)(
@@ -38,6 +39,15 @@ def join() -> Job:
     )  # fmt: skip
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: job.leave())
+    return _closed_at_exit(job)
+
+
+def _closed_at_exit(job: Job) -> Job:
+    """Close the job when the script ends, if it has not been closed by then (it was joined without ``with``).
+
+    A thread of a link that is inside of torch when the interpreter ends would abort the process (before CPython 3.14).
+    """
+    atexit.register(job.close)
     return job
 
 

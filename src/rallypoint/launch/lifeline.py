@@ -8,13 +8,15 @@ import threading
 
 from rallypoint.launch.environment import LIFELINE
 
+LIFELINE_THREAD = "lifeline"  # it lives as long as the process, and runs nothing but a blocking read
+
 
 def hold_lifeline() -> bool:
     """If the launcher gave this process a lifeline, exit at once when it breaks. Returns False without one."""
     text = os.environ.pop(LIFELINE, "")
     if not text.isdigit():
         return False
-    threading.Thread(target=_watch, args=(int(text),), name="lifeline", daemon=True).start()
+    threading.Thread(target=_watch, args=(int(text),), name=LIFELINE_THREAD, daemon=True).start()
     return True
 
 

@@ -7,9 +7,10 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
@@ -21,7 +22,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import Where, token_file
 from rallypoint.launch.launcher import INTERRUPTED
-from rallypoint.launch.lifeline import hold_lifeline
+from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.member import CoordinatorLink, Handlers
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
 _LAST_WORD_S = 2.0  # seconds in which the end of the job may arrive at the console
+_MOMENT_S = 1.0  # seconds in which threads that are about to end may do so
 _T = TypeVar("_T", bound=msgspec.Struct)
 
 
@@ -128,6 +130,26 @@ def run_server(service: ServerService | AggregatorService, coordinator: str) -> 
     if by_hand:
         print(f"{service.id}: " + ("the job is over" if failure is None else f"the job failed: {failure}"), flush=True)
     return 0 if failure is None else FAILED
+
+
+def end_process(status: int) -> NoReturn:
+    """End this process with `status`, once its role is closed.
+
+    Roles wait for all of their threads, but for one that a store does not answer only `store.closing.PATIENCE_S`. Such
+    a thread must not meet the interpreter's end: if it takes the GIL then, inside of C++ code, the process aborts
+    (before CPython 3.14), whatever its status was to be. So the process ends here if a thread is left after a moment:
+    that of a link which is closed may still be ending.
+    """
+    deadline = time.monotonic() + _MOMENT_S
+    known = {threading.main_thread().name, LIFELINE_THREAD}
+    others = [thread for thread in threading.enumerate() if thread.name not in known]
+    for thread in others:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in others):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # without the exit functions: they may wait for what the thread holds
+    sys.exit(status)
 
 
 def start_worker(script: Path, arguments: Sequence[str], *, coordinator: str, id: str, threads: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import threading
@@ -212,6 +213,7 @@ class Job:
 
     def close(self) -> None:
         """Leave the job: take the hooks off the model, end every link and thread."""
+        atexit.unregister(self.close)  # `rallypoint.join` registers it
         if self._run is not None:
             self._run.release_model()
         if self._exchange is not None:
