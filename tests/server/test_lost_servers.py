@@ -12,6 +12,8 @@ import torch
 from gathering import SETTINGS, Gathering, Once, gathering, loss_of, reference_hash
 
 from rallypoint.codec.spec import Bf16, Int8, TopK
+from rallypoint.core.optimizer import SGD
+from rallypoint.core.policy import LocalSteps
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.messages import Aborted, Applied, Finished, Skipped, Snapshotted, SnapshotWanted
@@ -287,3 +289,44 @@ def test_the_ledger_has_every_step_with_all_of_its_contributions(undisturbed: st
         applied = [entry for entry in entries if isinstance(entry, Applied)]
         assert {entry.step for entry in applied} == set(range(SETTINGS["steps"]))
         assert {entry.replicas for entry in applied} == {SETTINGS["replicas"]}
+
+
+# ---- the state is lost before anything is computed: the first weights come once more ----
+
+
+def lose_the_only_server_in(cluster: Gathering, forward: int) -> Any:
+    """A loss that loses the server within this worker's forward pass of that number, after the model has computed."""
+    forwards = itertools.count(1)
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        found = loss_of(model, batch)
+        if next(forwards) == forward:
+            cluster.servers[0].close()
+            cluster.add_servers(1)
+        return found
+
+    return loss
+
+
+def test_the_first_weights_come_once_more_as_they_were_before_any_forward_pass(undisturbed: str) -> None:
+    with gathering(1) as cluster:
+        worker = cluster.add_worker(loss=lose_the_only_server_in(cluster, 1))
+        assert worker.result() == undisturbed  # with the statistics of its batch norm
+        assert len(cluster.servers) == 2
+
+
+def test_the_first_weights_come_once_more_although_a_round_of_local_steps_has_moved_them() -> None:
+    settings = {"sync": LocalSteps(steps=4, outer=SGD(lr=0.7, momentum=0.9)), "clip": None}
+    hashes = []
+    for forward in (0, 3):
+        with gathering(1) as cluster:
+            hashes.append(cluster.add_worker(loss=lose_the_only_server_in(cluster, forward), **settings).result())
+            assert len(cluster.servers) == 1 + (forward > 0)
+    assert hashes[0] == hashes[1]
+
+
+def test_first_weights_that_came_back_rounded_are_not_taken_for_the_first_ones() -> None:
+    with gathering(1) as cluster:
+        worker = cluster.add_worker(loss=lose_the_only_server_in(cluster, 1), down=Bf16())
+        with pytest.raises(JobAborted, match=r"the servers' state is lost, and here the first weights are rounded"):
+            worker.result()

@@ -6,8 +6,10 @@ from typing import cast
 
 import torch
 
+from rallypoint.codec.spec import Raw
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.errors import JobAborted
 from rallypoint.net.messages import NotStored
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
@@ -20,13 +22,20 @@ class Versions:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._exchange = parts, parts.exchange
         self._writer: SnapshotWriter | None = None
+        self._installed = False  # True once the model has held a version that came from the servers
         self._buffers_at_start: list[torch.Tensor] = []
         self._trace_steps = parts.coordinator.welcome.trace
 
     def initialise(self) -> None:
-        """Upload what all workers start from: this model's values, and the optimizer's state if workers step it."""
+        """Upload what all workers start from: this model's values, and the optimizer's state if workers step it.
+
+        It is asked for again when the servers' state is lost before a step is computed. Raises JobAborted if the model
+        does not hold the first weights any more.
+        """
         exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
         if optimizer is None:
+            if self._installed:
+                self._go_back_to_the_first()
             exchange.initialise(tensors.part)
             return
         if optimizer.version < 0:
@@ -35,6 +44,15 @@ class Versions:
         else:
             self.restore_buffers()
         exchange.initialise(tensors.part, optimizer.record)
+
+    def _go_back_to_the_first(self) -> None:
+        """The model has had version 0, and may have computed since; but no version follows it."""
+        if self._parts.config.down != Raw():
+            raise JobAborted(
+                "the servers' state is lost, and here the first weights are rounded, as `down` sends them: start again"
+            )
+        self._parts.source.show_version()
+        self.restore_buffers()
 
     def install(self, version: int) -> ViewNumber | None:
         """Copy a version from the exchange buffer into the model. Returns the generation in which the model holds it.
@@ -56,6 +74,7 @@ class Versions:
             else:
                 parts.tensors.read_shards_from(vector, shards)
         parts.source.installed(shards)
+        self._installed = True
         self._keep_buffers()
         generation = exchange.installed(version)
         self._trace(version)
@@ -63,6 +82,7 @@ class Versions:
 
     def completed(self, buffers: list[torch.Tensor]) -> None:
         """A forward pass has installed a whole version; `buffers` are the buffers' values in it."""
+        self._installed = True
         self._buffers_at_start = buffers
         self._trace(self._exchange.step)
 
