@@ -186,6 +186,17 @@ def test_a_server_that_cannot_be_reached_for_long_sends_the_workers_away() -> No
 # ---- versions ----
 
 
+def test_what_workers_ask_for_is_bounded_and_what_no_server_keeps_any_more_is_forgotten() -> None:
+    made = aggregator({"w0": (0,), "w1": (1,)})
+    made.arrived(SHARD, 6, 1)
+    asked = {version for version in range(7, 1000) if made.fetched("w0", SHARD, version)}
+    made.validate()
+    assert asked == {7, 8, 9, 10}
+    made.arrived(SHARD, 10, 2)  # 7 and 8 never came
+    again = made.server_up("s0")
+    assert [effect.version for effect in again if isinstance(effect, Fetch)] == [9]
+
+
 def test_two_versions_are_kept_and_each_is_fetched_once() -> None:
     made = aggregator({"w0": (0,), "w1": (1,)})
     assert made.fetched("w0", SHARD, 7) == [Fetch(SHARD, 7, "s0")]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from test_strangers import Job, refusal
+from test_strangers import Job, reducer, refusal, standby
 
 from rallypoint.codec.spec import Int8
 from rallypoint.codec.state import Limits, ShardCodecStates
@@ -91,6 +91,24 @@ def test_a_codec_state_goes_to_the_worker_that_asks_next(job: Job) -> None:
     there = worker.receive_header()
     assert (there.kind, there.replica, there.step, there.codec) == (Kind.CODEC_STATE, 1, 0, of.code)
     assert bytes(worker.receive_bytes(there)) == bytes(of.least)
+
+
+def test_a_standby_gives_copies_and_gets_no_codec_state(job: Job) -> None:
+    """Else a replica would go on from what it says, as soon as the replica moves. It is answered: it may be late."""
+    peer, of = standby(job), limits(job)
+    worker = worker_of(job)
+    send(job, worker, Kind.INITIAL, 4 * WORDS)
+    assert worker.receive_header().kind is Kind.CREDIT
+    send(job, peer, Kind.CODEC_STATE, of.least, codec=of.code, replica=1, base=COPY)
+    send(job, peer, Kind.RECALL, replica=1)
+    send(job, peer, Kind.CODEC_STATE, of.least, codec=of.code, replica=1)
+    assert peer.receive_header().kind is Kind.TAKEN, "and no answer to what it has asked for"
+    send(job, worker, Kind.RECALL, replica=1)
+    nothing = worker.receive_header()
+    assert (nothing.kind, nothing.replica, nothing.length) == (Kind.CODEC_STATE, 1, 0)
+    states = reducer(job)._codec_states
+    assert states is not None
+    assert states._copies == {}
 
 
 def test_a_job_whose_codecs_have_no_state_takes_no_codec_state(caplog: pytest.LogCaptureFixture) -> None:

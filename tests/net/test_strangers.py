@@ -310,16 +310,21 @@ def test_following_twice_is_following(job: Job) -> None:
 # ---- what a worker may contribute ------------------------------------------------------------------------------
 
 
-def test_a_standby_contributes_nothing_and_begins_nothing(job: Job) -> None:
-    """Without an assignment, and without a backup task. Its connection stays: a contribution may be late."""
-    standby = job.enter(job.coordinator.address, "worker", "worker1")
-    standby.send_message(Propose(job.record))
-    while not isinstance(message := decode(standby.receive_bytes(standby.receive_header())), NewView):
+def standby(job: Job) -> Channel:
+    """A worker that stands by: its connection to the first server."""
+    member = job.enter(job.coordinator.address, "worker", "worker1")
+    member.send_message(Propose(job.record))
+    while not isinstance(message := decode(member.receive_bytes(member.receive_header())), NewView):
         pass
     job.view = message.view
     assert "worker1" not in job.view.contributors
+    return job.enter(job.servers[0]._gate.address, "worker", "worker1")
+
+
+def test_a_standby_contributes_nothing_and_begins_nothing(job: Job) -> None:
+    """Without an assignment, and without a backup task. Its connection stays: a contribution may be late."""
+    peer = standby(job)
     shard, payload = job.view.shards_of("server0")[0], memoryview(bytes(4 * WORDS))
-    peer = job.enter(job.servers[0]._gate.address, "worker", "worker1")
     for kind in (Kind.INITIAL, Kind.PUSH):
         peer.send(Header(kind, job.view.number, shard=shard, weight=1.0, length=len(payload)), payload)
         assert peer.receive_header().kind is Kind.CREDIT

@@ -40,6 +40,7 @@ from rallypoint.core.view import View
 
 VERSIONS_KEPT = 2  # I5: as a server does
 STEPS_KEPT = 2  # sums in progress of one shard: a worker's versions may be one ahead of what has come here
+MOST_ASKED = 4  # versions of one shard that workers wait for: those around the newest
 CUT_OFF_S = 1.0  # a server that cannot be reached for so long: the workers can perhaps reach it themselves
 
 
@@ -145,6 +146,8 @@ class AggregatorMachine:
         kept.sort()
         if version > newest:
             self._newest[shard] = version
+            for old in [v for v in self._asked_of(shard) if v <= version - VERSIONS_KEPT]:
+                del self._asked[shard, old]  # no server keeps it any more
             effects += [effect for step in self._steps(shard) if step < version for effect in self._end(shard, step)]
             effects += [Give(worker, shard, version) for worker in sorted(self._from)]
         effects += [Give(worker, shard, version, asked=True) for worker in sorted(askers)]
@@ -196,8 +199,14 @@ class AggregatorMachine:
             return []
         first = (shard, version) not in self._asked
         self._asked.setdefault((shard, version), set()).add(worker)
+        if len(asked := self._asked_of(shard)) > MOST_ASKED:
+            del self._asked[shard, asked[-1]]  # no honest worker asks so far ahead
         home = self._home(shard)
-        return [Fetch(shard, version, home)] if first and home in self._up else []
+        return [Fetch(shard, version, home)] if first and (shard, version) in self._asked and home in self._up else []
+
+    def _asked_of(self, shard: int) -> list[int]:
+        """The versions of a shard that workers wait for, ascending."""
+        return sorted(version for index, version in self._asked if index == shard)
 
     def _dismiss(self, workers: tuple[str, ...], why: str) -> list[Effect]:
         for worker in workers:
@@ -257,6 +266,8 @@ class AggregatorMachine:
         for shard, kept in self._versions.items():
             assert kept == sorted(set(kept)), f"versions {kept} of shard {shard}"
             assert len(kept) <= VERSIONS_KEPT, f"{len(kept)} versions of shard {shard}"
+        for shard in {shard for shard, _ in self._asked}:
+            assert len(self._asked_of(shard)) <= MOST_ASKED, f"{self._asked_of(shard)} of shard {shard} are fetched"
         assert not self._up.keys() & self._down_from.keys(), "a server is up and down"
 
 

@@ -134,7 +134,7 @@ class ServerShell(Generic[L]):
         return self.machine.is_primary(shard) and not self.fence.is_stale(number)
 
     def may_contribute(self, worker: str, first: int, count: int) -> bool:
-        """Does a contribution of these replicas count, if it comes from `worker`?
+        """Does a contribution of these replicas, or a codec state, count if it comes from `worker`?
 
         Every honest one does. A worker that was given up meanwhile counts none of what it sent as delivered.
         """

@@ -10,7 +10,7 @@ from rallypoint.core.shard.links import Fence
 from rallypoint.core.shard.machine import ShardMachine
 from rallypoint.net.messages import Accounted, Applied, Message
 
-_ENTRIES = 64  # entries kept, to repeat them to a restarted coordinator
+ENTRIES = 64  # entries kept, to repeat them to a restarted coordinator
 _ACCOUNT_EVERY = 32  # updates
 
 
@@ -22,7 +22,7 @@ class Ledger:
         self._arrivals: dict[str, float] = {}  # worker -> time of its last contribution to the step in progress
         self._added: dict[int, int] = {}  # replicas in a shard's last finished sum
         self._told: dict[int, int] = {}  # the same at the primary, for shards with their backup here
-        self._entries: deque[Applied] = deque(maxlen=_ENTRIES)
+        self._entries: deque[Applied] = deque(maxlen=ENTRIES)
 
     def arrived(self, worker: str) -> None:
         """A worker's contribution arrived, for the step that is entered next."""

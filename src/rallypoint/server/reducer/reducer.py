@@ -252,19 +252,22 @@ class Reducer:
         header = event.header
         if self._codec_states is None or not self.shell.takes(header.shard, header.view):
             return
-        if header.base == COPY:
+        may = self.shell.may_contribute(event.worker, header.replica, 1)
+        if header.base != COPY:  # answered in any case: who was given up meanwhile says it until it is
+            data = event.data if may else memoryview(b"")
+            self._codec_states.given(header, data, event.worker, self._upcoming(header))
+        elif may:
             self._codec_states.copied(header, event.data)
             if self.capture is not None:
                 self.capture.codec_state_came(header.shard)
-        else:
-            self._codec_states.given(header, event.data, event.worker, self._upcoming(header))
 
     def _state_recalled(self, event: inbox.StateRecalled) -> None:
         if self._restores.postpones(event):
             return
         header = event.header
         current = self.shell.is_current(event.channel, event.worker) and self.shell.takes(header.shard, header.view)
-        if self._codec_states is not None and current:
+        may = current and self.shell.may_contribute(event.worker, header.replica, 1)
+        if self._codec_states is not None and may:
             self._codec_states.recalled(header, event.worker, self._upcoming(header))
 
     def _upcoming(self, header: Header) -> int:

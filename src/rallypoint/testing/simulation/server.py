@@ -16,6 +16,7 @@ from rallypoint.core.shard.shell import Answer, ServerShell
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import Applied, Beat, Disproved, Finished
 from rallypoint.server.plan import plan_of
+from rallypoint.server.reducer.ledger import ENTRIES
 from rallypoint.server.service import LEAVING_EVERY_S
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.codec_states import Coded, Residual, ServerCodecStates, States
@@ -42,7 +43,7 @@ class SimulatedServer:
         self.machine = watch(ServerMachine(name, plan), name)
         self.shell: ServerShell[Wire] = ServerShell(self.machine)
         self.held: dict[int, Held] = {}
-        self.applied: list[tuple[int, int]] = []
+        self._ledger = deque[Applied](maxlen=ENTRIES)
         self.decided: dict[tuple[ViewNumber, int], tuple[int, float | None]] = {}  # shard and scale by step
         self.used: dict[tuple[ViewNumber, int, int, int], int] = {}  # generation, shard, replica, state -> step
         self._peers = PeerWires(self.node, PeerLinks(name, decides=bool(plan.decides)), self.shell, self._run)
@@ -65,6 +66,8 @@ class SimulatedServer:
         if shards := self.shell.say_again(new=new):
             self.membership.send(("in step", shards))
         if not new:
+            for entry in self._ledger:  # a restarted coordinator may not have them
+                self.membership.send(entry)
             self._run(self.machine.report_again())
 
     def leave(self) -> None:
@@ -158,12 +161,14 @@ class SimulatedServer:
                 self._send_version(wire, shard, version)
             case ("give", number, shard, replica, state) if self._codec_states is not None:
                 if shell.takes(shard, number):
-                    self._codec_states.given(shard, replica, state, who, self._upcoming(shard, replica))
+                    known = state if shell.may_contribute(who, replica, 1) else None
+                    self._codec_states.given(shard, replica, known, who, self._upcoming(shard, replica))
             case ("copy", number, shard, replica, Residual() as state) if self._codec_states is not None:
-                if shell.takes(shard, number):
+                if shell.takes(shard, number) and shell.may_contribute(who, replica, 1):
                     self._codec_states.copied(shard, replica, state)
             case ("recall", _, shard, replica) if self._codec_states is not None:
-                if shell.is_current(wire, who) and self.machine.is_primary(shard):
+                current = shell.is_current(wire, who) and self.machine.is_primary(shard)
+                if current and shell.may_contribute(who, replica, 1):
                     self._codec_states.recalled(shard, replica, who, self._upcoming(shard, replica))
             case ("measures", number, step, measures):
                 self._run(shell.told(step, measures, number))
@@ -325,10 +330,10 @@ class SimulatedServer:
         return tuple(machine.clocks) if machine is not None else ()
 
     def _apply(self, index: int, held: Held, apply: shard_effects.Apply) -> None:
-        self.applied.append((index, apply.step))
         round = self.job.cadence.round_of(index, apply.version - 1)
         if self.job.cadence.witness(round) == index:
-            self.membership.send(Applied(round, 1, 0.0, generation=self.shell.fence.generation))
+            self._ledger.append(Applied(round, 1, 0.0, generation=self.shell.fence.generation))
+            self.membership.send(self._ledger[-1])
         if self._codec_states is not None:
             self._codec_states.complete(index, at_last=True)
         shard = self.machine.machine(index)
