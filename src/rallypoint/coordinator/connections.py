@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
 
 from rallypoint.coordinator import inbox
@@ -14,6 +16,8 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.messages import Hello, Refused, Welcome, decode, expect
 from rallypoint.net.transport import Transport
 
+MOST_WAITING = 64  # messages of one connection that wait for the owner: then it is not read until they are handled
+_OWNER_S = 5.0  # the longest wait for the owner: it may have ended
 ROLES = ("worker", "server", "aggregator", "observer")
 
 
@@ -25,7 +29,7 @@ class Connections:
     """
 
     def __init__(
-        self, transport: Transport, bind: str, me: Identity, *, put: Callable[[inbox.Event], None],
+        self, transport: Transport, bind: str, me: Identity, *, put: Callable[[inbox.Event | inbox.Barrier], None],
         refusal: Callable[[Hello], str], welcome: Welcome,
     ) -> None:  # fmt: skip
         self._put, self._refusal, self._welcome = put, refusal, welcome
@@ -51,13 +55,15 @@ class Connections:
         self._put(inbox.Opened(channel, hello))
         reason, how = "it closed its connection", inbox.End.CLOSED
         try:
-            while True:
+            for number in itertools.count(1):
                 header = channel.receive_header()
                 if header.kind is Kind.REFUSE:  # it is there, and comes back: too much had waited to be read here
                     raise LinkError(expect(channel.receive_bytes(header), Refused).reason)
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
                 self._put(inbox.Received(channel, hello, checked(decode(channel.receive_bytes(header)), hello)))
+                if number % MOST_WAITING == 0:
+                    self._wait_for_owner()
         except CorruptFrame:
             reason, how = "a frame from it was changed on the way", inbox.End.LOST
             raise
@@ -71,3 +77,9 @@ class Connections:
             raise
         finally:
             self._put(inbox.Closed(channel, hello, reason, how))
+
+    def _wait_for_owner(self) -> None:
+        """Block until the owner has handled what was put before: one peer fills neither the memory nor the time."""
+        handled = threading.Event()
+        self._put(inbox.Barrier(handled.set))
+        handled.wait(_OWNER_S)
