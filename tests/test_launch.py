@@ -419,6 +419,10 @@ def join_by_hand(played: Played) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def stands_by(run: ClusterRun) -> bool:
+    return run.console.members is not None and "mine" in run.console.members.standby
+
+
 def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undisturbed: str) -> None:
     gate = tmp_path / "gate"
     gate.write_text("5")
@@ -437,8 +441,8 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
     def computes(run: ClusterRun) -> bool:
         return run.console.members is not None and "mine" in run.console.members.workers
 
-    assert played.run(until(at_step(5), by_hand, lambda run: "mine" in run.supervisor.took_part, drop_one, computes,
-                            opens(gate, 99))) == 0, played.said  # fmt: skip
+    moves = until(at_step(5), by_hand, stands_by, drop_one, computes, opens(gate, 99))
+    assert played.run(moves) == 0, played.said
     output, _ = started[0].communicate(timeout=60)
     assert started[0].returncode == 0
     assert [line.partition(" joined")[0] for line in output.splitlines()] == ["mine has", "mine: the job is over"]
@@ -454,9 +458,6 @@ def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_pat
     def by_hand(run: ClusterRun) -> bool:
         started.append(join_by_hand(played))
         return True
-
-    def stands_by(run: ClusterRun) -> bool:
-        return run.console.members is not None and "mine" in run.console.members.standby
 
     assert played.run(until(at_step(5), by_hand, stands_by, opens(gate, 99))) == 0, played.said
     output, _ = started[0].communicate(timeout=60)
