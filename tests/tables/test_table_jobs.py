@@ -108,12 +108,12 @@ def test_one_replica_in_a_streaming_mode_is_trained_as_by_plain_pytorch(sync: An
     "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
 )
 def test_tables_learn_in_the_streaming_modes(sync: Any) -> None:
-    settings = {"optimizer": rp.AdamW(lr=0.03, weight_decay=0.0), "sync": sync, "steps": 120}
+    settings = {"optimizer": rp.AdamW(lr=0.05, weight_decay=0.0), "sync": sync, "steps": 200}
     with ProcessCluster(workers=2, servers=2) as cluster:
         results = cluster.run(train, settings)
     losses = {place: loss for result in results for place, loss in result["losses"].items()}
-    assert losses.keys() == {(step, replica) for step in range(120) for replica in range(3)}
+    assert losses.keys() == {(step, replica) for step in range(200) for replica in range(3)}
     first, last = (
-        np.mean([loss for (step, _), loss in losses.items() if step in steps]) for steps in (range(5), range(110, 120))
+        np.mean([loss for (step, _), loss in losses.items() if step in steps]) for steps in (range(5), range(190, 200))
     )
     assert last < 0.7 * first
