@@ -17,16 +17,13 @@ import pytest
 import torch
 import torch._dynamo.utils
 import torch.nn.functional as F
+from test_rewind import Cluster
 from torch import nn
 
 import rallypoint as rp
 from rallypoint.config import resolve
-from rallypoint.coordinator.service import CoordinatorService, JoinInfo
-from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import UsageError
 from rallypoint.launch.embedded import EmbeddedJob
-from rallypoint.net.inproc import InprocTransport
-from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
 from rallypoint.worker.exchange.exchange import Exchange
@@ -306,7 +303,8 @@ def test_a_parameter_that_the_script_writes_to_is_named_also_in_a_step_that_bega
         train(model, script=writes)
 
 
-def test_a_version_with_an_evaluation_is_waited_for(hold: Hold) -> None:
+def evaluated(after_each: Callable[[], object] = lambda: None) -> list[int]:
+    """The steps at which a job of eight steps that evaluates every five does so; `after_each` follows a micro-batch."""
     model, seen = build(CASES["plain"][0]), []
     with EmbeddedJob(servers=2) as job:
         run = job.train(model, data(), **SETTINGS)
@@ -314,7 +312,12 @@ def test_a_version_with_an_evaluation_is_waited_for(hold: Hold) -> None:
         for micro in run:
             with micro:
                 micro.backward(mse(model, micro.batch))
-    assert seen == [5, 8]
+            after_each()
+    return seen
+
+
+def test_a_version_with_an_evaluation_is_waited_for(hold: Hold) -> None:
+    assert evaluated() == [5, 8]
     assert hold.began == [3, 6, 7]
 
 
@@ -331,16 +334,8 @@ def test_a_roll_back_right_after_a_forward_pass_makes_no_evaluation_due(
 
     monkeypatch.setattr(EarlyForward, "finish", finished)
     monkeypatch.setattr(Exchange, "step", property(lambda exchange: -1 if rolled_back else step.fget(exchange)))
-    model, seen = build(CASES["plain"][0]), []
-    with EmbeddedJob(servers=2) as job:
-        run = job.train(model, data(), **SETTINGS)
-        run.every(5)(lambda step: seen.append(step))
-        for micro in run:
-            with micro:
-                micro.backward(mse(model, micro.batch))
-            rolled_back.clear()
+    assert evaluated(rolled_back.clear) == [5, 8]
     assert hold.began == [3, 6, 7]
-    assert seen == [5, 8]
 
 
 # ---- what Python does not see ----------------------------------------------------------------------------------
@@ -443,41 +438,6 @@ class Peeks(nn.Module):
         hidden = self.first(x)
         hidden.register_hook(lambda gradient: self.at("backward"))
         return self.last(hidden)
-
-
-class Cluster:
-    """A coordinator with snapshots, servers and workers on threads of this process."""
-
-    def __init__(self, folder: Path, workers: int) -> None:
-        self.transport = InprocTransport()
-        terms = Terms(
-            workers_start=workers, workers_max=workers, servers=1, snapshots=True, snapshot_steps=1,
-            heartbeat=10 * PATIENCE_S,
-        )  # fmt: skip
-        self.coordinator = CoordinatorService(
-            terms=terms, bind="coordinator:0", transport=self.transport, join_info=JoinInfo(snapshots=str(folder))
-        )
-        self.coordinator.start()
-        self.servers: list[ServerService] = []
-        self.add_server()
-        self.jobs = [
-            Job(id=f"worker{i}", coordinator=self.coordinator.address, transport=self.transport) for i in range(workers)
-        ]
-
-    def add_server(self) -> None:
-        server = ServerService(
-            id=f"server{len(self.servers)}", coordinator=self.coordinator.address, bind="server:0",
-            transport=self.transport,
-        )  # fmt: skip
-        server.start()
-        self.servers.append(server)
-
-    def close(self) -> None:
-        for job in self.jobs:
-            job.close()
-        for server in self.servers:
-            server.close()
-        self.coordinator.close()
 
 
 @pytest.fixture

@@ -38,16 +38,22 @@ Where = tuple[int, int, int]
 class Cluster:
     """A coordinator with snapshots, one server at a time, and a worker: in this process."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workers: int = 1) -> None:
         self.transport = InprocTransport()
-        terms = Terms(servers=1, snapshots=True, snapshot_steps=1, heartbeat=10 * PATIENCE_S)
+        terms = Terms(
+            workers_start=workers, workers_max=workers, servers=1, snapshots=True, snapshot_steps=1,
+            heartbeat=10 * PATIENCE_S,
+        )  # fmt: skip
         self.coordinator = CoordinatorService(
             terms=terms, bind="coordinator:0", transport=self.transport, join_info=JoinInfo(snapshots=str(folder))
         )
         self.coordinator.start()
         self.servers: list[ServerService] = []
         self.add_server()
-        self.job = Job(id="worker0", coordinator=self.coordinator.address, transport=self.transport)
+        self.jobs = [
+            Job(id=f"worker{i}", coordinator=self.coordinator.address, transport=self.transport) for i in range(workers)
+        ]
+        self.job = self.jobs[0]
 
     def add_server(self) -> None:
         server = ServerService(
@@ -67,7 +73,8 @@ class Cluster:
         until(lambda: exchange.view.generation != before, "nothing was rolled back")
 
     def close(self) -> None:
-        self.job.close()
+        for job in self.jobs:
+            job.close()
         for server in self.servers:
             server.close()
         self.coordinator.close()
