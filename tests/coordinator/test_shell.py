@@ -631,6 +631,17 @@ def test_who_waits_for_a_name_and_goes_is_forgotten() -> None:
     assert play.shell.members.keys() == {"s0", "w0"}
 
 
+def test_who_waits_for_a_name_hears_that_the_job_has_ended() -> None:
+    play = Play(heartbeat=6.0)
+    play.begin()
+    play.take(inbox.Closed("w0", play.hello("w0"), "its connection ended", inbox.End.LOST))
+    play.take(inbox.Opened("newcomer", Hello("worker", "w0", "elsewhere", process=b"new")))
+    play.take(inbox.Ended("enough"))
+    assert [act for act in play.done if act == acts.Send("newcomer", Aborted("enough"))]
+    play.take(inbox.Ticked(), seconds=20.0)
+    assert not play.shell.members.keys() & {"w0"}, "nobody is admitted to a job that has ended"
+
+
 def test_a_member_cannot_claim_a_view_that_it_has_no_place_in() -> None:
     _, after, newest = after_a_full_disk()
     old = next(view for view in (after.shell.machine.view,) if view is not None)

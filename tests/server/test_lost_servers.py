@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from gathering import SETTINGS, Gathering, Once, gathering, loss_of, reference_hash
+from gathering import SETTINGS, Gathering, Once, Worker, gathering, loss_of, reference_hash
 
 from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.policy import LocalSteps
+from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.messages import Aborted, Applied, Finished, Skipped, Snapshotted, SnapshotWanted
+from rallypoint.net.messages import Aborted, Applied, Finished, Report, Skipped, Snapshotted, SnapshotWanted
 from rallypoint.server.service import ServerService, run_servers
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.store import retry
@@ -294,15 +295,27 @@ def test_the_ledger_has_every_step_with_all_of_its_contributions(undisturbed: st
 # ---- the state is lost before anything is computed: the first weights come once more ----
 
 
-def lose_the_only_server_in(cluster: Gathering, forward: int) -> Any:
-    """A loss that loses the server within this worker's forward pass of that number, after the model has computed."""
+def lose_reports(worker: Worker) -> None:
+    """What it reports of the first generation does not come: the coordinator sees first that the server is lost."""
+    send = worker.job._link.send
+    first = ViewNumber(1, 1)
+    worker.job._link.send = lambda m: None if isinstance(m, Report) and m.generation == first else send(m)  # type: ignore
+
+
+def lose_the_only_server_in(cluster: Gathering, forward: int, *, other: bool = True) -> Any:
+    """A loss that loses the server within this worker's forward pass of that number, after the model has computed.
+
+    other: another server comes at once.
+    """
     forwards = itertools.count(1)
 
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        found = loss_of(model, batch)
-        if next(forwards) == forward:
+        found, number = loss_of(model, batch), next(forwards)
+        if number == 1 and forward:
+            lose_reports(cluster.workers[0])
+        if number == forward:
             cluster.servers[0].close()
-            cluster.add_servers(1)
+            cluster.add_servers(other)
         return found
 
     return loss
@@ -323,6 +336,28 @@ def test_the_first_weights_come_once_more_although_a_round_of_local_steps_has_mo
             hashes.append(cluster.add_worker(loss=lose_the_only_server_in(cluster, forward), **settings).result())
             assert len(cluster.servers) == 1 + (forward > 0)
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.parametrize("mode", [{}, {"keep_inner": False}, {"fragments": 2}], ids=str)
+def test_the_first_weights_come_once_more_after_all_of_a_round_s_replicas_are_computed(mode: dict[str, Any]) -> None:
+    """The model then holds the last replica's own parameters. The server is lost before it has the round's sum."""
+    sync = LocalSteps(steps=4, outer=SGD(lr=0.7, momentum=0.9), **mode)
+    hashes = []
+    last = 4 * SETTINGS["replicas"] // mode.get("fragments", 1)  # forward passes of the first round
+    for lost in (False, True):
+        with gathering(1) as cluster:
+            worker = cluster.add_worker(loss=lose_the_only_server_in(cluster, last * lost, other=False), sync=sync)
+            if lost:
+                until(lambda worker=worker: len(worker.computed) == last and idles(worker))  # type: ignore[misc]
+                cluster.add_servers(1)
+            hashes.append(worker.result())
+    assert hashes[0] == hashes[1]
+
+
+def idles(worker: Worker) -> bool:
+    """True while its main thread waits."""
+    assert worker.job._exchange is not None
+    return worker.job._exchange.beat().waited > 0
 
 
 def test_first_weights_that_came_back_rounded_are_not_taken_for_the_first_ones() -> None:

@@ -32,6 +32,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.initial import push_initial
 from rallypoint.worker.exchange.link import ServerLink
 from rallypoint.worker.exchange.links import Context
+from rallypoint.worker.exchange.locked import Rewound
 
 PATIENCE_S = 20.0
 LAYOUT = build_layout([TensorSpec("w", (48,), "float32", 0)], shard_bytes=64)
@@ -220,6 +221,76 @@ def test_a_worker_that_gets_a_lower_replica_in_a_step_that_it_began_early_sends_
     _publish(exchange, 2)
     _install(exchange, 2)
     assert not exchange._links._overdraws
+
+
+def _begin_early(exchange: Exchange) -> None:
+    """The main thread is in a forward pass of step 1 that began early: nothing of version 1 is here yet."""
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    _compute(exchange, 0)
+    for shard in LAYOUT.shards:
+        assert exchange.replica.claim(shard.index)
+        exchange.replica.filled(shard.index)
+    exchange.replica.computed()
+    exchange.forward.allow(True)
+    assert exchange.next_action() == machine.Compute(1, 0)
+    assert exchange.replica.begin(1, 0) is not None
+
+
+def test_a_job_that_ends_ends_the_wait_of_a_forward_pass(exchange: Exchange) -> None:
+    """A worker that is set apart is not waited for: the job may end in the middle of its forward pass."""
+    _begin_early(exchange)
+    ends: list[BaseException] = []
+
+    def take() -> None:
+        try:
+            exchange.forward.take([0])
+        except BaseException as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
+    exchange.finish()
+    thread.join(PATIENCE_S)
+    assert [type(end) for end in ends] == [Rewound]
+    exchange.replica.abandoned()
+    assert exchange.next_action() is None
+
+
+def test_a_replica_is_not_begun_when_the_job_has_just_ended(exchange: Exchange) -> None:
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    assert exchange.next_action() == machine.Compute(0, 0)
+    exchange.finish()
+    assert exchange.replica.begin(0, 0) is None
+    assert exchange.next_action() is None
+
+
+def test_a_job_that_ends_ends_a_pull_of_rows(exchange: Exchange) -> None:
+    """Also in an evaluation, which no roll-back ends."""
+    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
+    exchange.arrivals.link_up(SERVER)
+    _publish(exchange, 0)
+    _install(exchange, 0)
+    ends: list[BaseException] = []
+
+    def pull() -> None:
+        try:
+            exchange.rows.pull({0: (memoryview(bytes(4)), 64)})
+        except BaseException as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=pull, daemon=True)
+    thread.start()
+    until(lambda: bool(exchange._locked.changed._waiters))  # type: ignore[attr-defined]
+    exchange.finish()
+    thread.join(PATIENCE_S)
+    assert [type(end) for end in ends] == [JobAborted]
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

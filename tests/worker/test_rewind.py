@@ -19,6 +19,7 @@ from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import JobAborted
 from rallypoint.net.inproc import InprocTransport
+from rallypoint.net.messages import Finished
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.reference import train_reference
@@ -271,3 +272,11 @@ def test_a_job_that_fails_ends_a_forward(cluster: Cluster) -> None:
 
     with pytest.raises(JobAborted, match="enough"):
         train(cluster, model, data, Once(AT, abort))
+
+
+def test_a_job_that_ends_without_this_worker_ends_its_forward_with_a_sentence(cluster: Cluster) -> None:
+    """The coordinator waits for no worker that is set apart. Its model is not the job's last version."""
+    model, data = build()
+    with pytest.raises(JobAborted, match=r"the job is over, but this worker's model holds version 3 of 6"):
+        train(cluster, model, data, Once(AT, lambda: cluster.job._on_message(Finished("another"))))
+    assert all(parameter.grad is None for parameter in model.parameters())

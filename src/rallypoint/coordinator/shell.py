@@ -377,6 +377,7 @@ class CoordinatorShell:
             return []
         self.last_word = word
         told = [*self._send(word, *self.members), *self._announce(word)]
+        told += [act for newcomer in self._newcomers.take_all() for act in self._opened(newcomer)]
         return [*told, Over(_failure(word))] if self._take_over is None else [*told, *self._end_early(self._take_over)]
 
     def _end_early(self, take_over: TakeOver) -> list[Act]:

@@ -37,6 +37,11 @@ class Newcomers:
         ids = [id for id, opened in self._waiting.items() if not _must_wait(opened.hello, members)]
         return [self._waiting.pop(id) for id in ids]
 
+    def take_all(self) -> list[inbox.Opened]:
+        """Take out all: the job has ended."""
+        waiting, self._waiting = list(self._waiting.values()), {}
+        return waiting
+
     def closed(self, closed: inbox.Closed) -> None:
         """A connection ended: if it was one that waited, forget it."""
         waiting = self._waiting.get(closed.hello.id)

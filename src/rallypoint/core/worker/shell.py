@@ -56,7 +56,7 @@ class WorkerShell:
         holds: the version of the model where workers step the optimizer (AllReduce), else -1. It keeps its value when
             a new generation makes that version stale.
         done_in: the generation in which the last version was installed; None before that and after a roll-back.
-        finished: the job has finished.
+        finished: the job has finished (`finish`).
         leaving: this worker was told to leave.
     """
 
@@ -195,6 +195,11 @@ class WorkerShell:
         action = self.machine.next_action()
         return action.replica if isinstance(action, Compute) and action.replica in self.machine.assigned else None
 
+    def finish(self) -> None:
+        """The job has finished: nothing is left to do, and what is being computed will not be used."""
+        self.finished = True
+        self.machine.rewound = self.machine.computing
+
     @property
     def over(self) -> bool:
         """True when this worker has nothing left to do: the job has finished, or the worker has left."""
@@ -212,7 +217,7 @@ class WorkerShell:
 
     def begin_replica(self, step: int, replica: int) -> ViewNumber | None:
         """Begin to compute `replica` of `step`. Returns its generation; None if it is not (or no longer) next."""
-        if not self.machine.take(Compute(step, replica)):
+        if self.finished or not self.machine.take(Compute(step, replica)):
             return None
         self.states.begin(replica)
         return self.view.generation

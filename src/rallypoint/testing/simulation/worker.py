@@ -98,7 +98,7 @@ class SimulatedWorker:
             case ("capture", id, version, writers):
                 self._capture(id, version, writers)
             case ("finish",):
-                self.shell.finished = True
+                self.shell.finish()
 
     def _capture(self, id: str, version: int, writers: tuple[str, ...]) -> None:
         """A snapshot is to be taken. (It is said again with each view.)"""

@@ -125,7 +125,7 @@ class Exchange:
 
     def finish(self) -> None:
         """The job is over: end every wait."""
-        self._locked.set(lambda: setattr(self._shell, "finished", True))
+        self._locked.set(self._shell.finish)
 
     def leave(self) -> None:
         """Ask this worker to leave. It leaves when no replica is assigned to it any more."""

@@ -69,7 +69,8 @@ class LocalStepsSource(WaitsForVersions):
         self._moved = False
 
     def show_version(self) -> None:
-        """Does nothing: between rounds the model holds the version."""
+        """Load the version: after a round's steps the model holds the last replica's own parameters."""
+        self._go_back()
 
     def begin_replica(self, round: int, replica: int, generation: ViewNumber) -> None:
         """Load the version, and the optimizer's state that the replica kept from the round before, if any."""

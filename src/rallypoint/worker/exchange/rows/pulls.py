@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rallypoint.errors import JobAborted
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
@@ -23,9 +24,10 @@ class RowPulls:
 
         `wanted` maps each shard to the payload of row numbers and the size of the answer in bytes. The answers are
         returned by shard. During an evaluation a newer version is accepted; a streaming job gets the newest. Raises
-        Rewound when what is being computed is stale, or when the servers no longer keep that step.
+        Rewound when what is being computed is stale, or when the servers no longer keep that step;
+        JobAborted when the job is over.
         """
-        locked, machine = self._locked, self._locked.machine
+        locked, shell, machine = self._locked, self._locked.shell, self._locked.machine
         self._pulls += 1
         pull = Pull.of(self._pulls, machine, wanted)
         with locked.changed:
@@ -33,10 +35,12 @@ class RowPulls:
             try:
                 while not pull.over:
                     locked.check()
+                    if shell.finished:
+                        raise JobAborted("the job is over: no server answers any more")
                     for shard in self._unasked(pull):
                         self._ask(pull, shard)
                     locked.wait(
-                        lambda: pull.over or machine.rewound or bool(self._unasked(pull)),
+                        lambda: pull.over or machine.rewound or shell.finished or bool(self._unasked(pull)),
                         lambda: self._where_missing(pull),
                     )
             finally:
