@@ -131,18 +131,8 @@ class Run:
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()
-        self._check_last(self._exchange.step)
+        _check_last(self._exchange.step, self._config.rounds)
         self._versions.restore_buffers()
-
-    def _check_last(self, version: int) -> None:
-        """Raise JobAborted if the job is over and the model does not hold its last version, of which it is made."""
-        if version < 0:
-            raise JobAborted("the job was over before this worker had any of its parameters")
-        if version < self._config.rounds:
-            raise JobAborted(
-                f"the job is over, but this worker's model holds version {version} of {self._config.rounds}: the job "
-                "did not wait for it (it was out of the servers' reach). Use the weights that the others have saved"
-            )
 
     def _next_action(self) -> machine.Action | machine.Store | None:
         self._prefetch()
@@ -324,3 +314,14 @@ def _compares(step: int) -> bool:
 
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
+
+
+def _check_last(version: int, rounds: int) -> None:
+    """Raise JobAborted if the job is over and the model, which holds `version`, does not hold its last one."""
+    if version < 0:
+        raise JobAborted("the job was over before this worker had any of its parameters")
+    if version < rounds:
+        raise JobAborted(
+            f"the job is over, but this worker's model holds version {version} of {rounds}: the job did not wait for it "
+            "(it was out of the servers' reach). Use the weights that the others have saved"
+        )
