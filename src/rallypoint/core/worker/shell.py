@@ -160,11 +160,10 @@ class WorkerShell:
         if (share := self.snapshots.due(self.holds)) is not None:
             return share
         action = self.machine.next_action()
-        return None if isinstance(action, Compute) and self._waits_for_states(action.replica) else action
-
-    def _waits_for_states(self, replica: int) -> bool:
         # Do not wait for a replica that was reassigned during its step: its new worker has the codec states by now.
-        return replica in self.machine.assigned and not self.states.ready(replica)
+        if isinstance(action, Compute) and action.replica in self.machine.assigned:
+            return action if self.states.ready(action.replica) else None
+        return action
 
     def choose(self) -> Action | Store | None:
         """Like `next_action`, and note that the main thread is about to do what is returned."""
