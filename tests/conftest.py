@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,15 @@ def pytest_configure(config: pytest.Config) -> None:
     # A shell that starts the tests in the background has them ignore Ctrl-C, and so all that they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.some("a*", "b")`: only the cases whose ids match are in `make test`; the others are slow."""
+    for item in items:
+        some = item.get_closest_marker("some")
+        if some is not None and not any(fnmatch(item.callspec.id, pattern) for pattern in some.args):  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -46,6 +46,7 @@ def test_train_follows_the_same_loss_curve_as_ddp(tmp_path: Path) -> None:
     assert alone["losses"] == []
 
 
+@pytest.mark.slow
 def test_a_failing_member_is_one_sentence_and_its_own_words() -> None:
     argv = [sys.executable, str(FOLDER / "reduce.py"), "--loopback", "--workers", "1", "--servers", "1"]
     done = subprocess.run([*argv, "--shard-kib", "100000"], capture_output=True, text=True, timeout=110)

@@ -95,6 +95,7 @@ def listening_ports(processes: list[psutil.Process]) -> set[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.some("2", "9")
 def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, number: int) -> None:
     with running(tmp_path, LONG_RUN) as (launcher, children):
         ports = listening_ports(children)
@@ -143,6 +144,7 @@ def test_a_run_whose_last_word_did_not_come_through_has_not_failed(tmp_path: Pat
     assert "done: 20 steps" in said.getvalue()
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_silent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_run, "_SILENCE_S", 0.5)
     said, sentence = io.StringIO(), "nothing has been heard from the coordinator"
@@ -320,6 +322,7 @@ def test_a_signal_that_the_launcher_was_started_to_ignore_stays_ignored(
     assert while_it_ran == [signal.SIG_IGN, interrupts._interrupt]
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_as_soon_as_it_is_started_again_is_started_once_more(
     tmp_path: Path, undisturbed: str
 ) -> None:
@@ -449,6 +452,7 @@ def test_a_worker_joined_by_hand_takes_part_and_ends_well(tmp_path: Path, undist
     assert (played.folder / "hash").read_text() == undisturbed
 
 
+@pytest.mark.slow
 def test_a_worker_joined_by_hand_that_stands_by_to_the_end_ends_well_too(tmp_path: Path, undisturbed: str) -> None:
     gate = tmp_path / "gate"
     gate.write_text("5")
@@ -535,6 +539,7 @@ def test_a_worker_that_ends_without_a_word_fails_the_run_after_a_last_snapshot(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.some("2")
 def test_ctrl_c_is_one_sentence(tmp_path: Path, number: int) -> None:
     with running(tmp_path, LONG_RUN) as (launcher, _):
         launcher.send_signal(number)
@@ -550,6 +555,7 @@ def test_ctrl_c_is_one_sentence(tmp_path: Path, number: int) -> None:
     assert any(folder.name.startswith(f"step-{int(version):08d}") for folder in (tmp_path / "run/snapshots").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_under_way_is_not_resumed_and_the_hint_is_possible(tmp_path: Path) -> None:
     with running(tmp_path, LONG_RUN):
         argv = command("resume", str(tmp_path / "run"))
@@ -623,6 +629,7 @@ def test_who_does_not_end_after_the_job_is_waited_for_by_name(
     assert said.getvalue() == "the job is over; waiting for server0 to close its files\n"
 
 
+@pytest.mark.slow
 def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(LONG_RUN)
@@ -653,6 +660,7 @@ def _mends_the_store(run: ClusterRun) -> bool:
 
 
 @pytest.mark.parametrize("way", ["room", "ctrl-c"])
+@pytest.mark.some("room")
 def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the_user_lets_go(
     tmp_path: Path, way: str
 ) -> None:
@@ -676,6 +684,7 @@ def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the
     assert said[-2].startswith("done: 12 steps, ")
 
 
+@pytest.mark.slow
 def test_while_the_last_version_is_held_a_coordinator_that_dies_is_replaced_though_a_worker_has_failed(
     tmp_path: Path,
 ) -> None:

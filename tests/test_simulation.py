@@ -44,7 +44,7 @@ from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.worker import SimulatedWorker
 
 FIXED = range(60)
-FIXED_OTHERS = range(40)  # of each policy that is not plain Sync
+FIXED_OTHERS = range(30)  # of each policy that is not plain Sync
 HESITANT = range(103, 203, 4)  # in which workers are slow to begin
 ENOUGH = range(300)  # seeds within which a planted bug has to be found
 TURNS = (LocalSteps(2, fragments=2), LocalSteps(3, fragments=3))
@@ -74,12 +74,14 @@ def _fresh(share: int = 1) -> range:
 
 
 @pytest.mark.parametrize("seeds", [FIXED, _fresh()], ids=["fixed", "fresh"])
+@pytest.mark.some("fixed")
 def test_whatever_fails_the_run_ends_with_the_bytes_of_an_undisturbed_one(seeds: range) -> None:
     _play_seeds(seeds, Sync())
 
 
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
+@pytest.mark.some("fixed*")
 def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_bound_is_kept(
     seeds: range, policy: Played
 ) -> None:
@@ -87,12 +89,14 @@ def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_b
 
 
 @pytest.mark.parametrize("policy", [Sync(), *OTHERS], ids=word_for)
+@pytest.mark.some("sync", "ssp:1")
 def test_what_a_worker_hears_that_it_is_to_do_may_be_out_of_date_when_it_begins(policy: Played) -> None:
     _play_seeds(HESITANT, policy)
 
 
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(OTHERS))], ids=["fixed", "fresh"])
 @pytest.mark.parametrize("periods", [((1, 0), (2, 1)), ((2, 0), (2, 1), (6, 4))], ids=str)
+@pytest.mark.some("*6, 4*-fixed")
 def test_layers_at_their_own_frequency_count_every_contribution_once_whatever_fails(
     periods: tuple[tuple[int, int], ...], seeds: range
 ) -> None:
@@ -156,6 +160,7 @@ def test_a_coordinator_whose_journal_is_behind_goes_on_from_what_its_members_kno
     _play_seeds(JOURNAL_BEHIND[::3], Sync())
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_believes_a_journal_that_is_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell, "needed", lambda recovered: False)
     _play_seeds(JOURNAL_BEHIND[::9], Sync())  # members' newer views send it back to a snapshot, at least
@@ -340,6 +345,7 @@ _SSP, _ASYNC = BoundedStaleness(1), Async()
     (_ASYNC, ShardMachine, "_count", _counted_twice, "Tally"),
     (Sync(quorum=2), ShardMachine, "_count", _counted_twice, "Tally"),
 ])  # fmt: skip
+@pytest.mark.some("policy[0-5]*", "policy7*", "policy8*")
 def test_a_bug_in_streaming_planted_on_purpose_is_found(
     monkeypatch: pytest.MonkeyPatch, policy: Played, owner: Any, name: str, bug: Any, sentence: str
 ) -> None:
@@ -378,6 +384,7 @@ POISONED = (Sync(), BoundedStaleness(1), Async(), Async(fold=3), Sync(quorum=2),
 
 @pytest.mark.parametrize("sync", POISONED, ids=word_for)
 @pytest.mark.parametrize("seeds", [FIXED_OTHERS, _fresh(len(POISONED))], ids=["fixed", "fresh"])
+@pytest.mark.some("fixed-sync", "fixed-async", "fixed-all-reduce")
 def test_a_gradient_that_is_not_finite_ends_the_job_with_a_sentence_and_is_never_published(
     seeds: range, sync: Any
 ) -> None:
@@ -448,6 +455,7 @@ def _whatever_was_said_before_is_done(self: StreamMachine, action: Action | None
     return True
 
 
+@pytest.mark.slow
 def test_a_worker_that_begins_with_what_is_out_of_date_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StreamMachine, "take", _whatever_was_said_before_is_done)
     assert re.search("stuck after|missing|ready for no replica", first_failure(_SSP, ENOUGH))
@@ -546,6 +554,7 @@ def test_buffers_that_run_a_version_ahead_of_a_slow_worker_are_not_lost(job: Sim
 
 
 @pytest.mark.parametrize("policy", [Sync(), AllReduce(), BoundedStaleness(1)], ids=word_for)
+@pytest.mark.some("sync")
 def test_replicas_that_move_for_the_speeds_sake_and_back_again_are_counted_once(
     policy: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -587,6 +596,7 @@ def test_first_weights_survive_a_broken_link() -> None:
     _play_all(_plan(seed, SimulatedJob(), 2, 2, Fault(0.0, "drop first", "worker")) for seed in range(8))
 
 
+@pytest.mark.slow
 def test_versions_that_come_while_one_is_copied_into_the_model_do_not_spoil_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimulatedWorker, "install_s", 0.2)
     job = SimulatedJob(replicas=2, steps=14, compute_s=0.02)  # those who take over come late, and others go on

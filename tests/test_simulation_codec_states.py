@@ -97,6 +97,7 @@ def _no_copies(self: ServerCodecStates, shard: int, version: int, record: Any) -
     (CodecStateCustody, "rolled_back", _a_roll_back_changes_nothing, "codec state of generation|codec state is ahead"),
     (ServerCodecStates, "awaited", _no_copies, "made from no codec state"),
 ], ids=["nothing is given", "nobody waits", "not rolled back", "not in snapshots"])  # fmt: skip
+@pytest.mark.some("[!n]*")
 def test_a_bug_in_codec_states_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

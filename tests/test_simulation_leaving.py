@@ -42,6 +42,7 @@ def test_servers_that_are_told_to_go_hand_their_shards_over_and_end(policy: Mode
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=word_for)
+@pytest.mark.some("sync", "ssp*")
 def test_workers_and_servers_come_and_go_by_order_whatever_fails(policy: Mode) -> None:
     sizes = {line.split(" ", 1)[1] for seed in RESIZED for line in simulate(seed, policy).events if "Resize(" in line}
     assert len(sizes) > 5

@@ -28,6 +28,7 @@ def test_rows_are_those_of_the_step_in_progress_so_that_the_bytes_are_the_same_w
 
 
 @pytest.mark.parametrize("policy", OTHERS, ids=word_for)
+@pytest.mark.some("tables:async")
 def test_in_the_other_modes_rows_have_what_the_replica_may_count_on(policy: Tables) -> None:
     """All of its own contributions, those within the bound, or exactly a version's."""
     for seed in FIXED[:6]:
@@ -67,6 +68,7 @@ def _nobody_waits(self: RowPulls) -> bool:
     (Pull, "unasked", _asked_once, "stuck after"),
     (RowPulls, "ready", _nobody_waits, "other bytes"),
 ], ids=["the newest", "asked once", "nobody waits"])  # fmt: skip
+@pytest.mark.some("[!a]*")
 def test_a_bug_planted_on_purpose_is_found(
     owner: Any, name: str, bug: Callable[..., Any], sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,7 @@ def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
     cluster: Cluster, under_sync: Cluster
 ) -> None:
     cluster.run("--workers", "1", "--servers", "1", "--standby", "1", *ALL_REDUCE)
-    cluster.until_caught_up(AT)
+    cluster.open(AT)
     cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
     members = cluster.events("Members")[-1]
     (leaving,), (taking_over,) = members["workers"], members["standby"]

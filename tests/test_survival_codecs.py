@@ -100,6 +100,7 @@ Hashes = Callable[[str], str]
 
 
 @every_codec
+@pytest.mark.some("topk", "powersgd")
 def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
     cluster_of: Make, undisturbed: Hashes, codec: str
 ) -> None:
@@ -119,6 +120,7 @@ def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
 
 
 @pytest.mark.parametrize("policy", [("bounded-staleness", "--set", "sync.staleness=2"), ("async",)])
+@pytest.mark.some("policy0")
 def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
     cluster_of: Make, policy: tuple[str, ...]
 ) -> None:
@@ -152,6 +154,7 @@ def test_replicas_that_move_between_living_workers_take_their_codec_states_along
 
 
 @every_codec
+@pytest.mark.some("dgc", "int8")
 def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_bytes(
     cluster_of: Make, undisturbed: Hashes, codec: str
 ) -> None:
@@ -170,6 +173,7 @@ def test_a_snapshot_has_the_codec_states_and_a_resumed_run_ends_with_the_same_by
 
 
 @pytest.mark.parametrize("codec", ["topk", "dgc"])
+@pytest.mark.some("topk")
 def test_after_a_roll_back_a_run_ends_with_the_same_bytes(cluster_of: Make, undisturbed: Hashes, codec: str) -> None:
     cluster = cluster_of(codec)
     cluster.run("--workers", "2", "--servers", "2")

@@ -70,6 +70,7 @@ def test_all_reduce_through_an_aggregator_changes_no_byte() -> None:
 
 
 @pytest.mark.parametrize("codec", [{"type": "bf16"}, {"type": "int8", "error_feedback": False}])
+@pytest.mark.some("codec1")
 def test_encoded_contributions_and_versions_give_the_same_bytes_as_without_an_aggregator(codec: dict[str, Any]) -> None:
     settings = {
         "replicas": 4, "batch": 4, "steps": 12, "seed": 5, "shard_bytes": 4 << 10, "codec": codec,

@@ -30,6 +30,7 @@ def test_any_number_of_workers_and_servers_gives_the_bytes_of_plain_pytorch(
 
 
 @pytest.mark.parametrize("case", [name for name in ALL_REDUCE_CASES if name not in ("gpt", "resnet")])
+@pytest.mark.some("gpt weighted and accumulated", "resnet*", "own muon", "*fused*", "*skip*")
 def test_every_feature_gives_the_bytes_of_plain_pytorch(case: str) -> None:
     with ProcessCluster(workers=2, servers=2) as cluster:
         assert cluster.run(train_stepping_on_worker, case) == [_reference_hash(case)] * 2

@@ -63,6 +63,7 @@ def outcome(codec: str, workers: int) -> tuple[str, float, float]:
 
 
 @every_codec
+@pytest.mark.some("int8", "topk")
 def test_a_codec_gives_the_same_bytes_for_any_number_of_workers(codec: str) -> None:
     assert outcome(codec, 1)[0] == outcome(codec, 3)[0]
     assert outcome(codec, 1)[0] != outcome("raw", 1)[0]

@@ -41,6 +41,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.some("sync", "async", "all-reduce", "local")
 def test_strangers_and_servers_that_lie_change_nothing(policy: str, campaign_of: Callable[[str], Campaign]) -> None:
     """Nobody fails or hangs, and a job whose bytes do not depend on timing ends with the undisturbed ones."""
     campaign = campaign_of(policy)

@@ -111,6 +111,7 @@ REPLICATION = pytest.mark.parametrize("replication", [1, 2])
 @CLIP
 @REPLICATION
 @pytest.mark.parametrize("step", [STEP, LAST])
+@pytest.mark.some("3-1-*", "7-2-*")
 def test_stop_ends_the_job_before_anything_of_it_is_applied_and_names_replica_step_and_parameter(
     tmp_path: Path, clip: float | None, replication: int, step: int
 ) -> None:

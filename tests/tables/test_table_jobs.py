@@ -25,6 +25,7 @@ LAZY_ADAM = rp.AdamW(lr=rp.cosine(0.02, warmup=3), weight_decay=0.0)
 
 @pytest.mark.parametrize("optimizer", [SGD, LAZY_ADAM, ADAGRAD], ids=["sgd", "lazy adam", "adagrad"])
 @pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 2), (3, 3)])
+@pytest.mark.some("2-2-*", "3-3-lazy*")
 def test_a_table_on_the_servers_is_trained_as_by_plain_pytorch(optimizer: Any, workers: int, servers: int) -> None:
     settings = {"optimizer": optimizer}
     with ProcessCluster(workers=workers, servers=servers) as cluster:
@@ -33,6 +34,7 @@ def test_a_table_on_the_servers_is_trained_as_by_plain_pytorch(optimizer: Any, w
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 3}, {"clip": 0.05}, {"clip": 0.05, "nonfinite": "skip"}], ids=str)
+@pytest.mark.some("*skip*")
 def test_accumulation_and_clipping_count_the_tables_too(settings: dict[str, Any]) -> None:
     settings = {"optimizer": LAZY_ADAM, **settings}
     with ProcessCluster(workers=2, servers=2) as cluster:
@@ -107,6 +109,7 @@ def test_one_replica_in_a_streaming_mode_is_trained_as_by_plain_pytorch(sync: An
 @pytest.mark.parametrize(
     "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
 )
+@pytest.mark.some("ssp")
 def test_tables_learn_in_the_streaming_modes(sync: Any) -> None:
     settings = {"optimizer": rp.AdamW(lr=0.05, weight_decay=0.0), "sync": sync, "steps": 200}
     with ProcessCluster(workers=2, servers=2) as cluster:

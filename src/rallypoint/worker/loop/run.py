@@ -322,6 +322,6 @@ def _check_last(version: int, rounds: int) -> None:
         raise JobAborted("the job was over before this worker had any of its parameters")
     if version < rounds:
         raise JobAborted(
-            f"the job is over, but this worker's model holds version {version} of {rounds}: the job did not wait for it "
-            "(it was out of the servers' reach). Use the weights that the others have saved"
+            f"the job is over, but this worker's model holds version {version} of {rounds}: the job did not wait for "
+            "it (it was out of the servers' reach). Use the weights that the others have saved"
         )
