@@ -135,6 +135,11 @@ class Cluster:
             return [entry for entry in entries if entry["type"] == kind]
         return []
 
+    @property
+    def members(self) -> dict[str, Any]:
+        """Those that were announced last; nobody before that."""
+        return (self.events("Members") or [{"workers": [], "standby": [], "exposed": -1}])[-1]
+
     def processes(self) -> dict[str, psutil.Process]:
         """The living children, by their names in the job."""
         assert self.launcher is not None
@@ -233,7 +238,7 @@ def test_a_server_killed_mid_step_changes_no_byte_and_nothing_is_rolled_back(
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--replication", "2")
     cluster.until_caught_up(AT)
-    cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
+    cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
     cluster.processes()[victim].kill()
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
@@ -286,7 +291,7 @@ def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undis
     cluster.until_caught_up(AT)
     victim = cluster.processes()["worker1"]
     victim.terminate()
-    cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
+    cluster.until(lambda: cluster.members["workers"] == ["worker0"])
     cluster.open(STEPS - 2)  # it goes now; or before that, if it had not begun to send anything of the step
     cluster.until(lambda: not alive(victim))
     cluster.open(STEPS)
@@ -299,11 +304,11 @@ def test_a_worker_that_is_told_to_go_hands_its_work_over(cluster: Cluster, undis
 def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1")
     cluster.until_caught_up(AT)
-    cluster.until(lambda: len(cluster.events("Members")[-1]["workers"]) == 2)
-    cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
-    standby = cluster.events("Members")[-1]["standby"][0]
-    cluster.processes()[cluster.events("Members")[-1]["workers"][0]].kill()
-    cluster.until(lambda: standby in cluster.events("Members")[-1]["workers"])
+    cluster.until(lambda: len(cluster.members["workers"]) == 2)
+    cluster.until(lambda: len(cluster.members["standby"]) == 1)
+    standby = cluster.members["standby"][0]
+    cluster.processes()[cluster.members["workers"][0]].kill()
+    cluster.until(lambda: standby in cluster.members["workers"])
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
     assert cluster.hash == undisturbed.hash

@@ -63,7 +63,7 @@ def _ends_like(cluster: Cluster, other: Cluster) -> None:
 
 
 def _computing(cluster: Cluster) -> list[str]:
-    computing: list[str] = cluster.events("Members")[-1]["workers"]
+    computing: list[str] = cluster.members["workers"]
     return computing
 
 
@@ -107,7 +107,7 @@ def test_a_worker_killed_mid_step_is_replaced_by_one_that_gets_the_state_from_th
 def test_a_server_killed_mid_step_loses_nothing_because_it_had_nothing(cluster: Cluster, under_sync: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2", *ALL_REDUCE)
     cluster.until_caught_up(AT)
-    assert cluster.events("Members")[-1]["exposed"] == 0
+    assert cluster.members["exposed"] == 0
     cluster.processes()["server0"].kill()
     _ends_like(cluster, under_sync)
     assert "server0 was killed (SIGKILL): starting another" in cluster.output
@@ -137,8 +137,8 @@ def test_a_worker_that_is_told_to_go_hands_the_state_to_the_one_that_stands_by(
 ) -> None:
     cluster.run("--workers", "1", "--servers", "1", "--standby", "1", *ALL_REDUCE)
     cluster.open(AT)
-    cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
-    members = cluster.events("Members")[-1]
+    cluster.until(lambda: [len(cluster.members[part]) for part in ("workers", "standby")] == [1, 1])
+    members = cluster.members
     (leaving,), (taking_over,) = members["workers"], members["standby"]
     victim = cluster.processes()[leaving]
     victim.terminate()
@@ -152,8 +152,8 @@ def test_a_job_grows_and_a_standby_worker_takes_over(cluster: Cluster, under_syn
     cluster.run("--workers", "1:2", "--servers", "1", "--standby", "1", *ALL_REDUCE)
     cluster.until_caught_up(AT)
     cluster.until(lambda: len(_computing(cluster)) == 2)
-    cluster.until(lambda: len(cluster.events("Members")[-1]["standby"]) == 1)
-    standby = cluster.events("Members")[-1]["standby"][0]
+    cluster.until(lambda: len(cluster.members["standby"]) == 1)
+    standby = cluster.members["standby"][0]
     cluster.until_caught_up(AT + 1)
     cluster.processes()[_computing(cluster)[0]].kill()
     cluster.until(lambda: standby in _computing(cluster))

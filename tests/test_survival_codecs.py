@@ -64,7 +64,7 @@ class CodecStateCluster(Cluster):
         )  # fmt: skip
         link.start()
         link.send(Resize(workers))
-        self.until(lambda: len(self.events("Members")[-1]["workers"]) == workers)
+        self.until(lambda: len(self.members["workers"]) == workers)
         link.close()
 
 
@@ -109,7 +109,7 @@ def test_a_worker_that_is_told_to_go_leaves_its_codec_states_behind(
     cluster.until_caught_up(AT)
     victim = cluster.processes()["worker1"]
     victim.terminate()
-    cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
+    cluster.until(lambda: cluster.members["workers"] == ["worker0"])
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
     assert not alive(victim)
@@ -128,7 +128,7 @@ def test_in_a_streaming_job_too_a_worker_that_goes_holds_nobody_up(
     cluster.run("--workers", "2", "--servers", "2", "--set", f"sync.type={policy[0]}", *policy[1:])
     cluster.until_caught_up(AT)
     cluster.processes()["worker1"].terminate()
-    cluster.until(lambda: cluster.events("Members")[-1]["workers"] == ["worker0"])
+    cluster.until(lambda: cluster.members["workers"] == ["worker0"])
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
     assert "worker1 has left" in cluster.output

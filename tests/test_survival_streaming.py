@@ -98,7 +98,7 @@ def test_a_server_killed_mid_run_costs_no_contribution_and_nothing_is_rolled_bac
 ) -> None:
     cluster.run("--workers", "2", "--servers", "2", "--replication", "2", *POLICIES[policy])
     cluster.until_at(AT)
-    cluster.until(lambda: cluster.events("Members")[-1]["exposed"] == 0)  # every shard is on both
+    cluster.until(lambda: cluster.members["exposed"] == 0)  # every shard is on both
     cluster.processes()["server0"].kill()
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output

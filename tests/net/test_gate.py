@@ -204,8 +204,8 @@ def test_whoever_comes_after_a_shortage_of_descriptors_is_let_in(
     short, refuse = threading.Event(), TcpListener._refuse_one
 
     def noticed(self: TcpListener) -> None:
+        refuse(self)  # first: whoever comes meanwhile is somebody who waits
         short.set()
-        refuse(self)
 
     monkeypatch.setattr(TcpListener, "_refuse_one", noticed)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
