@@ -98,6 +98,12 @@ class Recorder(Tap):
         return []
 
 
+def _version(frame: Frame) -> tuple[int, int, int] | None:
+    """The version that this frame tells of: shard, update, round."""
+    header = frame.header
+    return (header.shard, header.step, header.base) if header.kind in (Kind.VERSION, Kind.STATE) else None
+
+
 class Possession(Tap):
     """While active, whoever sends a frame to a member of `role` sends mutated ones after it, about `rate` each.
 
@@ -118,6 +124,7 @@ class Possession(Tap):
             self.spared = self.rng.randrange(2, 8)  # a job has few of them
         self.most = self.rng.choice([30, 300, 3000])  # mutated frames
         self.last: list[str] = []
+        self.promised = False  # a frame has told of a version that is not the one that was sent
 
     def sent(self, channel: Channel, frame: Frame) -> list[Frame]:
         self.corpus.add(frame)
@@ -128,6 +135,7 @@ class Possession(Tap):
             return []
         mutants = [self._mutant(frame) for _ in range(int(self.rng.expovariate(1 / self.rate)))]
         self.thrown += len(mutants)
+        self.promised |= any(_version(mutant) not in (None, _version(frame)) for mutant in mutants)
         self.last = (self.last + [f"{channel.name} {m.header} {m.payload[:80]!r}" for m in mutants])[-20:]
         return mutants
 
