@@ -187,8 +187,17 @@ def test_one_server_alone_has_nobody_to_back_it_up() -> None:
     assert place_backups(shards, ["a"], place(shards, ["a"])) == {}
 
 
+@PURE
+@given(st.integers(0, 80), st.integers(1, 8))
+def test_neighbours_are_on_different_servers(count: int, servers: int) -> None:
+    """They belong to one layer, and leave together."""
+    placed = place(_shards([16] * count), _servers(servers))
+    for first in range(0, count - servers + 1, servers):
+        assert len({placed[shard] for shard in range(first, first + servers)}) == servers
+
+
 def test_placement_is_the_same_in_every_process() -> None:
-    assert place(_shards([16] * 6), ["a", "b", "c"]) == {0: "a", 1: "c", 2: "c", 3: "b", 4: "a", 5: "b"}
+    assert place(_shards([16] * 6), ["a", "b", "c"]) == {0: "a", 1: "c", 2: "b", 3: "c", 4: "a", 5: "b"}
 
 
 def test_ranking_names_every_server_once_and_spreads_favourites() -> None:

@@ -3,12 +3,15 @@
 Each shard ranks the servers by a hash of (server, shard) (Thaler and Ravishankar, 1998) and is placed on the first
 that still has room (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018). A server's room
 is the even share in bytes, rounded up to a multiple of the largest shard: the fullest server sets the time of a step.
+
+Shards are placed in runs, one on each server: a layer's shards are neighbours, they are sent at the same time, and the
+next forward pass waits for all of them. Were they on few servers, these servers' links would carry them alone.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from rallypoint.core.layout import Shard
 
@@ -33,11 +36,13 @@ def place(
         if home in loads and loads[home] + shard.nbytes <= max(room, int(room * _TOLERATED)):
             placed[shard.index] = home
             loads[home] += shard.nbytes
-    for shard in shards:
-        if shard.index not in placed:
-            home = _first_with_room(shard, loads, room)
-            placed[shard.index] = home
-            loads[home] += shard.nbytes
+    for first in range(0, len(shards), len(servers)):
+        run = shards[first : first + len(servers)]
+        for shard in run:
+            if shard.index not in placed:
+                home = _first_with_room(shard, loads, room, {placed.get(other.index) for other in run})
+                placed[shard.index] = home
+                loads[home] += shard.nbytes
     return {shard.index: placed[shard.index] for shard in shards}
 
 
@@ -83,11 +88,14 @@ def _room(shards: Sequence[Shard], servers: int) -> int:
     return -(-share // largest) * largest
 
 
-def _first_with_room(shard: Shard, loads: Mapping[str, int], room: int) -> str:
+def _first_with_room(
+    shard: Shard, loads: Mapping[str, int], room: int, beside: Collection[str | None] = ()
+) -> str:  # fmt: skip
+    """The first server in the shard's order that has room, and is not in `beside` if there is a choice."""
     ranked = ranking(shard.index, list(loads))
-    for server in ranked:
-        if loads[server] + shard.nbytes <= room:
-            return server
+    free = [server for server in ranked if loads[server] + shard.nbytes <= room]
+    if free:
+        return next((server for server in free if server not in beside), free[0])
     return min(ranked, key=lambda server: loads[server])  # shards differ in size and none fits: the emptiest
 
 
