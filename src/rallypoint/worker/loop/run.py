@@ -289,7 +289,7 @@ class Run:
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
         with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
-            report = self._parts.coordinator.send
+            report = self._parts.evaluated
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()
         self._forget_gradients()  # of the evaluation's own passes
