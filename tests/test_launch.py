@@ -597,8 +597,8 @@ def test_a_coordinator_that_is_started_by_hand_has_a_token_on_loopback_too(tmp_p
 class _Hanging:
     """A server that does not end, and the cluster that it is the only process of."""
 
-    def __init__(self, command: Command = Command(name="server0", role="server", argv=())) -> None:
-        self.command = command
+    def __init__(self, name: str = "server0") -> None:
+        self.command = Command(name=name, role="server", argv=())
 
     def exit(self) -> None:
         return None
@@ -627,7 +627,7 @@ def test_who_does_not_end_after_the_job_is_waited_for_by_name(
     ) as run:
         run.console.show(Members("1.1", workers=(), standby=(), servers=("server0",)))  # together with the job's end
         run.handles["server0"] = _Hanging()
-        run.handles["server1"] = _Hanging(Command(name="server1", role="server", argv=()))  # it has never joined
+        run.handles["server1"] = _Hanging("server1")  # it has never joined
         run._over = True
     assert said.getvalue() == "the job is over; waiting for server0 to close its files\n"
 

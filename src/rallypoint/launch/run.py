@@ -341,7 +341,10 @@ def _with_files(run: ClusterRun) -> list[Handle]:
 
 
 def _take_last_snapshot(run: ClusterRun, interrupts: list[int]) -> None:
-    """After Ctrl-C, when nobody reads our output, or when a process has failed: take a snapshot if that is quick. Ctrl-C again ends the wait."""
+    """After Ctrl-C, when nobody reads our output, or when a process has failed: take a snapshot if that is quick.
+
+    Ctrl-C again ends the wait.
+    """
     steps = run.console.steps_done
     if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
         return
