@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gathering import SETTINGS, Gathering, Once, Worker, gathering, loss_of, reference_hash
+from gathering import DATA, SETTINGS, Gathering, Once, Worker, build, gathering, loss_of, reference_hash
 
 from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.core.optimizer import SGD
@@ -24,6 +24,7 @@ from rallypoint.store import retry
 from rallypoint.store.manifest import age
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import until
+from rallypoint.worker.loop.session import Job
 
 
 @pytest.fixture(autouse=True)
@@ -383,3 +384,21 @@ def test_first_weights_that_came_back_rounded_are_not_taken_for_the_first_ones()
         worker = cluster.add_worker(loss=lose_the_only_server_in(cluster, 1), down=Bf16())
         with pytest.raises(JobAborted, match=r"the servers' state is lost, and here the first weights are rounded"):
             worker.result()
+
+
+def test_a_server_that_was_sent_one_record_never_computes_with_another() -> None:
+    """The only worker dies before its first weights are there; another member leaves; then comes another record."""
+    with gathering(1) as cluster:
+        course = cluster.coordinator._shell.machine.course
+        joins = {"coordinator": cluster.coordinator.address, "transport": cluster.transport}
+        first = Job(id="first", **joins)
+        first.train(build(), DATA, **{**SETTINGS, "optimizer": SGD(lr=0.5)})
+        first._link.close()  # as if the process were killed
+        first.close()
+        until(lambda: "first" not in course.members.workers)
+        second = Job(id="second", **joins)
+        until(lambda: "second" in course.members.workers)
+        second.close()
+        until(lambda: "second" not in course.members.workers)
+        with pytest.raises(JobAborted, match=r"optimizer.lr is 0.01 here, 0.5 there \(worker0 is here, the job is"):
+            cluster.add_worker(optimizer=SGD(lr=0.01)).result()
