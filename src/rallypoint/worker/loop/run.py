@@ -226,7 +226,8 @@ class Run:
         self._exchange.check()
 
     def _before_module(self, module: torch.nn.Module) -> None:
-        self._exchange.check()
+        # Outside of `with micro:`, which alone swallows Rewound, the script gets what the model holds
+        self._exchange.check(stale=self._early.inside)
         self._early.enter(module)
 
     def enter_micro(self, micro: Micro) -> None:
@@ -234,8 +235,12 @@ class Run:
 
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
-        self._early.inside = True
+        self._early.inside = self._exchange.rows.in_micro = True
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
+
+    def exit_micro(self) -> None:
+        """End ``with micro:`` (called by Micro)."""
+        self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
         """Back-propagate one micro-batch (called by Micro)."""

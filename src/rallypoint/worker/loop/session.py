@@ -197,12 +197,11 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if isinstance(error, SystemExit) and not error.code:
-            pass  # it has left and reported that
-        elif error is not None and not isinstance(error, JobAborted):
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            if self._exchange is not None and not self._finished and not self._leaving:
+                self._give_up("its loop ended before the last step")
+        elif not isinstance(error, JobAborted):
             self._give_up(_sentence(error))
-        elif error is None and self._exchange is not None and not self._finished:
-            self._give_up("its loop ended before the last step")
         self.close()
 
     def _give_up(self, reason: str) -> None:
