@@ -13,7 +13,7 @@ from gathering import DATA, SETTINGS, Gathering, Once, Worker, build, gathering,
 
 from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.policy import LocalSteps
+from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.inproc import InprocTransport
@@ -359,6 +359,24 @@ def idles(worker: Worker) -> bool:
     """True while its main thread waits."""
     assert worker.job._exchange is not None
     return worker.job._exchange.beat().waited > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "forward"),
+    [
+        ({}, 5), ({}, 9), ({"sync": LocalSteps(steps=2)}, 10), ({"sync": LocalSteps(steps=2, fragments=2)}, 10),
+        ({"sync": Async(), "optimizer": SGD(lr=0.1), "replicas": 2}, 2),
+        ({"sync": BoundedStaleness(staleness=1), "optimizer": SGD(lr=0.1), "replicas": 2}, 5),
+    ],
+    ids=["first of step 1", "first of step 2", "local steps", "fragments", "async", "bounded staleness"],
+)  # fmt: skip
+def test_a_model_that_has_an_update_is_not_taken_for_the_first_weights(settings: dict[str, Any], forward: int) -> None:
+    """The coordinator sees that the server is lost before any word of the update, and asks for the first weights."""
+    with gathering(1) as cluster:
+        lose = lose_the_only_server_in(cluster, forward)
+        worker = cluster.add_worker(loss=lose, **{"clip": None, **settings})
+        with pytest.raises(JobAborted, match="parameters were lost with their servers and there is no snapshot"):
+            worker.result()
 
 
 def test_first_weights_that_came_back_rounded_are_not_taken_for_the_first_ones() -> None:

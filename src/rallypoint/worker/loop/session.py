@@ -21,7 +21,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
-from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
@@ -113,6 +113,8 @@ class Job:
             raise UsageError("this job has its run already: one job.train for one rp.join")
         own = several(own_optimizer, torch.optim.Optimizer, "own_optimizer")
         schedules = several(own_schedule, torch.optim.lr_scheduler.LRScheduler, "own_schedule")
+        if own and "optimizer" in settings:
+            raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
         config = with_own_optimizer(resolve(settings, self._link.welcome.overrides), kinds)
         tensors = ModelTensors(model, config)
