@@ -26,6 +26,7 @@ from rallypoint.net.messages import (
     Challenge,
     Done,
     Finished,
+    GiveUp,
     Hello,
     Knows,
     Message,
@@ -453,6 +454,38 @@ def test_closing_says_what_is_queued_and_is_no_loss(coordinator: Coordinator, me
     assert me.lost.empty()
     assert not me.link._thread.is_alive()
     assert not me.link._beat_thread.is_alive()
+
+
+def test_closing_waits_a_while_for_the_coordinator_to_hear_why_a_member_gives_up(
+    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "_FAREWELL_S", PATIENCE_S)
+    admit(coordinator, me, incarnation=1)
+    coordinator.close()
+    until_lost(me)
+    me.link.send(GiveUp("the loss is nan"))
+    closing = threading.Thread(target=me.link.close)
+    closing.start()
+    again = Coordinator(coordinator.transport, coordinator.address)
+    try:
+        channel, _ = again.member()
+        channel.send_message(admission(1))
+        assert [again.hear(), again.hear()] == [Knows(), GiveUp("the loss is nan")]
+    finally:
+        closing.join()
+        again.close()
+
+
+def test_closing_waits_no_longer_for_a_coordinator_that_stays_away(
+    coordinator: Coordinator, me: Member, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "_FAREWELL_S", 0.1)
+    admit(coordinator, me, incarnation=1)
+    coordinator.close()
+    until_lost(me)
+    me.link.send(GiveUp("the loss is nan"))
+    me.link.close()
+    assert not me.link._thread.is_alive()
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["the coordinator is there", "it is away"])

@@ -16,7 +16,7 @@ from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolErr
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
-from rallypoint.net.messages import Admitted, Beat, Hello, Knows, Message, NewView, Refused, decode
+from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused, decode
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.transport import Connection, Transport
 
@@ -30,6 +30,7 @@ _SLOW_RETRY_S = 1.0  # the longest pause between attempts while somebody else li
 NEWCOMER_TIMEOUT_S = 5.0  # so long a newcomer waits while somebody else listens there: its token may be wrong
 _MOST_WAITING = 64 << 20  # bytes for a coordinator that does not read (it is paused): reports of very many steps
 _NAME_BYTES = 16  # of a process's random name
+_FAREWELL_S = 2.0  # so long a link that is closed waits for what was said last to be sent
 _BEATS = 4  # heartbeats in the time after which a silent member is given up
 
 
@@ -108,13 +109,24 @@ class CoordinatorLink:
                 self._unsent.append(message)
 
     def close(self) -> None:
-        """Send what is queued (for at most 2 seconds), then end the link."""
-        self._channel.flush(2.0)
+        """Send what is queued (for at most 2 seconds), then end the link.
+
+        If the coordinator is away, it waits so long for it to come back and hear why this member gives up.
+        """
+        deadline = time.monotonic() + _FAREWELL_S
+        while self._has_to_explain() and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(_RETRY_S)
+        self._channel.flush(max(0.0, deadline - time.monotonic()))
         self._closed.set()
         self._channel.close()
         for thread in (self._thread, self._beat_thread):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()
+
+    def _has_to_explain(self) -> bool:
+        with self._lock:
+            unsaid = any(isinstance(message, GiveUp) for message in self._unsent)
+        return unsaid and threading.current_thread() is not self._thread
 
     # ---- joining ----
 
