@@ -20,7 +20,7 @@ from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
-from rallypoint.worker.loop.evaluations import Evaluation, Evaluations
+from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
@@ -94,9 +94,11 @@ class Run:
         multiple of `steps` (a quorum, local steps), the function is called with the first version after it. The global
         random generators are seeded for it from the job's seed and the step.
 
-        Raises UsageError for a number below 1. The loop raises UsageError for a result that is no dict of numbers, and
-        for an evaluation that changes values of the model's parameters.
+        Raises UsageError for what is no number from 1 on. The loop raises UsageError for a result that is no dict of
+        numbers, and for an evaluation that changes values of the model's parameters.
         """
+
+        check_period(steps)
 
         def register(evaluation: _E) -> _E:
             self._evaluations.add(steps, evaluation)
@@ -296,7 +298,7 @@ class Run:
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
         with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
-            report = self._parts.coordinator.send
+            report = self._parts.evaluated
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()
         self._forget_gradients()  # of the evaluation's own passes
