@@ -237,12 +237,14 @@ def test_an_option_of_ours_after_the_script_is_the_script_s_and_is_told(
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
+        ("lr=3", "error: lr is no setting: did you mean optimizer.lr?"),
+        ("sync=allreduce", "error: sync is 'allreduce': write rp.AllReduce() (--set sync.type=all-reduce)"),
         ("stepz=3", "error: stepz is no setting: did you mean steps?"),
         ("optimizer.learning=1", "error: optimizer.learning is no setting of optimizer: there are "),
         ("batch=lots", "error: batch is 'lots': it must be a whole number of at least 1"),
         ("clip=nan", "error: clip is nan: it must be a number above 0, or none"),
         ("optimizer.lr=inf", "error: optimizer.lr is inf: it must be a number of at least 0, or a part with"),
-        ("sync=async", "error: sync is 'async': it must be a part with a type (sync, bounded-staleness, async, "),
+        ("sync=async", "error: sync is 'async': write rp.Async() (--set sync.type=async)"),
     ],
 )
 def test_a_wrong_setting_is_named_before_anything_starts(

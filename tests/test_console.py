@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from typing import Any
 
 import msgspec
@@ -10,9 +11,10 @@ import pytest
 from rich.console import Console
 
 from rallypoint.core.view import ViewNumber
+from rallypoint.launch import console
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import Launch
-from rallypoint.net.messages import Message, Metrics, Planned, Snapshotted, StepDone, Waiting
+from rallypoint.net.messages import Finished, Message, Metrics, Planned, Snapshotted, StepDone, Waiting
 
 PLAN = Planned(
     replicas=2, steps=1500, words=9610, shards=2, workers=("worker0",), servers=("server0",), item="samples", items=64
@@ -71,6 +73,19 @@ def test_a_snapshot_is_named_by_its_step_and_its_size_is_never_nothing() -> None
     rounds = msgspec.structs.replace(PLAN, steps_per_round=8)
     said = said_of(rounds, Snapshotted("x", 4, 900, 0.25), Snapshotted("y", 400, 12_345_678, 1.0))
     assert said[1:] == ["snapshot of step 32: 0.9 kB in 0.2 s", "snapshot of step 1500: 12.3 MB in 1.0 s"]
+
+
+def test_what_is_waited_for_after_the_jobs_end_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(0.0, 100.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now_is[0])
+    now_is = [next(now)]
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=80, highlight=False))
+    for message in (PLAN, Finished(), Finished()):
+        shown.show(message)
+        now_is[0] = next(now)
+    shown.close()
+    assert "96,000 samples in 100.0 s (960 samples/s)" in said.getvalue()
 
 
 def test_figures_have_as_many_digits_each_time() -> None:

@@ -27,13 +27,13 @@ from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
 from rallypoint.launch.cluster import Command, Handle
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
 from rallypoint.launch.supervisor import Limits
 from rallypoint.net.handshake import COORDINATOR, introduce
-from rallypoint.net.messages import Finished, Hello, Message
+from rallypoint.net.messages import Finished, Hello, Members, Message
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store import closing
 from rallypoint.testing.programs import run_program
@@ -597,7 +597,8 @@ def test_a_coordinator_that_is_started_by_hand_has_a_token_on_loopback_too(tmp_p
 class _Hanging:
     """A server that does not end, and the cluster that it is the only process of."""
 
-    command = Command(name="server0", role="server", argv=())
+    def __init__(self, name: str = "server0") -> None:
+        self.command = Command(name=name, role="server", argv=())
 
     def exit(self) -> None:
         return None
@@ -624,9 +625,25 @@ def test_who_does_not_end_after_the_job_is_waited_for_by_name(
     with ClusterRun(
         Launch(worker=("true",), folder=str(tmp_path)), RunConsole(Console(file=said, width=1000)), _Hanging()
     ) as run:
+        run.console.show(Members("1.1", workers=(), standby=(), servers=("server0",)))  # together with the job's end
         run.handles["server0"] = _Hanging()
+        run.handles["server1"] = _Hanging("server1")  # it has never joined
         run._over = True
     assert said.getvalue() == "the job is over; waiting for server0 to close its files\n"
+
+
+def test_the_last_snapshot_is_taken_when_nobody_reads_the_output_any_more(tmp_path: Path) -> None:
+    played, screen = Played(tmp_path, LONG_RUN), Screen(file=io.StringIO())
+    console = RunConsole(screen)
+    done: list[int] = []
+
+    def closes(run: ClusterRun) -> bool:
+        done.append(run.console.steps_done)
+        screen.quiet = screen.closed = True  # as `Screen.on_broken_pipe` does
+        return True
+
+    assert launcher.launch(played.plan, console, until(at_step(5), closes)) == launcher.CLOSED
+    assert console.steps_stored >= done[0] >= 5
 
 
 @pytest.mark.slow

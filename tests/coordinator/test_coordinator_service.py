@@ -404,6 +404,15 @@ def test_a_member_that_gives_up_ends_the_job_with_its_words(house: House) -> Non
     assert coordinator.wait() == "worker0: no more"
 
 
+def test_a_process_that_comes_under_a_taken_name_after_the_end_hears_of_the_end(house: House) -> None:
+    coordinator = house.open()
+    _, worker, _ = house.begin()
+    coordinator.abort("somebody pulled the plug")
+    worker.next(Aborted)
+    other = house.call("worker", "worker0")
+    assert decode(other.receive_bytes(other.receive_header())) == Aborted("somebody pulled the plug")
+
+
 @pytest.mark.parametrize("word", [Finish("worker0"), Abort("worker0 gave up")], ids=["finished", "aborted"])
 def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     house: House, tmp_path: Path, word: Finish | Abort

@@ -335,6 +335,34 @@ def test_a_job_that_is_ended_from_outside_says_so_once() -> None:
     assert [act for act in play.done if isinstance(act, acts.Over)] == [acts.Over("somebody pulled the plug")]
 
 
+def test_the_end_is_told_to_a_member_whose_link_is_broken_just_then_and_it_is_not_the_lead() -> None:
+    play = Play(workers_start=2)
+    play.begin("w0", "w1")
+    for step in range(STEPS):
+        for replica, worker in enumerate(("w0", "w1")):
+            play.report(step, replica, worker)
+    assert play.view.lead(STEPS) == "w0"
+    play.say("w0", Done(play.view.generation))
+    play.take(inbox.Closed("w0", play.hello("w0"), "its connection broke", inbox.End.LOST))
+    play.say("w1", Done(play.view.generation))
+    assert play.sent(Finished) == [Finished("w1")] * 2, "the server and the worker that are here"
+    assert not [act for act in play.done if isinstance(act, acts.Over)]
+    told = play.take(inbox.Opened("w0", play.hello("w0")))
+    assert told == [acts.Send("w0", Finished("w1"))]
+    assert play.take(inbox.Ticked(), 2.9) == []
+    assert play.take(inbox.Ticked(), 0.2) == [acts.Over(None)]
+
+
+def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
+    play = Play()
+    play.begin()
+    play.steps(0, STEPS)
+    play.take(inbox.Closed("s0", play.hello("s0"), "its connection broke", inbox.End.LOST))
+    play.say("w0", Done(play.view.generation))
+    assert play.sent(Finished) == [Finished("w0")]
+    assert not [act for act in play.done if isinstance(act, acts.Over)], "the server is told when it comes back"
+
+
 # ---- a coordinator after another -------------------------------------------------------------------------------
 
 

@@ -81,6 +81,7 @@ def test_a_setting_that_the_snapshot_does_not_depend_on_may_change(
         ({}, "optimizer.type=sgd", "optimizer.type is adamw and cannot become sgd: the snapshot holds the state of"),
         ({}, "table_std=0.1", "table_std is 1.0 and cannot become 0.1: it is for the tables' first values"),
         ({}, "steps=10", "steps is 10, but the job has made 10 already: use a higher number"),
+        ({}, "steps=4", "steps is 4, but the job has made 10 already: use a higher number"),
         ({"sync": AllReduce(own="torch.optim.SGD")}, "optimizer.lr=0.5", "step the script's own optimizer, so this"),
         ({"sync": LocalSteps(steps=4, fragments=2)}, "steps=200", "rounds are staggered"),
         ({}, "clip=-1", "clip is -1: it must be a number above 0, or none"),

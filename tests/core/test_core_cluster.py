@@ -345,6 +345,36 @@ def test_when_the_only_one_that_proposed_has_left_another_record_may_be_proposed
     assert job.machine.phase is Phase.RUNNING
 
 
+def test_a_record_that_servers_were_sent_stays_when_everybody_leaves_before_the_first_weights() -> None:
+    job = _running()
+    job.play(Left("w0", "x"), Left("w1", "x"))
+    assert job.machine.phase is Phase.GATHERING
+    job.join("w2")
+    assert job.play(Left("w2", "x")) == []
+    job.join("w3")
+    (abort,) = job.play(Proposed("w3", _record(width=9)))
+    assert isinstance(abort, Abort)
+    assert "head.weight [9] float32 (group 0) here" in abort.reason
+    assert "the job is there" in abort.reason
+
+
+def test_a_record_of_workers_that_leave_before_the_first_view_is_sent_to_nobody_and_another_may_be_proposed() -> None:
+    job = _Job(_terms(1, 1))
+    job.join("w0")
+    job.play(Proposed("w0", _record(width=9)), Leaving("w0"))
+    assert _of(Prepare, job.join("s0")) == []
+    job.play(Left("w0", "it has left"))
+    job.join("w1")
+    assert _of(Prepare, job.play(Proposed("w1", RECORD))) == [Prepare("s0", RECORD)]
+
+
+def test_a_worker_that_returns_while_the_job_gathers_again_is_not_sent_the_view_of_those_who_left() -> None:
+    job = _running()
+    job.play(Left("w0", "x"), Left("w1", "x"))
+    job.join("w2")
+    assert job.join("w2", incarnation=job.incarnations["w2"]) == [Admit("w2", job.incarnations["w2"])]
+
+
 def test_a_proposal_of_somebody_unknown_and_one_made_twice_change_nothing() -> None:
     job = _begun()
     assert job.play(Proposed("w7", _record(width=9)), Proposed("w0", RECORD)) == []

@@ -273,7 +273,8 @@ def _train(job: rp.Job, case: Case) -> str:
                 if parameter.requires_grad:
                     parameter.normal_()
     optimizers, schedules = case.own(model) if case.own else ([], [])
-    for micro in job.train(model, dataset, own_optimizer=optimizers, own_schedule=schedules, **case.settings):
+    settings = {key: value for key, value in case.settings.items() if key != "optimizer" or not optimizers}
+    for micro in job.train(model, dataset, own_optimizer=optimizers, own_schedule=schedules, **settings):
         with micro:
             weight = case.weight_of(micro.step, micro.replica) if case.weight_of else 1.0
             micro.backward(case.loss(model, micro.batch), weight=weight)

@@ -126,7 +126,8 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     """The weights' hash at the end."""
     model = Net(cell)
     own = [torch.optim.Adagrad(model.parameters(), lr=0.05)] if cell.has(Feature.OWN_OPTIMIZER) else []
-    run = job.train(model, dataset(), own_optimizer=own, **cell.settings)
+    settings = {key: value for key, value in cell.settings.items() if key != "optimizer" or not own}
+    run = job.train(model, dataset(), own_optimizer=own, **settings)
     wait = _gate(job, cell)
     if cell.has(Feature.EVALUATION):
 

@@ -30,6 +30,7 @@ def test_a_worker_whose_credits_are_kept_back_takes_over_what_was_to_free_them(w
         def die(step: int, replica: int) -> None:
             if (step, replica) == (4, 0):
                 until(lambda: _credits_are_kept_back(cluster))
+                cluster.workers[0].job._link.close()  # as if the process were killed
                 raise SystemExit
 
         doomed = {"worker0": die}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from gathering import SETTINGS, Gathering, Once, Worker, gathering, loss_of, reference_hash
+from gathering import DATA, SETTINGS, Gathering, Once, Worker, build, gathering, loss_of, reference_hash
 
 from rallypoint.codec.spec import Bf16, Int8, TopK
 from rallypoint.core.optimizer import SGD
-from rallypoint.core.policy import LocalSteps
+from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps
 from rallypoint.core.view import ViewNumber
 from rallypoint.errors import JobAborted, LinkError
 from rallypoint.net.inproc import InprocTransport
@@ -24,6 +24,7 @@ from rallypoint.store import retry
 from rallypoint.store.manifest import age
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.contracts.beside import until
+from rallypoint.worker.loop.session import Job
 
 
 @pytest.fixture(autouse=True)
@@ -360,8 +361,44 @@ def idles(worker: Worker) -> bool:
     return worker.job._exchange.beat().waited > 0
 
 
+@pytest.mark.parametrize(
+    ("settings", "forward"),
+    [
+        ({}, 5), ({}, 9), ({"sync": LocalSteps(steps=2)}, 10), ({"sync": LocalSteps(steps=2, fragments=2)}, 10),
+        ({"sync": Async(), "optimizer": SGD(lr=0.1), "replicas": 2}, 2),
+        ({"sync": BoundedStaleness(staleness=1), "optimizer": SGD(lr=0.1), "replicas": 2}, 5),
+    ],
+    ids=["first of step 1", "first of step 2", "local steps", "fragments", "async", "bounded staleness"],
+)  # fmt: skip
+def test_a_model_that_has_an_update_is_not_taken_for_the_first_weights(settings: dict[str, Any], forward: int) -> None:
+    """The coordinator sees that the server is lost before any word of the update, and asks for the first weights."""
+    with gathering(1) as cluster:
+        lose = lose_the_only_server_in(cluster, forward)
+        worker = cluster.add_worker(loss=lose, **{"clip": None, **settings})
+        with pytest.raises(JobAborted, match="parameters were lost with their servers and there is no snapshot"):
+            worker.result()
+
+
 def test_first_weights_that_came_back_rounded_are_not_taken_for_the_first_ones() -> None:
     with gathering(1) as cluster:
         worker = cluster.add_worker(loss=lose_the_only_server_in(cluster, 1), down=Bf16())
         with pytest.raises(JobAborted, match=r"the servers' state is lost, and here the first weights are rounded"):
             worker.result()
+
+
+def test_a_server_that_was_sent_one_record_never_computes_with_another() -> None:
+    """The only worker dies before its first weights are there; another member leaves; then comes another record."""
+    with gathering(1) as cluster:
+        course = cluster.coordinator._shell.machine.course
+        joins = {"coordinator": cluster.coordinator.address, "transport": cluster.transport}
+        first = Job(id="first", **joins)
+        first.train(build(), DATA, **{**SETTINGS, "optimizer": SGD(lr=0.5)})
+        first._link.close()  # as if the process were killed
+        first.close()
+        until(lambda: "first" not in course.members.workers)
+        second = Job(id="second", **joins)
+        until(lambda: "second" in course.members.workers)
+        second.close()
+        until(lambda: "second" not in course.members.workers)
+        with pytest.raises(JobAborted, match=r"optimizer.lr is 0.01 here, 0.5 there \(worker0 is here, the job is"):
+            cluster.add_worker(optimizer=SGD(lr=0.01)).result()

@@ -500,6 +500,43 @@ def test_a_server_lost_while_a_version_is_half_installed_changes_no_byte(
     assert watched.undone[0] > 0
 
 
+@pytest.mark.parametrize("transform", [False, True], ids=["modules", "torch.func"])
+def test_a_server_lost_while_a_version_is_half_installed_and_the_script_runs_the_model_changes_no_byte(
+    hold: Hold, clusters: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch, transform: bool
+) -> None:
+    """Outside of ``with micro:``: nothing swallows what unwinds, so the pass reads the version before."""
+    watched, cluster = Watched(monkeypatch), clusters(1)
+    model, job = build(Normalised), cluster.jobs[0]
+    held: dict[int, torch.Tensor] = {}
+    passes: list[int] = []
+
+    def run(micro: Any) -> None:
+        if (micro.step, micro.replica) == (EARLY[1] - 1, 1):
+            held.update(enumerate(p.detach().clone() for p in model.parameters()))
+        if (micro.step, micro.replica) != (EARLY[1], 0) or len(cluster.servers) > 1:
+            return
+        next(model.parameters()).sum()  # some of the version is installed
+        before = job._exchange.view.generation  # type: ignore[union-attr]
+        cluster.servers[0].close()
+        cluster.add_server()
+        until(lambda: job._exchange.view.generation != before)  # type: ignore[union-attr]
+        model.eval()
+        with torch.no_grad():
+            if transform:
+                torch.func.vmap(lambda x: model(x[None])[0])(micro.batch[0])
+            else:
+                model(micro.batch[0])
+        model.train()
+        assert all(torch.equal(p, held[index]) for index, p in enumerate(model.parameters()))
+        passes.append(micro.step)
+
+    loop(job, model, run)
+    assert passes == [EARLY[1]]
+    assert weights_hash(model) == reference(Normalised)
+    assert len(watched.undone) == 1
+    assert watched.undone[0] > 0
+
+
 def test_a_worker_takes_over_a_replica_while_a_version_is_half_installed_and_no_byte_changes(
     hold: Hold, clusters: Callable[[int], Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:

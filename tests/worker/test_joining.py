@@ -352,3 +352,35 @@ def test_a_straggler_s_replica_is_computed_by_an_idle_worker_too() -> None:
         assert hashes == [reference_hash()] * 2
         both = [(s, r) for who, s, r in seen if who == "loop of worker0" and ("loop of worker1", s, r) in seen]
         assert {step for step, _ in both} == {5}
+
+
+def test_a_script_that_exits_in_the_middle_of_the_loop_is_a_failure_of_the_job() -> None:
+    """Also with success: nobody has told it to leave."""
+
+    def exits(step: int, replica: int) -> None:
+        if step == 3:
+            raise SystemExit
+
+    with gathering(1) as cluster:
+        worker = cluster.add_worker(exits)
+        with pytest.raises(SystemExit):
+            worker.result()
+        until(lambda: cluster.coordinator._over.is_set())
+        assert cluster.coordinator.wait() == "worker0: its loop ended before the last step"
+
+
+def test_a_script_that_exits_after_the_loop_has_done_its_work() -> None:
+    with gathering(1) as cluster:
+        job = Job(id="worker0", coordinator=cluster.coordinator.address, transport=cluster.transport)
+
+        def script() -> None:
+            with job:
+                model = build()
+                for micro in job.train(model, DATA, **SETTINGS):
+                    with micro:
+                        micro.backward(loss_of(model, micro.batch))
+                raise SystemExit(0)
+
+        with pytest.raises(SystemExit):
+            script()
+        assert cluster.coordinator.wait() is None

@@ -37,16 +37,17 @@ Where = tuple[int, int, int]
 
 
 class Cluster:
-    """A coordinator with snapshots, one server at a time, and a worker: in this process."""
+    """A coordinator with snapshots (None: without), one server at a time, and a worker: in this process."""
 
-    def __init__(self, folder: Path, workers: int = 1) -> None:
+    def __init__(self, folder: Path | None, workers: int = 1) -> None:
         self.transport = InprocTransport()
         terms = Terms(
-            workers_start=workers, workers_max=workers, servers=1, snapshots=True, snapshot_steps=1,
+            workers_start=workers, workers_max=workers, servers=1, snapshots=folder is not None, snapshot_steps=1,
             heartbeat=10 * PATIENCE_S,
         )  # fmt: skip
         self.coordinator = CoordinatorService(
-            terms=terms, bind="coordinator:0", transport=self.transport, join_info=JoinInfo(snapshots=str(folder))
+            terms=terms, bind="coordinator:0", transport=self.transport,
+            join_info=JoinInfo() if folder is None else JoinInfo(snapshots=str(folder)),
         )
         self.coordinator.start()
         self.servers: list[ServerService] = []
@@ -272,6 +273,69 @@ def test_a_job_that_fails_ends_a_forward(cluster: Cluster) -> None:
 
     with pytest.raises(JobAborted, match="enough"):
         train(cluster, model, data, Once(AT, abort))
+
+
+@pytest.mark.parametrize("at", [(0, 0, 0), AT, (5, 1, 1)], ids=["first", "middle", "last"])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_roll_back_while_the_script_runs_the_model_outside_of_its_micro_batches_changes_no_byte(
+    cluster: Cluster, undisturbed: str, place: str, at: Where
+) -> None:
+    """A pass of its own, of which it prints something, say: nothing there could swallow what unwinds."""
+    model, data = build()
+    disturb = Once(at, cluster.lose_the_server)
+
+    def look(where: str) -> None:
+        if where == place:
+            disturb()
+        with torch.no_grad():
+            model.eval()(data[:][0])
+        model.train()
+
+    with cluster.job as job:
+        for micro in job.train(model, data, **SETTINGS):
+            disturb.where = (micro.step, micro.replica, micro.index)
+            look("before")
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+            look("after")
+    assert disturb.done
+    assert weights_hash(model) == undisturbed
+
+
+def look_before(
+    cluster: Cluster, model: torch.nn.Module, data: Any, passes: list[Where], disturb: Callable[[], None]
+) -> None:
+    """A loop with a pass of its own before each micro-batch, and a disturbance before that at AT."""
+    with cluster.job as job:
+        for micro in job.train(model, data, **SETTINGS):
+            if (micro.step, micro.replica, micro.index) == AT:
+                disturb()
+            with torch.no_grad():
+                model.eval()(micro.batch[0])
+            passes.append((micro.step, micro.replica, micro.index))
+            with micro:
+                micro.backward(loss_of(model.train(), micro.batch))
+
+
+def test_a_pass_outside_of_the_micro_batches_ends_when_the_job_fails(cluster: Cluster) -> None:
+    model, data = build()
+    passes: list[Where] = []
+
+    def abort() -> None:
+        cluster.coordinator.abort("enough")
+        until(lambda: cluster.job._failure is not None)
+
+    with pytest.raises(JobAborted, match="enough"):
+        look_before(cluster, model, data, passes, abort)
+    assert AT not in passes
+
+
+def test_a_job_that_ends_without_this_worker_lets_a_pass_outside_of_the_micro_batches_end(cluster: Cluster) -> None:
+    model, data = build()
+    passes: list[Where] = []
+    with pytest.raises(JobAborted, match=r"the job is over, but this worker's model holds version 3 of 6"):
+        look_before(cluster, model, data, passes, lambda: cluster.job._on_message(Finished("another")))
+    assert passes[-1] == AT
 
 
 def test_a_job_that_ends_without_this_worker_ends_its_forward_with_a_sentence(cluster: Cluster) -> None:

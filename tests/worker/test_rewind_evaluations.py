@@ -103,7 +103,66 @@ def test_a_roll_back_right_before_an_evaluation_takes_nothing_from_it(cluster: C
     assert set(seen) == {2, 4, 6}
 
 
-@pytest.mark.parametrize("version", [0, 3, 6], ids=["first", "middle", "last"])
+def with_a_table() -> tuple[torch.nn.Sequential, torch.utils.data.TensorDataset]:
+    torch.manual_seed(3)
+    table = torch.nn.Embedding(30, 4, sparse=True, device="meta")
+    model = torch.nn.Sequential(table, torch.nn.Flatten(), torch.nn.Linear(8, 3))
+    return model, torch.utils.data.TensorDataset(torch.randint(0, 30, (40, 2)), torch.randn(40, 3))
+
+
+def train_with_a_table(cluster: Cluster, place: str, disturb: Once) -> tuple[dict[int, float], str]:
+    """The results of the evaluations, and the last weights."""
+    model, data = with_a_table()
+    results: dict[int, float] = {}
+    with cluster.job as job:
+        run = job.train(model, data, **{**SETTINGS, "optimizer": rp.SGD(lr=1e-2), "clip": None})
+
+        @run.every(2)
+        def evaluate(step: int) -> dict[str, float]:
+            if place == "evaluation":
+                loss_of(model, data[:])
+                disturb.where = (step, 0, 0)
+                disturb()
+            results[step] = loss_of(model, data[:]).item()
+            return {"loss": results[step]}
+
+        for micro in run:
+            if place == "loop":
+                disturb.where = (micro.step, micro.replica, micro.index)
+                disturb()
+                loss_of(model, data[:])
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    return results, weights_hash(model)
+
+
+@pytest.mark.parametrize("place", ["evaluation", "loop"])
+def test_a_roll_back_while_the_script_looks_up_rows_outside_of_its_micro_batches_changes_no_byte(
+    cluster: Cluster, tmp_path: Path, place: str
+) -> None:
+    other = Cluster(tmp_path / "undisturbed")
+    try:
+        undisturbed = train_with_a_table(other, "", Once(AT, lambda: None))
+    finally:
+        other.close()
+    disturb = Once((2, 0, 0), cluster.lose_the_server)
+    assert train_with_a_table(cluster, place, disturb) == undisturbed
+    assert disturb.done
+
+
+def test_rows_that_only_this_worker_could_bring_back_end_the_job_with_a_sentence() -> None:
+    """All servers are lost, there is no snapshot, and the thread that has the first weights waits for rows."""
+    cluster = Cluster(None)
+    try:
+        disturb = Once((0, 0, 0), cluster.lose_the_server)
+        with pytest.raises(JobAborted, match="parameters were lost with their servers and there is no snapshot"):
+            train_with_a_table(cluster, "loop", disturb)
+        assert disturb.done
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("version", [0, 4, 6], ids=["first", "middle", "last"])  # none is installed by a forward pass
 def test_a_roll_back_during_an_install_changes_no_byte(cluster: Cluster, undisturbed: str, version: int) -> None:
     model, data = build()
     disturb = Once((version, 0, 0), cluster.lose_the_server)

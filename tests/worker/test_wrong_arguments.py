@@ -98,13 +98,24 @@ def _expanded() -> torch.nn.Module:
     [
         ({"optimizer": rp.AdamW(lr=lambda step: 0.1)}, r"optimizer\.lr is a builtins\.function: servers run sched"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)}, r"optimizer is a torch\.optim\.sgd\.SGD: use"),
+        ({"optimizer": rp.AdamW}, r"optimizer is the class AdamW: write optimizer=rp\.AdamW\(\), with parentheses"),
+        ({"sync": rp.AllReduce}, r"sync is the class AllReduce: write sync=rp\.AllReduce\(\), with"),
+        ({"sync": rp.LocalSteps}, r"write sync=rp\.LocalSteps\(steps=16\), with"),
+        ({"optimizer": torch.optim.AdamW}, r"class torch\.optim\.adamw\.AdamW: write optimizer=rp\.AdamW\(lr=1e-3\)"),
+        ({"sync": "allreduce"}, r"sync is 'allreduce': write rp\.AllReduce\(\) \(--set sync\.type=all-reduce\)$"),
+        ({"sync": "ring"}, r"write rp\.Sync\(\) \(--set sync\.type=sync\), or rp\.BoundedStaleness\(staleness=2\)"),
+        ({"optimizer": "Adam"}, r"write rp\.Adam\(\) \(--set optimizer\.type=adam\)$"),
         ({"lr": 0.1}, r"unknown field `lr`: give it to the optimizer, optimizer=rp\.AdamW\(lr=1e-3\)"),
         ({"batch_size": 4}, "unknown field `batch_size`: a replica's samples at a step are batch="),
         ({"epochs": 4}, "unknown field `epochs`: give steps="),
         ({"callback": print}, "unknown field `callback`: docs/usage.md has a table of its settings"),
         ({"clip": print}, "clip is a builtins.builtin_function_or_method: settings are data"),
     ],
-    ids=["lr", "optimizer", "lr outside", "batch_size", "epochs", "unknown", "object"],
+    ids=[
+        "lr", "optimizer", "no parentheses", "a mode's class", "a mode that needs steps", "torch's class",
+        "a mode's name", "no mode's name", "an optimizer's name", "lr outside", "batch_size", "epochs", "unknown",
+        "object",
+    ],
 )
 def test_settings_that_are_none(settings: dict[str, Any], sentence: str) -> None:
     refused(ConfigError, sentence, **settings)
@@ -118,14 +129,50 @@ def test_settings_that_are_none(settings: dict[str, Any], sentence: str) -> None
         (lambda p: torch.optim.SGD, None, r"own_optimizer is the class SGD: give a "),
         (lambda p: rp.AdamW(), None, "own_optimizer is a AdamW"),
         (lambda p: torch.optim.SGD(p), lambda o: (lambda step: 0.1), "own_schedule is a function"),
+        (
+            lambda p: torch.optim.SGD(p), lambda o: LR.StepLR(torch.optim.SGD(o.param_groups), 1),
+            "own_schedule has a StepLR of an optimizer that is not in own_optimizer",
+        ),
     ],
-    ids=["closure", "plateau", "class", "ours", "function"],
+    ids=["closure", "plateau", "class", "ours", "function", "of another"],
 )
 def test_own_optimizers_that_the_job_cannot_step(own: Any, schedule: Any, sentence: str) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = own(list(model.parameters()))
     given = {"own_optimizer": optimizer, "own_schedule": schedule(optimizer) if schedule else None}
     refused(ConfigError, sentence, model, sync=rp.AllReduce(), **given)
+
+
+def test_only_one_optimizer_is_given() -> None:
+    model = torch.nn.Linear(3, 2)
+    both = {"optimizer": rp.AdamW(), "own_optimizer": torch.optim.SGD(model.parameters())}
+    refused(ConfigError, "optimizer= and own_optimizer= are both given", model, sync=rp.AllReduce(), **both)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: rp.LocalSteps(), r"rp\.LocalSteps needs steps: write rp\.LocalSteps\(steps=16\)"),
+        (lambda: rp.LocalSteps(H=4), r"rp\.LocalSteps has no setting 'H': there are steps, outer"),
+        (lambda: rp.LocalSteps(step=4), r"has no setting 'step': did you mean steps\?"),
+        (lambda: rp.BoundedStaleness(), r"write rp\.BoundedStaleness\(staleness=2\)"),
+        (lambda: rp.Async(staleness=4), r"rp\.Async has no setting 'staleness'"),
+    ],
+    ids=["nothing", "unknown", "misspelt", "no bound", "another's"],
+)
+def test_modes_say_what_they_need(make: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        make()
+    assert rp.LocalSteps(4, fragments=2) == rp.LocalSteps(steps=4, fragments=2)
+
+
+def test_an_evaluation_without_its_number_of_steps_is_refused_at_once() -> None:
+    def starts() -> None:
+        with EmbeddedJob() as job:
+            job.train(torch.nn.Linear(3, 2), DATA).every(lambda step: None)  # type: ignore[arg-type]
+
+    with pytest.raises(UsageError, match=r"write @run\.every\(100\) above the function"):
+        starts()
 
 
 @pytest.mark.parametrize(

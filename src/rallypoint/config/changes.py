@@ -51,8 +51,8 @@ def changed_record(record: JobRecord, overrides: Mapping[str, Any], version: int
         if why := _why_not(change, config):
             was, wanted = _shown(change.before), _shown(change.after)
             raise ConfigError(f"{change.key} is {was} and cannot become {wanted}: {why}")
-    steps = config.steps_at(version)
     if changes and config.rounds <= version:
+        steps = before.steps_at(version)
         raise ConfigError(f"steps is {config.steps}, but the job has made {steps} already: use a higher number")
     if not changes:
         return record, []

@@ -33,7 +33,9 @@ def _check(given: Mapping[str, Any], kinds: list[type[msgspec.Struct]], path: st
     for name, value in given.items():
         if name not in known:
             where = f" of {path.rstrip('.')}" if path else ""
-            hint = meant(name, sorted(known)) or f": there are {', '.join(sorted(known))}"
+            inner = [f"{part}.{name}" for part in fields if any(name in k.__struct_fields__ for k in fields[part])]
+            hint = f": did you mean {' or '.join(inner)}?" if inner else meant(name, sorted(known))
+            hint = hint or f": there are {', '.join(sorted(known))}"
             raise ConfigError(f"{path}{name} is no setting{where}{hint}")
         if isinstance(value, Mapping) and fields.get(name):
             _check(value, fields[name], f"{path}{name}.")

@@ -17,7 +17,7 @@ from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.modes.refusals import of_another_mode
-from rallypoint.core.policy import AllReduce
+from rallypoint.core.policy import AllReduce, written
 from rallypoint.errors import ConfigError, meant
 
 
@@ -139,6 +139,8 @@ def _not_data(key: str, value: Any) -> str:
                 msgspec.to_builtins(inner)
             except TypeError:
                 return _not_data(f"{key}.{field}", inner)
+    if isinstance(value, type):
+        return _a_class(key, value)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if key.endswith(".lr"):
         return (
@@ -151,6 +153,18 @@ def _not_data(key: str, value: Any) -> str:
             "step; or, with sync=rp.AllReduce(), give it as own_optimizer="
         )
     return f"{key} is a {kind}: settings are data, such as numbers, texts, and rallypoint's own rp.Sync() or rp.AdamW()"
+
+
+def _a_class(key: str, kind: type) -> str:
+    """The error message for a setting that is a class: the parentheses were forgotten, or it is another library's."""
+    if issubclass(kind, msgspec.Struct):
+        return f"{key} is the class {kind.__name__}: write {key}={written(kind)}, with parentheses"
+    if key == "optimizer":
+        return (
+            f"optimizer is the class {kind.__module__}.{kind.__qualname__}: write optimizer=rp.AdamW(lr=1e-3), which "
+            "the servers step; or, with sync=rp.AllReduce(), give a torch optimizer that is built as own_optimizer="
+        )
+    return f"{key} is the class {kind.__module__}.{kind.__qualname__}: settings are data, such as numbers and texts"
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

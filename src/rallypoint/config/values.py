@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ import msgspec
 from rallypoint.codec.spec import DGC, PowerSGD, RandomK, TopK
 from rallypoint.config.tree import Group, JobConfig
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
-from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.policy import EXAMPLES, AllReduce, Async, BoundedStaleness, LocalSteps, Sync, written
 from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay
 from rallypoint.errors import ConfigError
 
+_MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)
+_OPTIMIZERS = (AdamW, Adam, SGD, Adagrad)
 _LARGEST = 2**63 - 1  # what a message can carry
 _Structs = Sequence[type[msgspec.Struct]]
 
@@ -99,6 +102,9 @@ def _in_struct(given: Mapping[str, Any], kinds: _Structs, path: str, partial: bo
         first = f"{path}type={tags[0]}"
         return f"{path.rstrip('.')} has no type: add it, such as {first} (there are {', '.join(tags)})"
     chosen = [kind for kind in kinds if kind.__struct_config__.tag == given.get("type")] or kinds
+    if not partial and len(chosen) == 1 and (missing := _missing(given, chosen[0])):
+        such = f", such as --set {path}{missing}={EXAMPLES[missing]}" if missing in EXAMPLES else ""
+        return f"{path}{missing} is missing, and {given.get('type', path.rstrip('.'))} needs it: add it{such}"
     for name, value in given.items():
         verdicts = [
             _in_value(value, typing.get_type_hints(kind)[name], _LIMITS.get(kind, {}).get(name), path + name, partial)
@@ -107,6 +113,12 @@ def _in_struct(given: Mapping[str, Any], kinds: _Structs, path: str, partial: bo
         if verdicts and all(verdicts):
             return verdicts[0]
     return ""
+
+
+def _missing(given: Mapping[str, Any], kind: type[msgspec.Struct]) -> str:
+    """The first field that this type needs and that is not given; "" if there is none."""
+    needed = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    return next((name for name in needed if name not in given), "")
 
 
 def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bool) -> str:
@@ -118,7 +130,17 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
         wrong = (_in_struct(group, [Group], f"{path}[{n}].", False) for n, group in groups)
         if first := next(filter(None, wrong), ""):
             return first
+    if isinstance(value, str) and structs and all(kind in (*_MODES, *_OPTIMIZERS) for kind in structs):
+        return _in_words(value, structs, path)
     return "" if _fits(value, hint, limit) else f"{path} is {_shown(value)}: it must be {_described(hint, limit)}"
+
+
+def _in_words(value: str, kinds: _Structs, path: str) -> str:
+    """The sentence about a mode or an optimizer that is given by its name."""
+    plain = re.sub("[^a-z]", "", value.lower())
+    meant = [kind for kind in kinds if plain == kind.__name__.lower()]
+    ways = [f"{written(kind)} (--set {path}.type={kind.__struct_config__.tag})" for kind in meant or kinds]
+    return f"{path} is {_shown(value)}: write {', or '.join(ways)}"
 
 
 def _fits(value: Any, hint: Any, limit: Limit | None) -> bool:

@@ -168,7 +168,9 @@ class CoordinatorService:
 
     def _refusal(self, hello: Hello) -> str:
         """Why `hello` is refused, or "". Runs on a connection's thread and changes nothing; the shell checks again."""
-        return taken(hello.id) if not hello.incarnation and self._shell.refuses(hello) else ""
+        if hello.incarnation or self._shell.last_word is not None:  # after the end everybody is told of it
+            return ""
+        return taken(hello.id) if self._shell.refuses(hello) else ""
 
     # ---- on the owner's thread ----
 

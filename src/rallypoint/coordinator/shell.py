@@ -378,12 +378,14 @@ class CoordinatorShell:
         self.last_word = word
         told = [*self._send(word, *self.members), *self._announce(word)]
         told += [act for newcomer in self._newcomers.take_all() for act in self._opened(newcomer)]
-        return [*told, Over(_failure(word))] if self._take_over is None else [*told, *self._end_early(self._take_over)]
+        away = self._take_over is not None or self.machine.course.members.awaited
+        return [*told, *(self._end_later() if away else [Over(_failure(word))])]
 
-    def _end_early(self, take_over: TakeOver) -> list[Act]:
-        """The job has ended before anything was taken over: tell those who have come, and for a while who comes."""
+    def _end_later(self) -> list[Act]:
+        """Members are about to come back: tell those who have come to be taken over, and for a while who comes."""
+        connected = [] if self._take_over is None else self._take_over.connected
         self._take_over, self._end_at = None, self._now + _RETURN_S
-        return [act for event in take_over.connected for act in self._handle(event)]
+        return [act for event in connected for act in self._handle(event)]
 
     # ---- words ----
 

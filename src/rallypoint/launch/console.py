@@ -69,6 +69,7 @@ class RunConsole:
         self.failure: str | None = None
         self._accounted: Accounted | None = None
         self.finished = False
+        self._over_at = 0.0  # when the job ended: what comes after that is no training
         self._plan: Planned | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -141,6 +142,7 @@ class RunConsole:
             case Aborted(reason=reason):
                 self.failure = reason
             case Finished():
+                self._over_at = self._over_at or time.monotonic()
                 self.finished = True
             case _:
                 pass
@@ -182,7 +184,7 @@ class RunConsole:
             self._progress = None
         if self.finished and self._plan is not None and not self._said_done:
             self._said_done = True
-            seconds = time.monotonic() - self._start
+            seconds = (self._over_at or time.monotonic()) - self._start
             # Each item once, even if it was computed again
             items = self._plan.items * (self._plan.steps - self._plan.done)
             steps = f"{self._plan.steps} steps"

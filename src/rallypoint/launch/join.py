@@ -64,7 +64,7 @@ class _JoinedByHand(Job):
             print(f"{self.id}: the job is over", flush=True)
         elif isinstance(error, JobAborted):
             print(f"{self.id}: the job failed: {error}", flush=True)
-        elif isinstance(error, SystemExit) and not error.code:
+        elif isinstance(error, SystemExit) and not error.code and self._leaving:
             print(f"{self.id} has left the job", flush=True)
 
 

@@ -103,6 +103,7 @@ class ClusterRun:
                     _take_last_snapshot(self, interrupts)
                     raise Interrupted
                 if isinstance(self.console.console, Screen) and self.console.console.closed:
+                    _take_last_snapshot(self, interrupts)
                     raise OutputClosed
                 self._look()
                 if self._observer is not None:
@@ -134,10 +135,7 @@ class ClusterRun:
         self._relay()
         if self._observer is None and self._address:
             self._observe()
-        members = self.console.members
-        if members is not None:
-            everybody = (*members.workers, *members.servers, *members.aggregators)  # the job can do without standbys
-            self.supervisor.members(everybody)
+        _note_members(self)
         if self.console.holding:
             self.supervisor.held(self.console.heard)
         while not self.console.sizes.empty():
@@ -254,6 +252,7 @@ class ClusterRun:
 
     def _wait(self) -> None:
         """Wait until workers have ended by themselves: to save the model, or with the error that ends the job."""
+        _note_members(self)  # the last ones may have come together with the job's end
         began = said = time.monotonic()
         while left := self._worth_waiting_for(time.monotonic() - began):
             self._ended()
@@ -295,8 +294,9 @@ class ClusterRun:
 
     def _let_close(self) -> None:
         """Wait until servers and the coordinator have ended; not longer than _CLOSE_S."""
+        _note_members(self)
         began = said = time.monotonic()
-        while left := [*self.of_role("server"), *self.of_role("aggregator"), *self.of_role(COORDINATOR)]:
+        while left := _with_files(self):
             now = time.monotonic()
             if now - began > _CLOSE_S:
                 return
@@ -328,8 +328,23 @@ class ClusterRun:
         return 1
 
 
+def _note_members(run: ClusterRun) -> None:
+    """Tell the supervisor who is in the newest view. The job can do without standbys."""
+    if (members := run.console.members) is not None:
+        run.supervisor.members((*members.workers, *members.servers, *members.aggregators))
+
+
+def _with_files(run: ClusterRun) -> list[Handle]:
+    """The processes that may have to close files: not those that never joined. They look for a job that is over."""
+    joined = [h for role in ("server", "aggregator") for h in run.of_role(role)]
+    return [*(h for h in joined if h.command.name in run.supervisor.took_part), *run.of_role(COORDINATOR)]
+
+
 def _take_last_snapshot(run: ClusterRun, interrupts: list[int]) -> None:
-    """After Ctrl-C, or when a process has failed: take a snapshot if that is quick. Ctrl-C again ends the wait."""
+    """After Ctrl-C, when nobody reads our output, or when a process has failed: take a snapshot if that is quick.
+
+    Ctrl-C again ends the wait.
+    """
     steps = run.console.steps_done
     if run._observer is None or not run.plan.snapshots or not run.console.steps_stored < steps:
         return

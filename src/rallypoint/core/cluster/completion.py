@@ -41,8 +41,9 @@ class Completion:
         effects = self._believe(said) if not said <= members.done and self._can_be(said) else []
         if course.phase is not Phase.RUNNING or not members.is_complete(course.now) or not self.snapshots.final:
             return effects
-        lead, present = course.view.lead(course.record.rounds), members.present
-        return [*effects, *course.end(Finish(lead if lead in present else min(present)))]
+        lead, able = course.view.lead(course.record.rounds), members.present - members.apart
+        able = able - members.awaited or able  # who is away hears of it later, or not at all
+        return [*effects, *course.end(Finish(lead if lead in able else min(able)))]
 
     def _can_be(self, said: set[str]) -> bool:
         assert self.course.record is not None

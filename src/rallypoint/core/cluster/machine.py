@@ -265,7 +265,7 @@ class ClusterMachine:
         proposes = course.phase is Phase.GATHERING or member.id in course.members.workers
         if course.record is not None and not proposes:
             effects.append(Prepare(member.id, course.record))
-        if self.view is not None and course.record is not None:  # else the view is of a job that all workers gave up
+        if self.view is not None and course.phase is not Phase.GATHERING:  # else the next view begins the job anew
             effects.append(Publish(self.view, (member.id,)))
         return effects
 
@@ -302,8 +302,11 @@ class ClusterMachine:
         assert course.record is not None
         course.phase = Phase.RUNNING
         refused = course.dismiss_aggregators()
+        begins = self._succession.new_generation(self._origin)
+        if not course.views.begun:
+            return [*refused, *begins]  # all who could begin are leaving: nobody is sent the record, it may be dropped
         prepare = [Prepare(member, course.record) for member in (*members.servers, *members.aggregators)]
-        return [*refused, *prepare, *self._succession.new_generation(self._origin)]
+        return [*refused, *prepare, *begins]
 
     def _left(self, member: str, reason: str) -> list[Effect]:
         course, members = self.course, self.course.members
@@ -315,8 +318,8 @@ class ClusterMachine:
         self._reach.forget(member)
         had_state = course.recovery.gone(member)
         if course.phase is Phase.GATHERING:
-            if not members.proposed and self.resume is None:
-                course.describe(None)
+            if not members.proposed and self.resume is None and not course.views.begun:
+                course.describe(None)  # nobody was sent it; servers keep a record that they have
             return []
         said = Say(f"{member} {'has left' if polite else 'is gone'}: {reason}")
         if course.phase is Phase.RECOVERING:
@@ -373,7 +376,7 @@ class ClusterMachine:
             if member not in found.dead:
                 course.members.give_up(member, now + self.terms.heartbeat)
             effects += self._left(member, why)
-        if course.record is None:  # all have gone at once: a view of the job that they gave up is for nobody
+        if course.phase is Phase.GATHERING:  # all have gone at once: a view of those who gave up is for nobody
             effects = [effect for effect in effects if not isinstance(effect, Publish)]
         if course.phase is Phase.RUNNING and not self._silence.cut_off:
             apart = set_apart(self._reach, course, self._left)

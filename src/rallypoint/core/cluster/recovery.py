@@ -17,6 +17,11 @@ from rallypoint.core.cluster.state_holders import StateHolders
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Assignment, View
 
+NO_SNAPSHOT = (
+    "parameters were lost with their servers and there is no snapshot to go back to: set replication to 2, or "
+    "snapshots to every so many seconds"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Wait:
@@ -111,10 +116,7 @@ class Recovery(Protocol):
 class ServersHoldState:
     """Servers hold the state. A shard is lost if its primary dies while no backup has caught up."""
 
-    no_snapshot: str = (
-        "parameters were lost with their servers and there is no snapshot to go back to: set replication to 2, or "
-        "snapshots to every so many seconds"
-    )
+    no_snapshot: str = NO_SNAPSHOT
     workers_end_it: bool = False
     workers_store: bool = False
 

@@ -27,6 +27,7 @@ class SlotMachine(ABC):
         rewound: the replica in progress belongs to an older generation; its result will not be used.
         following: the servers send this worker each new version.
         presum: what of a step was sent, and what is added up before it is sent (not under a streaming policy).
+        landed: by shard, the version that is landing or has landed (only under a streaming policy; else empty).
         in_order: install every version and skip none, because the worker steps the optimizer (AllReduce).
     """
 
@@ -40,6 +41,7 @@ class SlotMachine(ABC):
     following: bool = False
     in_order: bool = False
     presum: Presum = field(default_factory=Presum)
+    landed: list[int] = field(default_factory=list)
     _slots: Slots = field(init=False)
     _computing: int | None = None
     _installing: int = -1  # the version that the main thread is copying out of the slots

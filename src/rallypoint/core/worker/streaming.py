@@ -58,7 +58,6 @@ class StreamMachine(SlotMachine):
     _ready: bool = False  # the model holds the parameters from which to compute `_current`
     _asked: list[bool] = field(init=False)  # by shard: the server was asked for the parameters of `_next`
     _answers: list[int] = field(init=False)  # the clock that came with what is landing or has landed; -1 if nothing
-    _versions: list[int] = field(init=False)  # the version that is landing or has landed
     _bases: list[int] = field(init=False)  # the version in the model
     _delivered: list[bool] = field(init=False)  # this step's contribution has been sent to the shard's primary
     _here: Unanimity = field(init=False)
@@ -71,7 +70,7 @@ class StreamMachine(SlotMachine):
 
     def _forget_all(self) -> None:
         """Start anew: no shard was asked, has answered, or was sent a contribution."""
-        self._answers, self._versions = [-1] * self.shards, [-1] * self.shards
+        self._answers, self.landed = [-1] * self.shards, [-1] * self.shards
         self._asked, self._delivered = [False] * self.shards, [False] * self.shards
 
     # ---- questions the shell asks ----
@@ -207,7 +206,7 @@ class StreamMachine(SlotMachine):
             self._asked[shard] = False  # the slot is still in use (its `Sent` may come after this answer): ask again
             return [Discard(shard), *self._ask()]
         self._slots[shard] = Slot.LANDING
-        self._answers[shard], self._versions[shard] = event.clock, event.version
+        self._answers[shard], self.landed[shard] = event.clock, event.version
         return [Land(shard)]
 
     def _check_clock(self) -> list[Effect]:
@@ -222,7 +221,7 @@ class StreamMachine(SlotMachine):
             return []  # a new generation began during the install
         self._installing = -1
         self.step, self._current, self._next = self._landed_clock, self._next, None
-        self._bases = list(self._versions)
+        self._bases = list(self.landed)
         self._slots.free_all()
         self._forget_all()
         self._ready = self._current != EVERYTHING

@@ -52,6 +52,8 @@ class Exchange:
         forward: the version that a forward pass reads while it arrives.
         rows: pulls of rows of tables.
         arrivals: the receiver that the links call with what arrives.
+        updates: the newest update in what was installed last: 0 if that is the first weights.
+        had_version: the model has held a version; also while a roll-back has made that stale.
     """
 
     def __init__(self, layout: Layout, config: JobConfig, context: Context, *, pinned: bool = False) -> None:
@@ -64,8 +66,9 @@ class Exchange:
             observed(shell.states, f"{context.me}-codec-states")
         self._locked = locked = LockedShell(shell, context.say)
         self._adopting = threading.Lock()
+        self.updates = 0
         self._closed = False  # guarded by `_adopting`
-        self._evaluating = False
+        self._evaluating = self.had_version = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
         self._pushes = Pushes(
@@ -216,9 +219,9 @@ class Exchange:
             locked.progress.given(action, ends_round=isinstance(action, machine.Install))
             return action
 
-    def check(self) -> None:
-        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
-        self._locked.check()
+    def check(self, *, stale: bool = True) -> None:
+        """Raise the error of whatever has failed; with `stale`, raise Rewound if what is being computed is stale."""
+        self._locked.check(stale=stale)
 
     def initialise(self, words: Words, state: States | None = None) -> None:
         """Upload what all workers start from (see `push_initial`); with `state`, as the version that it `holds`.
@@ -245,6 +248,7 @@ class Exchange:
             if not self._shell.machine.take(machine.Install(version)):
                 return None
             self._optimizer.begin_install()
+            self.updates = max(self._shell.machine.landed, default=version)
         return self.buffer
 
     @property
@@ -265,6 +269,7 @@ class Exchange:
 
         Returns the generation in which that became true (I10); None if a roll-back has made the version stale.
         """
+        self.had_version = True
         with self._locked.changed:
             others = self._locked.settle(self._shell.installed())
             generation = self._shell.view.generation if self._shell.machine.step == version else None

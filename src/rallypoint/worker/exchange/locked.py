@@ -119,10 +119,10 @@ class LockedShell:
         if self.failure is not None:
             raise self.failure
 
-    def check(self) -> None:
-        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
+    def check(self, *, stale: bool = True) -> None:
+        """Raise the error of whatever has failed; with `stale`, raise Rewound if what is being computed is stale."""
         self.activity += 1
-        if self.machine.rewound:
+        if stale and self.machine.rewound:
             raise Rewound
         if self.failure is not None:
             raise self.failure

@@ -110,7 +110,7 @@ class EarlyForward:
         """A module is about to run: install its own parameters. Raises Rewound when the forward pass is stale."""
         if self._runs:
             if torch._C._functorch.peek_interpreter_stack() is not None:
-                self._install(self._all)  # a transform of torch.func may have wrapped any of them
+                self._install_or_undo(self._all)  # a transform of torch.func may have wrapped any of them
                 self._none_is_late()
             for parameter in module._parameters.values():
                 if type(parameter) is self._kind:
@@ -143,7 +143,8 @@ class EarlyForward:
             self._swap([shard for shard in self._in_model if shard not in self._buffer_shards])
             self._synchronize()
             self._end()
-            self._versions.restore_buffers()
+            with temporarily_clear_interpreter_stack():  # as in `_swap`
+                self._versions.restore_buffers()
 
     def _end(self) -> None:
         self._runs = False
@@ -157,13 +158,16 @@ class EarlyForward:
 
     def _settle(self, parameter: torch.nn.Parameter) -> None:
         """Wait for a late parameter, and install it."""
+        self._install_or_undo(self._shards_of.get(id(parameter), ()))  # none: a copy of a late one
+        parameter.__class__ = torch.nn.Parameter
+
+    def _install_or_undo(self, shards: Sequence[int]) -> None:
         try:
-            self._install(self._shards_of.get(id(parameter), ()))  # none: a copy of a late one
+            self._install(shards)
         except Rewound:
             if self.inside:
                 raise
-            self.undo()  # the script reads it before `with micro:`, where it learns that this is stale
-        parameter.__class__ = torch.nn.Parameter
+            self.undo()  # the script reads them before `with micro:`, where it learns that this is stale
 
     def _install(self, shards: Sequence[int]) -> None:
         with self._lock:

@@ -34,8 +34,7 @@ class Evaluations:
 
     def add(self, every: int, evaluation: Evaluation) -> None:
         """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
-        if not isinstance(every, int) or every < 1:
-            raise UsageError(f"run.every({every}): give a positive number of steps")
+        check_period(every)
         self._registered.append(_Registered(every, evaluation))
 
     def coming(self, step: int, before: int) -> bool:
@@ -83,6 +82,14 @@ class _Registered:
     def is_due(self, step: int, passed: int, *, ends: bool) -> bool:
         passed = max(passed, self.done)
         return step > self.done and (ends or step // self.every > passed // self.every)
+
+
+def check_period(every: object) -> None:
+    """Raise UsageError if `run.every` was not given a positive number of steps."""
+    if callable(every):
+        raise UsageError("run.every needs a number of steps: write @run.every(100) above the function")
+    if not isinstance(every, int) or every < 1:
+        raise UsageError(f"run.every({every}): give a positive number of steps")
 
 
 def checked_result(values: object, step: int) -> dict[str, float]:

@@ -36,6 +36,7 @@ class Micro:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
         self._inside = False
+        self._run.exit_micro()
         if isinstance(error, Rewound):
             self.abandoned = True  # the loop yields what is to be computed instead
             return True

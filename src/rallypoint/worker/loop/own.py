@@ -70,6 +70,11 @@ class OwnStepper:
             _check_step(optimizer)
         for schedule in schedules:
             _check_step(schedule)
+            if all(schedule.optimizer is not optimizer for optimizer in optimizers):
+                raise ConfigError(
+                    f"own_schedule has a {type(schedule).__qualname__} of an optimizer that is not in own_optimizer: "
+                    "build it with one that is"
+                )
         self._tensors, self._optimizers, self._schedules = tensors, optimizers, schedules
         self._name_of = {id(placed.tensor): placed.entry.spec.name for placed in tensors.parameters}
         self._placed = {p.entry.spec.name: p for p in tensors.parameters if p.tensor.numel()}

@@ -20,7 +20,7 @@ from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
-from rallypoint.worker.loop.evaluations import Evaluation, Evaluations
+from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
@@ -94,9 +94,11 @@ class Run:
         multiple of `steps` (a quorum, local steps), the function is called with the first version after it. The global
         random generators are seeded for it from the job's seed and the step.
 
-        Raises UsageError for a number below 1. The loop raises UsageError for a result that is no dict of numbers, and
-        for an evaluation that changes values of the model's parameters.
+        Raises UsageError for what is no number from 1 on. The loop raises UsageError for a result that is no dict of
+        numbers, and for an evaluation that changes values of the model's parameters.
         """
+
+        check_period(steps)
 
         def register(evaluation: _E) -> _E:
             self._evaluations.add(steps, evaluation)
@@ -224,7 +226,8 @@ class Run:
         self._exchange.check()
 
     def _before_module(self, module: torch.nn.Module) -> None:
-        self._exchange.check()
+        # Outside of `with micro:`, which alone swallows Rewound, the script gets what the model holds
+        self._exchange.check(stale=self._early.inside)
         self._early.enter(module)
 
     def enter_micro(self, micro: Micro) -> None:
@@ -232,8 +235,12 @@ class Run:
 
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
-        self._early.inside = True
+        self._early.inside = self._exchange.rows.in_micro = True
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
+
+    def exit_micro(self) -> None:
+        """End ``with micro:`` (called by Micro)."""
+        self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
         """Back-propagate one micro-batch (called by Micro)."""

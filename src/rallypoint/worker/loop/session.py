@@ -20,7 +20,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
-from rallypoint.errors import JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
@@ -109,6 +109,8 @@ class Job:
             raise UsageError("this job has its run already: one job.train for one rp.join")
         own = several(own_optimizer, torch.optim.Optimizer, "own_optimizer")
         schedules = several(own_schedule, torch.optim.lr_scheduler.LRScheduler, "own_schedule")
+        if own and "optimizer" in settings:
+            raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
         config = with_own_optimizer(resolve(settings, self._link.welcome.overrides), kinds)
         tensors = ModelTensors(model, config)
@@ -195,12 +197,11 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if isinstance(error, SystemExit) and not error.code:
-            pass  # it has left and reported that
-        elif error is not None and not isinstance(error, JobAborted):
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            if self._exchange is not None and not self._finished and not self._leaving:
+                self._give_up("its loop ended before the last step")
+        elif not isinstance(error, JobAborted):
             self._give_up(_sentence(error))
-        elif error is None and self._exchange is not None and not self._finished:
-            self._give_up("its loop ended before the last step")
         self.close()
 
     def _give_up(self, reason: str) -> None:

@@ -7,6 +7,7 @@ from typing import cast
 import torch
 
 from rallypoint.codec.spec import Raw
+from rallypoint.core.cluster.recovery import NO_SNAPSHOT
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.errors import JobAborted
@@ -22,7 +23,7 @@ class Versions:
     def __init__(self, parts: Parts) -> None:
         self._parts, self._exchange = parts, parts.exchange
         self._writer: SnapshotWriter | None = None
-        self._installed = False  # True once the model has held a version that came from the servers
+        self._updates = -1  # the newest update in the model's version; -1 until one comes from the servers
         self._buffers_at_start: list[torch.Tensor] = []
         self._trace_steps = parts.coordinator.welcome.trace
 
@@ -34,7 +35,7 @@ class Versions:
         """
         exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
         if optimizer is None:
-            if self._installed:
+            if self._updates >= 0:
                 self._go_back_to_the_first()
             exchange.initialise(tensors.part)
             return
@@ -46,7 +47,9 @@ class Versions:
         exchange.initialise(tensors.part, optimizer.record)
 
     def _go_back_to_the_first(self) -> None:
-        """The model has had version 0, and may have computed since; but no version follows it."""
+        """The model has had a version, and may have computed since."""
+        if self._updates > 0:
+            raise JobAborted(NO_SNAPSHOT)
         if self._parts.config.down != Raw():
             raise JobAborted(
                 "the servers' state is lost, and here the first weights are rounded, as `down` sends them: start again"
@@ -74,7 +77,7 @@ class Versions:
             else:
                 parts.tensors.read_shards_from(vector, shards)
         parts.source.installed(shards)
-        self._installed = True
+        self._updates = exchange.updates
         self._keep_buffers()
         generation = exchange.installed(version)
         self._trace(version)
@@ -82,7 +85,7 @@ class Versions:
 
     def completed(self, buffers: list[torch.Tensor]) -> None:
         """A forward pass has installed a whole version; `buffers` are the buffers' values in it."""
-        self._installed = True
+        self._updates = self._exchange.step
         self._buffers_at_start = buffers
         self._trace(self._exchange.step)
 

@@ -85,7 +85,7 @@ class _Table:
         return keep
 
     def _pull(self, ids: torch.Tensor) -> torch.Tensor:
-        if self._exchange.step < 0:
+        if not self._exchange.had_version:
             raise UsageError(f"{self._name} has no values before the first version: use it inside the run's loop")
         places = {part.index: place for part, place in self._split(ids)}
         wanted = {

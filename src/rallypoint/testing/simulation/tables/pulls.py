@@ -34,7 +34,10 @@ class RowPulls:
         """The forward pass of the replica in progress needs rows of these parts of tables."""
         self._pulls += 1
         self._replica = replica
-        self._pull = Pull.of(self._pulls, self._shell.machine, dict.fromkeys(shards, _NO_BYTES))
+        self._pull = Pull.of(
+            self._pulls, self._shell.machine, dict.fromkeys(shards, _NO_BYTES),
+            newest=not self._shell.machine.computing,
+        )  # fmt: skip
 
     @property
     def outdated(self) -> bool:

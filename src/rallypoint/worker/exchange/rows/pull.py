@@ -29,13 +29,15 @@ class Pull:
     _asked: dict[int, Asked] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, number: int, machine: SlotMachine, wanted: Mapping[int, tuple[memoryview, int]]) -> Pull:
+    def of(
+        cls, number: int, machine: SlotMachine, wanted: Mapping[int, tuple[memoryview, int]], *, newest: bool
+    ) -> Pull:
         """A pull of rows as they are at the step in progress.
 
-        During an evaluation a newer version is accepted; a streaming job gets the newest.
+        With `newest` a newer version is accepted; a streaming job gets the newest.
         """
         version = machine.row_version
-        return cls(number, LATEST if version is None else version, version is None or not machine.computing, wanted)
+        return cls(number, LATEST if version is None else version, version is None or newest, wanted)
 
     @property
     def missing(self) -> list[int]:

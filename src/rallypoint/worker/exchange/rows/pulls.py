@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rallypoint.core.cluster.recovery import NO_SNAPSHOT
+from rallypoint.core.worker.slots import Initialise
 from rallypoint.errors import JobAborted
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.worker.exchange.links import Links
@@ -12,9 +14,14 @@ from rallypoint.worker.exchange.rows.pull import Pull
 
 
 class RowPulls:
-    """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it."""
+    """One pull at a time. `_pull` is the pull in progress; the shell's lock guards it.
+
+    Attributes:
+        in_micro: the script is inside of ``with micro:``, which swallows Rewound. Main thread only.
+    """
 
     def __init__(self, locked: LockedShell, links: Links) -> None:
+        self.in_micro = False
         self._locked, self._links = locked, links
         self._pull: Pull | None = None
         self._pulls = 0
@@ -23,24 +30,27 @@ class RowPulls:
         """Return rows of tables as they are at the step in progress. Main thread only.
 
         `wanted` maps each shard to the payload of row numbers and the size of the answer in bytes. The answers are
-        returned by shard. During an evaluation a newer version is accepted; a streaming job gets the newest. Raises
-        Rewound when what is being computed is stale, or when the servers no longer keep that step;
-        JobAborted when the job is over.
+        returned by shard. In an evaluation, and wherever else the script uses the model outside of ``with micro:``, a
+        newer version is accepted; a streaming job gets the newest. Raises Rewound, inside of ``with micro:`` only, when
+        what is being computed is stale, or when the servers no longer keep that step; JobAborted when the job is over.
         """
         locked, shell, machine = self._locked, self._locked.shell, self._locked.machine
+        unwinds = self.in_micro and machine.computing
         self._pulls += 1
-        pull = Pull.of(self._pulls, machine, wanted)
+        pull = Pull.of(self._pulls, machine, wanted, newest=not unwinds)
         with locked.changed:
             self._pull = pull
             try:
                 while not pull.over:
-                    locked.check()
+                    locked.check(stale=unwinds)
                     if shell.finished:
                         raise JobAborted("the job is over: no server answers any more")
+                    if isinstance(machine.next_action(), Initialise):
+                        raise JobAborted(NO_SNAPSHOT)  # servers wait for first weights of the thread that waits here
                     for shard in self._unasked(pull):
                         self._ask(pull, shard)
                     locked.wait(
-                        lambda: pull.over or machine.rewound or shell.finished or bool(self._unasked(pull)),
+                        lambda: self._goes_on(pull, unwinds),
                         lambda: self._where_missing(pull),
                     )
             finally:
@@ -57,6 +67,12 @@ class RowPulls:
             outdated = bool(header.flags & SKIP)
             if self._pull is not None and self._pull.answered(header.shard, header.base, data, outdated=outdated):
                 self._locked.changed.notify_all()
+
+    def _goes_on(self, pull: Pull, unwinds: bool) -> bool:
+        shell = self._locked.shell
+        if pull.over or (unwinds and shell.machine.rewound) or shell.finished or self._unasked(pull):
+            return True
+        return isinstance(shell.machine.next_action(), Initialise)
 
     def _where_missing(self, pull: Pull) -> str:
         home = self._locked.shell.view.primary
