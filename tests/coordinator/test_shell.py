@@ -210,6 +210,17 @@ def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
     assert acts.Judge(3, {"loss": 1.0, "accuracy": 0.5}) in said
 
 
+def test_figures_that_are_said_again_count_once() -> None:
+    """A worker repeats them when its link has been broken."""
+    play = Play()
+    play.begin()
+    play.steps(0, 3)
+    figures = Metrics(3, {"loss": 1.0, "accuracy": 0.5}, play.view.generation)
+    assert acts.Judge(3, {"loss": 1.0, "accuracy": 0.5}) in play.say("w0", figures)
+    assert play.say("w0", figures) == []
+    assert play.say("w0", Metrics(3, {"loss": 2.0}, play.view.generation))
+
+
 def test_figures_are_remembered_of_so_many_versions_only() -> None:
     play = Play(settings={"steps": 1000})
     play.begin()

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from rallypoint.coordinator import connections
 from rallypoint.core.view import Assignment, Member, View, ViewNumber
 from rallypoint.errors import JobAborted, RallypointError
 from rallypoint.launch.embedded import EmbeddedJob
@@ -30,6 +31,7 @@ from rallypoint.net.messages import (
     Hello,
     Leaving,
     Message,
+    Metrics,
     NewView,
     Propose,
     Refused,
@@ -384,3 +386,34 @@ def test_a_script_that_exits_after_the_loop_has_done_its_work() -> None:
         with pytest.raises(SystemExit):
             script()
         assert cluster.coordinator.wait() is None
+
+
+class _Never(Exception):
+    """Nothing raises it."""
+
+
+def test_figures_that_were_sent_into_a_broken_link_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LinkClosed", _Never)  # a pipe that ends is to look broken
+    with gathering(1) as cluster:
+        job = Job(id="worker0", coordinator=cluster.coordinator.address, transport=cluster.transport)
+        evaluations = cluster.coordinator._shell.evaluations
+        with job:
+            model = build()
+            run = job.train(model, DATA, **SETTINGS)
+
+            @run.every(2)
+            def evaluate(step: int) -> dict[str, float]:
+                if step == 2:  # the network carries nothing from here on, and nobody has noticed
+                    monkeypatch.setattr(job._link._channel.connection, "send", lambda head, payload=None: None)
+                return {"score": float(step)}
+
+            for micro in run:
+                if (micro.step, micro.replica) == (2, 0):
+                    job._link._channel.flush(PATIENCE_S)
+                    assert evaluations.of(2) == {}
+                    job._link._channel.connection.close()
+                with micro:
+                    micro.backward(loss_of(model, micro.batch))
+        assert evaluations.of(2) == {"score": 2.0}
+        until(lambda: any(said.step == SETTINGS["steps"] for said in cluster.heard(Metrics)))
+        assert [sum(said.step == step for said in cluster.heard(Metrics)) for step in (2, 4, 6, 8)] == [1] * 4

@@ -260,9 +260,9 @@ class CoordinatorShell:
         return acts
 
     def _evaluated(self, message: Metrics) -> list[Act]:
-        """Add metrics to the version that they are of, unless their generation is stale."""
+        """Add metrics to the version that they are of, unless their generation is stale or they are a repeat."""
         tally = self.announcer.tally
-        if tally is None or not tally.counts(message.generation):
+        if tally is None or not tally.counts(message.generation) or self.evaluations.has(message.step, message.values):
             return []
         figures = self.evaluations.add(message.step, message.values)
         return [*self._announce(message), Judge(message.step, figures)]

@@ -11,6 +11,7 @@ from rallypoint.config import JobConfig
 from rallypoint.core.view import ViewNumber
 from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
+from rallypoint.net.messages import Metrics
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
@@ -27,6 +28,7 @@ class Parts:
         done: tells the coordinator that this worker holds the last version of a generation.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
         say: shows a line to the user.
+        evaluated: tells the coordinator the result of an evaluation.
     """
 
     model: torch.nn.Module
@@ -40,4 +42,5 @@ class Parts:
     done: Callable[[ViewNumber], None]
     leads: Callable[[], bool]
     say: Callable[[str], None]
+    evaluated: Callable[[Metrics], None]
     optimizer: WorkerOptimizer | None = None

@@ -201,6 +201,8 @@ class Run:
         began, count = time.monotonic(), self._config.steps_ahead(round)
         self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
+            if self._exchange.upcoming is None or self._exchange.view.generation != generation:
+                return  # nobody needs them any more
             yield from self._step(step, replica)
         results = Ahead(count, time.monotonic() - began, self._losses, self._weights)
         self._ahead.made(round, replica, generation, results)
@@ -296,7 +298,7 @@ class Run:
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
         with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
-            report = self._parts.coordinator.send
+            report = self._parts.evaluated
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()
         self._forget_gradients()  # of the evaluation's own passes

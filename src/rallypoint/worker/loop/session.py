@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from rallypoint.net.messages import (
     GiveUp,
     Leaving,
     Message,
+    Metrics,
     NewView,
     NotStored,
     Propose,
@@ -53,6 +55,7 @@ from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
+_REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
 
@@ -81,6 +84,7 @@ class Job:
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
+        self._metrics: deque[Metrics] = deque(maxlen=_REPEATED)  # of the last evaluations
         self._exchange: Exchange | None = None
         self._staging: Staging | None = None
         self._run: Run | None = None
@@ -125,7 +129,7 @@ class Job:
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
             source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
             tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
-            optimizer=optimizer,
+            evaluated=self._evaluated, optimizer=optimizer,
         ))  # fmt: skip
         return self._run
 
@@ -244,6 +248,11 @@ class Job:
     def _report_wait(self, sentence: str) -> None:
         self._link.send(Say(f"{self.id} on {socket.gethostname()} is {sentence}"))
 
+    def _evaluated(self, metrics: Metrics) -> None:
+        with self._changed:
+            self._metrics.append(metrics)
+        self._link.send(metrics)
+
     def _beat(self) -> Beat:
         return Beat() if self._exchange is None else self._exchange.beat()
 
@@ -256,9 +265,11 @@ class Job:
         agreed left nothing in its journal, so the next one counts incarnations from 1 again.
         """
         with self._changed:
-            record = self._record
+            record, metrics = self._record, () if new else tuple(self._metrics)
         if record is not None:
             self._link.send(Propose(record))
+        for of_one in metrics:  # they may have been sent into a link that was broken and not yet known to be
+            self._link.send(of_one)
         self._say_done()
         if self._leaving:
             self._link.send(Leaving())
