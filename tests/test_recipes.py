@@ -288,7 +288,7 @@ class TestDigits:
 
 def test_without_scikit_learn_the_digits_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(DataError, match=r"pip install rallypoint\[recipes\]"):
+    with pytest.raises(DataError, match=r"pip install '\.\[recipes\]'"):
         load_digits()
 
 

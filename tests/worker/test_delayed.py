@@ -14,7 +14,9 @@ from test_rewind import Cluster, Once, loss_of
 import rallypoint as rp
 from rallypoint.config import resolve
 from rallypoint.core.worker.aligned import WorkerMachine
+from rallypoint.errors import JobAborted
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.net.messages import Finished
 from rallypoint.testing.reference_local import train_local_reference
 from rallypoint.worker.tensors import ModelTensors, weights_hash
 
@@ -118,6 +120,39 @@ def test_after_a_roll_back_every_replica_begins_at_the_version_of_the_snapshot(
         owned = masters(cluster.servers[-1:])
         assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
     assert begun == {0: True, 1: True}
+
+
+@pytest.mark.parametrize("event", ["a roll-back", "the end"])
+def test_steps_ahead_end_when_they_have_become_stale(
+    cluster: Cluster, event: str, slow_install: threading.Event
+) -> None:
+    """Replica 0 goes ahead by two steps, 15 and 16, and nobody needs the second any more."""
+    model, data = build()
+    settings = {**SETTINGS, "steps": 24, "sync": rp.LocalSteps(steps=9, fragments=3, delay=2)}
+    yielded: list[tuple[int, int]] = []
+
+    def loop() -> None:
+        with cluster.job as job:
+            for micro in job.train(model, data, **settings):
+                yielded.append((micro.step, micro.replica))
+                if yielded[-1] == (15, 0) and not slow_install.is_set():
+                    slow_install.set()
+                    if event == "the end":
+                        job._on_message(Finished("another"))
+                    else:
+                        cluster.lose_the_server()
+                with micro:
+                    micro.backward(loss_of(model, micro.batch))
+
+    if event == "the end":
+        with pytest.raises(JobAborted, match=r"the job is over, but this worker's model holds version 4 of 8"):
+            loop()
+        assert yielded[-1] == (15, 0)
+    else:
+        loop()
+        assert yielded[yielded.index((15, 0)) + 1][0] < 15
+        owned = masters(cluster.servers[-1:])
+        assert all(torch.equal(shard, owned[index]) for index, shard in enumerate(in_shards(model)))
 
 
 def test_the_worker_holds_where_this_round_and_the_one_before_began() -> None:

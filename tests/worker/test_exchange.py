@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -431,19 +432,48 @@ def test_what_no_server_can_mean_ends_the_link_with_a_sentence(
         home.gate.close()
 
 
+class _Sending:
+    """A channel with one frame at a time, which is sent when `goes` is called."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[int, Rank]] = []
+        self._sent: list[Callable[[], None]] = []
+
+    def send(
+        self, header: Header, payload: memoryview, sent: Callable[[], None] = lambda: None, *, rank: Rank = ()
+    ) -> None:
+        self.frames.append((header.shard, rank))
+        self._sent.append(sent)
+
+    def goes(self) -> None:
+        self._sent.pop(0)()
+
+
+def _link(channel: Any, *, window: int) -> ServerLink:
+    link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=window,
+        receiver=_Deaf(), view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
+    link._up(channel)
+    return link
+
+
+def _push(link: ServerLink, shard: int, rank: Rank = ()) -> None:
+    link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda: None, rank)
+
+
 def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
     sent: list[int] = []
 
     class _Channel:
+        """Sends everything at once."""
+
         def send(self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = ()) -> None:
             sent.append(header.shard)
+            sent_()
 
-    link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=2, receiver=_Deaf(),
-        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
     channel: Any = _Channel()
-    link._up(channel)
+    link = _link(channel, window=2)
     for shard in range(5):
-        link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda: None)
+        _push(link, shard)
     assert sent == [0, 1]
     link._credit(channel, 2)
     assert sent == [0, 1, 2, 3]
@@ -452,22 +482,47 @@ def test_credits_that_come_at_once_let_as_many_contributions_go() -> None:
     assert sent == [0, 1, 2, 3]
 
 
-def test_contributions_that_the_next_forward_pass_needs_first_overtake_those_that_wait_for_credit() -> None:
-    sent: list[tuple[int, Rank]] = []
+def test_any_number_of_contributions_leaves_a_link_whose_channel_has_just_closed() -> None:
+    """Each is dropped by the thread that sends it, and lets the next one go."""
 
-    class _Channel:
-        def send(self, header: Header, payload: memoryview, sent_: Callable[[], None], *, rank: Rank = ()) -> None:
-            sent.append((header.shard, rank))
+    class _Closed:
+        def send(self, header: Header, payload: memoryview, sent: Callable[[], None], *, rank: Rank = ()) -> None:
+            sent()
 
-    link = ServerLink(transport=InprocTransport(), server=SERVER, credentials=credentials(), window=1, receiver=_Deaf(),
-        view=ViewNumber, tracer=Tracer("w"))  # fmt: skip
-    channel: Any = _Channel()
-    link._up(channel)
-    for shard, rank in ((0, (7, 0, 3)), (1, (7, 0, 2)), (2, (7, 1, 0)), (3, (7, 0, 1))):
-        link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), lambda: None, rank)
+    link, free = _link(_Sending(), window=9), []
+    for shard in range(3000):
+        link.push(Header(Kind.PUSH, shard=shard), memoryview(b""), partial(free.append, shard))
+    link._channel = _Closed()  # type: ignore[assignment]
+    link._busy = False
+    link.overdraw(True)
+    assert free == list(range(1, 3000))
+
+
+def test_contributions_that_the_next_forward_pass_needs_first_overtake_those_that_wait() -> None:
+    """Also those that have credit: only the one that is being sent is not overtaken."""
+    channel = _Sending()
+    link = _link(channel, window=2)
+    first, *others = ((0, (7, 0, 3)), (1, (7, 0, 2)), (2, (7, 1, 0)), (3, (7, 0, 1)))
+    for shard, rank in (first, *others):
+        _push(link, shard, rank)
+    assert channel.frames == [first]
     for _ in range(3):
-        link._credit(channel, 1)
-    assert sent == [(0, (7, 0, 3)), (3, (7, 0, 1)), (1, (7, 0, 2)), (2, (7, 1, 0))]  # the next replica's come last
+        channel.goes()
+        link._credit(channel, 1)  # type: ignore[arg-type]
+    assert channel.frames == [first, others[2], others[0], others[1]]  # the next replica's come last
+
+
+def test_a_contribution_that_has_left_lets_the_next_one_go_only_with_credit() -> None:
+    channel = _Sending()
+    link = _link(channel, window=1)
+    _push(link, 0)
+    _push(link, 1)
+    channel.goes()
+    assert [shard for shard, _ in channel.frames] == [0]
+    link.want(2, 0, ViewNumber(1, 1))  # in its place
+    assert len(channel.frames) == 1
+    link._credit(channel, 1)  # type: ignore[arg-type]
+    assert [shard for shard, _ in channel.frames] == [0, 1, 2]
 
 
 def test_a_link_that_is_closed_lets_go_of_what_waits_for_credit() -> None:

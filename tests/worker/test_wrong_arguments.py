@@ -149,6 +149,22 @@ def test_only_one_optimizer_is_given() -> None:
     refused(ConfigError, "optimizer= and own_optimizer= are both given", model, sync=rp.AllReduce(), **both)
 
 
+@pytest.mark.parametrize("rounds", [None, 1, 9], ids=["no loop", "break", "to the end"])
+def test_a_loop_that_ends_too_early_is_told_when_alone_too(
+    rounds: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, batch=4, steps=4)
+        for micro in run if rounds is not None else ():
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean())
+            if micro.step == rounds:
+                break
+    told = "the loop ended before the last step: " in capsys.readouterr().err
+    assert told is (rounds != 9)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [

@@ -55,7 +55,10 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UnderWay(f"a run is under way in {folder}: end it first, or choose another --folder") from None
+            raise UnderWay(
+                f"a run is under way in {folder}: end it first (Ctrl-C where it was started), or choose another "
+                "--folder"
+            ) from None
         yield
     finally:
         os.close(fd)

@@ -167,9 +167,9 @@ class Exchange:
 
     @property
     def upcoming(self) -> tuple[int, int] | None:
-        """The (step, replica) that is computed first after the next install, if known."""
+        """The (step, replica) that is computed first after the next install, if known; None when the job is over."""
         with self._locked.changed:
-            return self._shell.machine.upcoming
+            return None if self._shell.over else self._shell.machine.upcoming
 
     @property
     def idle(self) -> bool:

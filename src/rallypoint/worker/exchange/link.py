@@ -6,6 +6,7 @@ import heapq
 import itertools
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from rallypoint.core.view import Member, ViewNumber
@@ -70,7 +71,8 @@ class Receiver(Protocol):
 
 
 class Waiting(NamedTuple):
-    """A contribution, or a request, that waits for credit. Compared by its first two fields, which differ."""
+    """A contribution, or a request, that waits for its turn, or for credit. Compared by its first two fields: they
+    differ."""
 
     rank: Rank
     number: int
@@ -99,6 +101,8 @@ class ServerLink:
         self._channel: Channel | None = None
         self._credits, self._in_flight = 0, 0
         self._overdraws = False
+        self._busy = False  # the channel has a contribution that it has not sent
+        self._feeding = False  # a thread gives the channel what may leave
         self._waiting: list[Waiting] = []  # a heap
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -122,23 +126,19 @@ class ServerLink:
         return self._dialer.unreachable()
 
     def push(self, header: Header, payload: memoryview, sent: Callable[[], None], rank: Rank = ()) -> None:
-        """Queue a contribution; those of a lower rank overtake it. `sent` is called when its bytes may be reused.
+        """Queue a contribution; those of a lower rank overtake it until it is being sent. `sent` is called when its
+        bytes may be reused.
 
         It is also called when the link is lost.
         """
         with self._lock:
-            channel = self._channel
-            if channel is not None and self._credits <= 0 and not self._overdraws:
-                self._wait(header, payload, sent, rank)
-                return
-            self._credits -= 1
-        if channel is None:
-            sent()  # the link is lost; `link_lost` makes the machine send it again
+            lost = self._channel is None
+            if not lost:
+                heapq.heappush(self._waiting, Waiting(rank, next(self._numbers), header, payload, sent))
+        if lost:
+            sent()  # `link_lost` makes the machine send it again
         else:
-            channel.send(header, payload, sent, rank=rank)
-
-    def _wait(self, header: Header, payload: memoryview, sent: Callable[[], None], rank: Rank) -> None:
-        heapq.heappush(self._waiting, Waiting(rank, next(self._numbers), header, payload, sent))
+            self._feed()
 
     def overdraw(self, on: bool) -> None:
         """Send without credits (`on`), also what waits for some; or keep to the window again.
@@ -148,11 +148,7 @@ class ServerLink:
         """
         with self._lock:
             self._overdraws = on
-            channel = self._channel
-            ready = self._ready_to_leave() if channel is not None else []
-        for one in ready:
-            assert channel is not None
-            channel.send(one.header, one.payload, one.sent, rank=one.rank)
+        self._feed()
 
     def fetch(self, shard: int, version: int, number: ViewNumber) -> None:
         """Ask for one version of a shard again."""
@@ -165,14 +161,12 @@ class ServerLink:
 
     def want(self, shard: int, replica: int, number: ViewNumber) -> None:
         """Ask for the parameters of a replica's next step, after all contributions that are queued (they ask too)."""
-        header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
         with self._lock:
-            channel = self._channel
-            if channel is not None and self._waiting:
-                self._wait(header, _NOTHING, _nothing, ())
+            if self._channel is None:
                 return
-        if channel is not None:
-            channel.send(header)
+            header = Header(Kind.WANT, number, shard=shard, wants=wants(replica))
+            heapq.heappush(self._waiting, Waiting((), next(self._numbers), header, _NOTHING, _nothing))
+        self._feed()
 
     def send_codec_state(self, header: Header, payload: memoryview | None = None) -> None:
         """Send a codec state or a request for one, in the order of the calls. It is lost with the link."""
@@ -209,7 +203,7 @@ class ServerLink:
 
     def _up(self, channel: Channel) -> None:
         with self._lock:
-            self._channel, self._credits = channel, self._window
+            self._channel, self._credits, self._busy = channel, self._window, False
             in_flight = self._in_flight
         if in_flight:
             channel.connection.limit_in_flight(in_flight)
@@ -279,18 +273,46 @@ class ServerLink:
                 out = self._window - self._credits
                 raise ProtocolError(f"server {self.server.id} gives {count} credits for {out} contributions")
             self._credits += count
-            ready = self._ready_to_leave()
-        for one in ready:
-            channel.send(one.header, one.payload, one.sent, rank=one.rank)
+        self._feed()
+
+    def _feed(self) -> None:
+        """Give the channel what may leave now: at most one contribution, so that others can still overtake the rest."""
+        while True:
+            with self._lock:
+                channel = self._channel
+                if self._feeding or channel is None:
+                    return  # whoever feeds looks again
+                ready = self._ready_to_leave()
+                self._feeding = bool(ready)
+            if not ready:
+                return
+            try:
+                for one in ready:
+                    channel.send(one.header, one.payload, partial(self._left, channel, one), rank=one.rank)
+            finally:
+                with self._lock:
+                    self._feeding = False
+
+    def _left(self, channel: Channel, one: Waiting) -> None:
+        """The channel has sent this, or never will. Called on its sending thread, which sends the next one at once."""
+        with self._lock:
+            if self._channel is channel and one.header.kind is not Kind.WANT:
+                self._busy = False
+        self._feed()
+        one.sent()
 
     def _ready_to_leave(self) -> list[Waiting]:
-        """Return what the credit allows to send.
+        """Take out what may leave: what credit allows. Needs the lock.
 
         Requests need no credit, but keep their place among the contributions (none has a rank where there are any).
         """
         ready = []
-        while self._waiting and (self._overdraws or self._credits > 0 or self._waiting[0].header.kind is Kind.WANT):
-            self._credits -= self._waiting[0].header.kind is not Kind.WANT
+        while self._waiting:
+            if self._waiting[0].header.kind is not Kind.WANT:
+                if self._busy or not (self._overdraws or self._credits > 0):
+                    break
+                self._credits -= 1
+                self._busy = True
             ready.append(heapq.heappop(self._waiting))
         return ready
 

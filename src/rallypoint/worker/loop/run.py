@@ -201,6 +201,8 @@ class Run:
         began, count = time.monotonic(), self._config.steps_ahead(round)
         self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
+            if self._exchange.upcoming is None or self._exchange.view.generation != generation:
+                return  # nobody needs them any more
             yield from self._step(step, replica)
         results = Ahead(count, time.monotonic() - began, self._losses, self._weights)
         self._ahead.made(round, replica, generation, results)
