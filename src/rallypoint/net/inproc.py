@@ -94,6 +94,9 @@ class InprocConnection:
     def limit_in_flight(self, nbytes: int) -> None:
         """Does nothing: no bytes are in flight."""
 
+    def finish(self) -> None:
+        self._outgoing.end()
+
     def close(self) -> None:
         self._outgoing.end()
         self._incoming.end(forget=True)

@@ -118,6 +118,10 @@ class CoordinatorLink:
             time.sleep(_RETRY_S)
         self._channel.flush(max(0.0, deadline - time.monotonic()))
         self._closed.set()
+        # A stream that is closed while it has unread bytes is reset, and what was sent last is lost: read to its end.
+        self._channel.connection.finish()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         self._channel.close()
         for thread in (self._thread, self._beat_thread):
             if thread.is_alive() and thread is not threading.current_thread():
@@ -247,6 +251,8 @@ class CoordinatorLink:
             if header.kind not in (Kind.CONTROL, Kind.REFUSE):
                 raise ProtocolError(f"a {header.kind.name} frame from the coordinator")
             message = decode(self._channel.receive_bytes(header))
+            if self._closed.is_set():
+                continue  # it is read for the stream's end, and nobody acts on it
             if isinstance(message, NewView):
                 self.credentials.given(message.view, message.tickets)
                 if self._knows.view is None or message.view.number > self._knows.view.number:

@@ -130,6 +130,10 @@ class TcpConnection:
         with contextlib.suppress(OSError):  # the kernel may allow less (net.core.rmem_max)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, nbytes)
 
+    def finish(self) -> None:
+        with self._lock, contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         with self._lock:
             self._closed = True

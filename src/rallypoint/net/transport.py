@@ -33,8 +33,11 @@ class Connection(Protocol):
     def limit_in_flight(self, nbytes: int) -> None:
         """From now on, buffer only about `nbytes` received bytes here; the other side waits when the buffer is full."""
 
+    def finish(self) -> None:
+        """Send no more. What was sent still arrives, and then the other side sees the end; receiving goes on."""
+
     def close(self) -> None:
-        """End the stream in both directions. Any thread may call it, more than once.
+        """End the stream in both directions. Any thread may call it, more than once. What was sent last may be lost.
 
         A thread that is blocked in `send` or `recv_into` gets a LinkError.
         """

@@ -203,6 +203,21 @@ class TransportContract:
         with pytest.raises(LinkError, match=_SENTENCE):
             receive(far, 1)
 
+    def test_what_was_sent_before_it_was_finished_arrives_and_receiving_goes_on(
+        self, pair: tuple[Connection, Connection]
+    ) -> None:
+        near, far = pair
+        for number in range(100):
+            near.send(bytes([number]))
+        near.finish()
+        far.send(b"answer")
+        assert receive(far, 100) == bytes(range(100))
+        with pytest.raises(LinkError, match=_SENTENCE):
+            receive(far, 1)
+        assert receive(near, 6) == b"answer"
+        near.close()
+        near.finish()  # does nothing
+
     def test_a_stream_that_ends_inside_a_receive_is_an_error(self, pair: tuple[Connection, Connection]) -> None:
         near, far = pair
         near.send(b"half")
