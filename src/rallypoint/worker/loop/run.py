@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,8 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
 from rallypoint.worker.sources.delayed import Ahead
+
+log = logging.getLogger("rallypoint")
 
 _E = TypeVar("_E", bound=Evaluation)
 
@@ -326,11 +329,11 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _check_last(version: int, rounds: int) -> None:
-    """Raise JobAborted if the job is over and the model, which holds `version`, does not hold its last one."""
+    """Warn if the job is over and the model, which holds `version`, does not hold its last one. JobAborted if none."""
     if version < 0:
         raise JobAborted("the job was over before this worker had any of its parameters")
     if version < rounds:
-        raise JobAborted(
-            f"the job is over, but this worker's model holds version {version} of {rounds}: the job did not wait for "
-            "it (it was out of the servers' reach). Use the weights that the others have saved"
-        )
+        log.warning(
+            "the job is over, but this worker's model holds version %d of %d: the job did not wait for it (it was out "
+            "of the servers' reach). Use the weights that the others have saved", version, rounds,
+        )  # fmt: skip
