@@ -65,10 +65,11 @@ def test_a_codec_state_between_two_workers_is_lost_with_its_server_and_no_other_
 
 
 def test_hardly_any_plan_that_promises_the_bytes_loses_a_codec_state() -> None:
-    plans = [plan for seed in FIXED if not (plan := make_plan(seed, CodecState())).job.loses_states]
-    for plan in plans:
+    """One does since shards are placed in runs: a server of it crashes. Why its states were there is not known yet."""
+    plans = {seed: plan for seed in FIXED if not (plan := make_plan(seed, CodecState())).job.loses_states}
+    for plan in plans.values():
         play(plan)
-    assert sum(bool(plan.job.lost) for plan in plans) <= 1  # a server crashed that had them for a moment
+    assert [seed for seed, plan in plans.items() if plan.job.lost] == [14]
 
 
 def _nothing_is_given(self: Handover, keeps: frozenset[int]) -> list[Any]:
