@@ -196,22 +196,27 @@ def _compute(exchange: Exchange, replica: int) -> None:
     assert exchange.replica.claim(0)
 
 
-def test_a_worker_that_gets_a_lower_replica_in_a_step_that_it_began_early_sends_without_credits(
-    exchange: Exchange
-) -> None:
-    """The server keeps the credit of its other replica back, until the lower one is there."""
-    exchange.adopt(_view(1, {"w": (1,), "x": (0,)}))
+def _begin_early(exchange: Exchange, replica: int) -> None:
+    """The main thread is in a forward pass of step 1 that began early: nothing of version 1 is here yet."""
+    exchange.adopt(_view(1, {"w": (replica,), "x": (1 - replica,)}))
     exchange.arrivals.link_up(SERVER)
     _publish(exchange, 0)
     _install(exchange, 0)
-    _compute(exchange, 1)
+    _compute(exchange, replica)
     for shard in LAYOUT.shards:
         assert exchange.replica.claim(shard.index)
         exchange.replica.filled(shard.index)
     exchange.replica.computed()
     exchange.forward.allow(True)
-    assert exchange.next_action() == machine.Compute(1, 1)
-    assert exchange.replica.begin(1, 1) is not None
+    assert exchange.next_action() == machine.Compute(1, replica)
+    assert exchange.replica.begin(1, replica) is not None
+
+
+def test_a_worker_that_gets_a_lower_replica_in_a_step_that_it_began_early_sends_without_credits(
+    exchange: Exchange
+) -> None:
+    """The server keeps the credit of its other replica back, until the lower one is there."""
+    _begin_early(exchange, 1)
     assert exchange.forward.begin(1, 1), "it begins early"
     _publish(exchange, 1)
     exchange.adopt(_view(2, {"w": (0, 1)}))
@@ -224,25 +229,9 @@ def test_a_worker_that_gets_a_lower_replica_in_a_step_that_it_began_early_sends_
     assert not exchange._links._overdraws
 
 
-def _begin_early(exchange: Exchange) -> None:
-    """The main thread is in a forward pass of step 1 that began early: nothing of version 1 is here yet."""
-    exchange.adopt(_view(1, {"w": (0,), "x": (1,)}))
-    exchange.arrivals.link_up(SERVER)
-    _publish(exchange, 0)
-    _install(exchange, 0)
-    _compute(exchange, 0)
-    for shard in LAYOUT.shards:
-        assert exchange.replica.claim(shard.index)
-        exchange.replica.filled(shard.index)
-    exchange.replica.computed()
-    exchange.forward.allow(True)
-    assert exchange.next_action() == machine.Compute(1, 0)
-    assert exchange.replica.begin(1, 0) is not None
-
-
 def test_a_job_that_ends_ends_the_wait_of_a_forward_pass(exchange: Exchange) -> None:
     """A worker that is set apart is not waited for: the job may end in the middle of its forward pass."""
-    _begin_early(exchange)
+    _begin_early(exchange, 0)
     ends: list[BaseException] = []
 
     def take() -> None:
