@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, Hold, Say
-from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.effects import Effect, Hold, Say
+from rallypoint.core.cluster.state import Failing, Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.modes import Feature
 
@@ -30,22 +30,35 @@ class LastSnapshot:
 
     course: Course
     snapshots: Snapshots
-    _word: Abort | None = None
     _writers: frozenset[str] = frozenset()
     _until: float = 0.0
 
     def begin(self, failed: events.Failed) -> list[Effect]:
         """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
-        course, member, word = self.course, failed.member, Abort(f"{failed.member}: {failed.reason}")
-        version = self._newest(failed)
+        course = self.course
+        if course.failing is None:
+            course.failing = Failing(failed.member, failed.reason, self._newest(failed))
+        member, version = course.failing.member, max(course.known, course.failing.version)
         writers = self._who_stores(member) if self._may_store(member) else []
         if not writers or version <= self.snapshots.duty.last[0]:
-            return course.end(word)
-        self._word, self._writers, course.phase = word, frozenset(writers), Phase.FAILING
+            return self.end()
+        self._writers, course.phase = frozenset(writers), Phase.FAILING
+        course.changed()
         assert course.record is not None
         self._until = course.now + PATIENCE_S + course.record.layout.words * _STATE / len(writers) / SLOWEST
         said = Hold(f"{member} has failed; the newest version is stored before the job ends (Ctrl-C ends it now)")
         return [said, *self.snapshots.capture(version, writers)]
+
+    def again(self) -> list[Effect]:
+        """Go on with the end that an earlier coordinator had begun, once those who store are back (at most 10 s)."""
+        failing, course = self.course.failing, self.course
+        if failing is None:
+            return []
+        self._until = self._until or course.now + PATIENCE_S
+        away = not course.members.awaited.isdisjoint(self._writers_without(failing.member))
+        if course.phase is Phase.RUNNING and away and course.now <= self._until:
+            return []
+        return self.begin(events.Failed(failing.member, failing.reason))
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event of the phase FAILING; return the effects."""
@@ -72,8 +85,8 @@ class LastSnapshot:
 
     def end(self) -> list[Effect]:
         """End the job with the failure that it has."""
-        assert self._word is not None
-        return self.course.end(self._word)
+        assert self.course.failing is not None
+        return self.course.end(self.course.failing.word)
 
     def _newest(self, failed: events.Failed) -> int:
         """The newest version that is known to exist.
@@ -96,8 +109,10 @@ class LastSnapshot:
         return member in course.members.workers or Feature.CLIP in course.record.features
 
     def _who_stores(self, member: str) -> list[str]:
+        writers = self._writers_without(member)
+        return writers if self.course.members.awaited.isdisjoint(writers) else []
+
+    def _writers_without(self, member: str) -> list[str]:
         course = self.course
-        assert course.view is not None
-        servers = [server.id for server in course.view.servers]
-        writers = [writer for writer in course.recovery.writers(servers, course.computing()) if writer != member]
-        return writers if course.members.awaited.isdisjoint(writers) else []
+        servers = [] if course.view is None else [server.id for server in course.view.servers]
+        return [writer for writer in course.recovery.writers(servers, course.computing()) if writer != member]
