@@ -32,11 +32,15 @@ class Phase(enum.Enum):
 
 
 class Failing(msgspec.Struct, frozen=True):
-    """The job ends because `member` has failed, for this `reason`, once the newest `version` is stored."""
+    """The job ends because `member` has failed, for this `reason`, once the newest `version` is stored.
+
+    `holds`: it is a server that has failed because of a step, and it can still store the version that it holds.
+    """
 
     member: str
     reason: str
     version: int
+    holds: bool = False
 
     @property
     def word(self) -> Abort:

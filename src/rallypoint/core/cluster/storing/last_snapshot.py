@@ -37,9 +37,10 @@ class LastSnapshot:
         """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
         course = self.course
         if course.failing is None:
-            course.failing = Failing(failed.member, failed.reason, self._newest(failed))
+            holds = failed.version > 0 and failed.member in course.members.servers
+            course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds)
         member, version = course.failing.member, max(course.known, course.failing.version)
-        writers = self._who_stores(member) if self._may_store(member) else []
+        writers = self._who_stores(course.failing) if self._may_store(member) else []
         if not writers or version <= self.snapshots.duty.last[0]:
             return self.end()
         self._writers, course.phase = frozenset(writers), Phase.FAILING
@@ -55,7 +56,7 @@ class LastSnapshot:
         if failing is None:
             return []
         self._until = self._until or course.now + PATIENCE_S
-        away = not course.members.awaited.isdisjoint(self._writers_without(failing.member))
+        away = not course.members.awaited.isdisjoint(self._able(failing))
         if course.phase is Phase.RUNNING and away and course.now <= self._until:
             return []
         return self.begin(events.Failed(failing.member, failing.reason))
@@ -108,11 +109,19 @@ class LastSnapshot:
         # A server fails a step when the others may have applied it, unless they decide together
         return member in course.members.workers or Feature.CLIP in course.record.features
 
-    def _who_stores(self, member: str) -> list[str]:
-        writers = self._writers_without(member)
-        return writers if self.course.members.awaited.isdisjoint(writers) else []
+    def _who_stores(self, failing: Failing) -> list[str]:
+        """The members that store the snapshot; none if nobody can store one of the shards."""
+        course, able = self.course, self._able(failing)
+        assert course.view is not None
+        assert course.record is not None
+        if not able or not course.members.awaited.isdisjoint(able):
+            return []
+        writer_of, shards = course.recovery.writer_of, course.record.layout.shards
+        return able if {writer_of(shard.index, able, course.view) for shard in shards} <= set(able) else []
 
-    def _writers_without(self, member: str) -> list[str]:
+    def _able(self, failing: Failing) -> list[str]:
+        """The members that could store shards, if they are here."""
         course = self.course
         servers = [] if course.view is None else [server.id for server in course.view.servers]
-        return [writer for writer in course.recovery.writers(servers, course.computing()) if writer != member]
+        writers = course.recovery.writers(servers, course.computing())
+        return [writer for writer in writers if failing.holds or writer != failing.member]
