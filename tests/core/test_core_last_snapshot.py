@@ -181,8 +181,15 @@ def test_where_there_is_nothing_to_store_the_job_ends_at_once(job: Any, member: 
     assert _of(Abort, made.play(Failed(member, WHY))) == [Abort(f"{member}: {WHY}")]
 
 
-def test_a_server_that_clips_with_the_others_fails_with_nothing_applied_anywhere() -> None:
-    assert asked(at_step_5(clip=1.0).play(Failed("s0", WHY))).version == 5
+def test_a_server_that_clips_with_the_others_stores_what_it_holds_too_when_a_step_fails() -> None:
+    job = at_step_5(clip=1.0)
+    capture = asked(job.play(Failed("s0", WHY, 5, job.view.generation)))
+    assert (capture.version, capture.writers) == (5, ("s0", "s1"))
+    assert _of(Abort, job.store(capture)) == [Abort(f"s0: {WHY}")]
+
+
+def test_shards_that_a_server_cannot_vouch_for_are_not_waited_for() -> None:
+    assert _of(Abort, at_step_5(clip=1.0).play(Failed("s0", WHY))) == [Abort(f"s0: {WHY}")]
 
 
 def test_the_next_coordinator_knows_nothing_of_the_failure_and_goes_on_without_the_worker_that_has_ended() -> None:

@@ -190,7 +190,8 @@ class Done(AnyMessage, frozen=True):
 class GiveUp(Shown, frozen=True):
     """This member cannot continue. `reason` is a sentence.
 
-    `version` is the newest version that it has got in this `generation`; 0 if it knows of none.
+    `version` is the newest version that it has in this `generation`; 0 if it knows of none, or of a server that can no
+    longer vouch for its shards.
     """
 
     reason: str

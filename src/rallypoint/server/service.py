@@ -203,12 +203,11 @@ class ServerService:
         losses, gradients = verdict.not_finite, verdict.gradients
         if verdict.stops:
             what = clip.phrase(losses, gradients, parameter)
-            self._link.send(
-                GiveUp(
-                    f"{job.round_named(verdict.step)}: {what}: nothing of it was applied there; lower the learning "
-                    "rate, clip, or set nonfinite to 'skip' or 'continue'"
-                )
+            reason = (
+                f"{job.round_named(verdict.step)}: {what}: nothing of it was applied there; lower the learning "
+                "rate, clip, or set nonfinite to 'skip' or 'continue'"
             )
+            self._link.send(GiveUp(reason, verdict.step, verdict.generation))  # it still has that version
         elif self._skipped.is_new((verdict.generation, verdict.step, losses, gradients)):
             self._link.send(Skipped(verdict.step, losses, verdict.generation, gradients, parameter, alone))
 

@@ -66,7 +66,7 @@ def report(server: SimulatedServer, verdict: Verdict) -> None:
     """Tell the coordinator of a step that must stop the job."""
     if verdict.stops:
         what = phrase(verdict.not_finite, verdict.gradients, "" if verdict.at is None else f"shard {verdict.at[0]}")
-        server.membership.send(GiveUp(f"step {verdict.step}: {what}"))
+        server.membership.send(GiveUp(f"step {verdict.step}: {what}", verdict.step, verdict.generation))
 
 
 def check_read(server: SimulatedServer, index: int, reply: Reply, content: Content) -> None:

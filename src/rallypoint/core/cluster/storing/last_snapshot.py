@@ -39,7 +39,7 @@ class LastSnapshot:
         """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
         course, member, word = self.course, failed.member, Abort(f"{failed.member}: {failed.reason}")
         version = self._newest(failed)
-        writers = self._who_stores(member) if self._may_store(member) else []
+        writers = self._who_stores(failed) if self._may_store(member) else []
         if not writers or version <= self.snapshots.duty.last[0]:
             return course.end(word)
         self._word, self._writers, course.phase = word, frozenset(writers), Phase.FAILING
@@ -106,9 +106,17 @@ class LastSnapshot:
         # A server fails a step when the others may have applied it, unless they decide together
         return member in course.members.workers or Feature.CLIP in course.record.features
 
-    def _who_stores(self, member: str) -> list[str]:
-        course = self.course
+    def _who_stores(self, failed: events.Failed) -> list[str]:
+        """The members that store the snapshot; none if nobody can store one of the shards.
+
+        A server that names the version that it holds has failed because of a step, and can still store its shards.
+        """
+        course, holds = self.course, failed.version > 0 and failed.member in self.course.members.servers
         assert course.view is not None
-        servers = [server.id for server in course.view.servers]
-        writers = [writer for writer in course.recovery.writers(servers, course.computing()) if writer != member]
-        return writers if course.members.awaited.isdisjoint(writers) else []
+        assert course.record is not None
+        recovery, servers = course.recovery, [server.id for server in course.view.servers]
+        able = [writer for writer in recovery.writers(servers, course.computing()) if holds or writer != failed.member]
+        if not able or not course.members.awaited.isdisjoint(able):
+            return []
+        writers = {recovery.writer_of(shard.index, able, course.view) for shard in course.record.layout.shards}
+        return able if writers <= set(able) else []
