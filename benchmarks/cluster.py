@@ -223,6 +223,10 @@ class Members:
                 self._fail(late.name, f"was not done after {seconds:.0f} s")
             time.sleep(_POLL_S)
 
+    def pid(self, name: str) -> int:
+        """A member's process."""
+        return next(member.process.pid for member in self._members if member.name == name)
+
     def kill(self, name: str) -> None:
         """Kill a member (SIGKILL). It need not end well."""
         member = next(member for member in self._members if member.name == name)

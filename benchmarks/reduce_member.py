@@ -16,6 +16,7 @@ import torch.distributed as dist
 from cluster import finish, join_gloo
 from rallypoint.config import record_of, resolve
 from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.policy import Sync
 from rallypoint.core.worker.slots import Compute, Initialise, Install
 from rallypoint.launch import environment
 from rallypoint.launch.lifeline import hold_lifeline
@@ -35,6 +36,7 @@ class Task(msgspec.Struct, frozen=True):
     window: int
     hold_bytes: int
     in_flight_bytes: int
+    quorum: int | None = None  # of the workers' contributions
     weighted: bool = False  # every replica has another weight, so that sums are rounded
     milestone: tuple[int, str] | None = None  # (version, path): touch this file when that version is here
 
@@ -51,7 +53,7 @@ def rallypoint(task: Task) -> Result:
     config = resolve({
         "replicas": task.workers, "steps": task.steps, "optimizer": {"type": "sgd", "lr": 0.01},
         "nonfinite": "continue", "shard_bytes": task.shard_bytes, "window": task.window,
-        "hold_bytes": task.hold_bytes, "in_flight_bytes": task.in_flight_bytes,
+        "hold_bytes": task.hold_bytes, "in_flight_bytes": task.in_flight_bytes, "sync": Sync(quorum=task.quorum),
     })  # fmt: skip
     layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
     record = record_of(config, layout)

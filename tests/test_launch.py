@@ -95,7 +95,7 @@ def listening_ports(processes: list[psutil.Process]) -> set[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.some("2", "9")
+@pytest.mark.some("9")  # test_ctrl_c_is_one_sentence has 2
 def test_ending_the_launcher_leaves_no_process_and_no_port(tmp_path: Path, number: int) -> None:
     with running(tmp_path, LONG_RUN) as (launcher, children):
         ports = listening_ports(children)
@@ -395,6 +395,7 @@ def test_a_job_is_resized_while_it_runs_and_ends_with_the_same_bytes(tmp_path: P
     assert (kept.workers, kept.workers_start, kept.servers) == ((1, 1), 1, 1)
 
 
+@pytest.mark.slow
 def test_processes_listen_at_one_address_and_are_told_another(tmp_path: Path, undisturbed: str) -> None:
     gate = tmp_path / "gate"
     gate.write_text("5")
@@ -485,6 +486,7 @@ def test_a_run_is_not_started_over_another_one(tmp_path: Path) -> None:
         refuse_a_finished_run(played.folder)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_says_what_has_changed_and_runs_it_or_what_it_began_with(tmp_path: Path) -> None:
     (tmp_path / "gate").write_text("5")
     played = Played(tmp_path, GATED)

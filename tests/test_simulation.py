@@ -89,7 +89,7 @@ def test_whatever_fails_every_contribution_counts_once_nobody_is_stuck_and_the_b
 
 
 @pytest.mark.parametrize("policy", [Sync(), *OTHERS], ids=word_for)
-@pytest.mark.some("sync", "ssp:1")
+@pytest.mark.some("sync")
 def test_what_a_worker_hears_that_it_is_to_do_may_be_out_of_date_when_it_begins(policy: Played) -> None:
     _play_seeds(HESITANT, policy)
 

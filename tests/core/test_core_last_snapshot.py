@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from test_core_cluster import _begun, _Job, _of, _record, _terms
 
 from rallypoint.codec.spec import TopK
-from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, Publish, Say
+from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Finish, Hold, Publish, Say
 from rallypoint.core.cluster.events import (
     Applied,
     Captured,
@@ -20,7 +21,7 @@ from rallypoint.core.cluster.events import (
     SnapshotLost,
     Unlinked,
 )
-from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.policy import AllReduce
@@ -192,13 +193,48 @@ def test_shards_that_a_server_cannot_vouch_for_are_not_waited_for() -> None:
     assert _of(Abort, at_step_5(clip=1.0).play(Failed("s0", WHY))) == [Abort(f"s0: {WHY}")]
 
 
-def test_the_next_coordinator_knows_nothing_of_the_failure_and_goes_on_without_the_worker_that_has_ended() -> None:
+def followed(job: _Job) -> _Job:
+    """The job's next coordinator, to which nobody has come back yet."""
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(job.machine.state()), type=ClusterState)
+    follower = _Job(_terms(snapshots=True), state, record=job.record)
+    follower.incarnations = dict(job.incarnations)
+    return follower
+
+
+def test_the_next_coordinator_goes_on_with_the_end_and_says_the_same_reason() -> None:
     job = at_step_5()
     job.play(Failed("w0", WHY))
-    follower = _Job(_terms(snapshots=True), job.machine.state())
-    follower.play(Left("w0", "it has ended"))
-    assert follower.machine.phase is Phase.RUNNING
-    assert set(follower.view.assigned(6)) == {"w1"}
+    follower = followed(job)
+    assert _of(Capture, follower.tick(1.0, alive=())) == [], "it waits for the servers to come back"
+    for member in ("s0", "s1", "w1"):
+        follower.join(member, incarnation=job.incarnations[member])
+    capture = asked(follower.tick(0.1, alive=()))
+    assert (capture.version, capture.writers) == (5, ("s0", "s1"))
+    assert _of(Abort, follower.store(capture)) == ENDED
+
+
+def test_the_next_coordinator_ends_a_failing_job_without_servers_that_do_not_come_back() -> None:
+    job = at_step_5()
+    job.play(Failed("w0", WHY))
+    follower = followed(job)
+    follower.join("s0", incarnation=job.incarnations["s0"])
+    ended: list[Effect] = []
+    for _ in range(20):
+        ended += follower.tick(1.0, alive=("s0",))
+    assert _of(Abort, ended) == ENDED
+
+
+def test_the_next_coordinator_of_a_failing_job_believes_no_worker_that_the_job_is_done() -> None:
+    job = at_step_5()
+    job.play(Failed("w0", WHY))
+    follower = followed(job)
+    follower.tick(1.0, alive=())
+    for member in ("s0", "w0", "w1"):
+        follower.join(member, incarnation=job.incarnations[member])
+    assert _of(Finish, follower.done("w0", "w1")) == []
+    follower.join("s1", incarnation=job.incarnations["s1"])
+    capture = asked(follower.tick(0.1, alive=()))
+    assert _of(Abort, follower.store(capture)) == ENDED
 
 
 def test_workers_that_hold_the_state_store_it_without_the_one_that_failed() -> None:

@@ -109,7 +109,7 @@ def test_one_replica_in_a_streaming_mode_is_trained_as_by_plain_pytorch(sync: An
 @pytest.mark.parametrize(
     "sync", [rp.BoundedStaleness(staleness=2), rp.Async(scale_by_staleness=True)], ids=["ssp", "async"]
 )
-@pytest.mark.some("ssp")
+@pytest.mark.slow
 def test_tables_learn_in_the_streaming_modes(sync: Any) -> None:
     settings = {"optimizer": rp.AdamW(lr=0.05, weight_decay=0.0), "sync": sync, "steps": 200}
     with ProcessCluster(workers=2, servers=2) as cluster:

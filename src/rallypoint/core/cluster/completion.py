@@ -37,6 +37,8 @@ class Completion:
         course, members = self.course, self.course.members
         if course.phase is not Phase.RUNNING or course.record is None or course.view is None:
             return []
+        if course.failing is not None:
+            return []
         said = {w for w, g in members.says_done.items() if course.is_current(g)} & members.present
         effects = self._believe(said) if not said <= members.done and self._can_be(said) else []
         if course.phase is not Phase.RUNNING or not members.is_complete(course.now) or not self.snapshots.final:

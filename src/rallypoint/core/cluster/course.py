@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rallypoint.core.cluster.effects import Abort, Effect, Finish, Refuse
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.recovery import Recovery
-from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.state import ClusterState, Failing, Phase
 from rallypoint.core.cluster.strategies import Strategies, strategies_for
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_sequence import ViewSequence
@@ -30,6 +30,7 @@ class Course:
         workers_max: the most workers that compute; more stand by.
         revision: rises whenever `state()` has changed in something that the next coordinator needs.
         last_word: how the job ended; None while it goes on.
+        failing: why the job is about to end, also after a restart of the coordinator; None if it is not.
         now: the time of the last Tick, in seconds.
         members: the workers and servers that are here.
         record: the job's record; None before a worker has proposed one.
@@ -45,6 +46,7 @@ class Course:
     workers_max: int = 1
     revision: int = 0
     last_word: Finish | Abort | None = None
+    failing: Failing | None = None
     now: float = 0.0
     members: Membership = field(default_factory=Membership)
     record: JobRecord | None = None
@@ -108,6 +110,7 @@ class Course:
         return ClusterState(
             self.record, self.view, tuple(sorted(self.views.caught_up)), self.members.incarnations, self.views.epoch,
             self.begun, self.furthest, self.workers_max, self.last_word, dict(self.recovery.reached),
+            self.failing,
         )  # fmt: skip
 
     def dismiss_aggregators(self) -> list[Effect]:

@@ -91,7 +91,7 @@ class ClusterMachine:
         course.views.caught_up = set(state.caught_up)
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
-        course.last_word = state.last_word
+        course.last_word, course.failing = state.last_word, state.failing
         if not self.terms.earlier:  # else the launcher knows the last size that was announced; the journal may not
             course.workers_max = state.workers_max
         if course.view is None or state.last_word is not None:
@@ -369,6 +369,8 @@ class ClusterMachine:
         if first:
             course.members.all_heard(now)
             self._snapshots.duty.last = (self._snapshots.duty.last[0], now)
+        if ends := self._ending.again():
+            return ends
         found = self._silence.look(course.members, now)
         effects: list[Effect] = [Say(found.said)] if found.said else []
         for member, why in found.given_up:

@@ -31,6 +31,23 @@ class Phase(enum.Enum):
     OVER = "over"
 
 
+class Failing(msgspec.Struct, frozen=True):
+    """The job ends because `member` has failed, for this `reason`, once the newest `version` is stored.
+
+    `holds`: it is a server that has failed because of a step, and it can still store the version that it holds.
+    """
+
+    member: str
+    reason: str
+    version: int
+    holds: bool = False
+
+    @property
+    def word(self) -> Abort:
+        """What everybody is told at the end."""
+        return Abort(f"{self.member}: {self.reason}")
+
+
 class ClusterState(msgspec.Struct, frozen=True):
     """What the next coordinator needs; the journal stores it. The fields are those of `Course` and its parts."""
 
@@ -44,6 +61,7 @@ class ClusterState(msgspec.Struct, frozen=True):
     workers_max: int
     last_word: Finish | Abort | None = None
     state_holders: dict[str, int] = {}
+    failing: Failing | None = None
 
 
 def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, servers: int) -> str | None:

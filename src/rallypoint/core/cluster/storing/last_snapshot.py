@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, Hold, Say
-from rallypoint.core.cluster.state import Phase
+from rallypoint.core.cluster.effects import Effect, Hold, Say
+from rallypoint.core.cluster.state import Failing, Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.modes import Feature
@@ -31,21 +31,36 @@ class LastSnapshot:
 
     course: Course
     snapshots: Snapshots
-    _word: Abort | None = None
     _writers: frozenset[str] = frozenset()
+    _until: float = 0.0  # the time (s) up to which a new coordinator waits for the members of a failing job
     _news: float = 0.0  # the time (s) of the last file, or of the failure
 
     def begin(self, failed: events.Failed) -> list[Effect]:
         """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
-        course, member, word = self.course, failed.member, Abort(f"{failed.member}: {failed.reason}")
-        version = self._newest(failed)
-        writers = self._who_stores(failed) if self._may_store(member) else []
+        course = self.course
+        if course.failing is None:
+            holds = failed.version > 0 and failed.member in course.members.servers
+            course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds)
+        member, version = course.failing.member, max(course.known, course.failing.version)
+        writers = self._who_stores(course.failing) if self._may_store(member) else []
         if not writers or version <= self.snapshots.duty.last[0]:
-            return course.end(word)
-        self._word, self._writers, course.phase = word, frozenset(writers), Phase.FAILING
+            return self.end()
+        self._writers, course.phase = frozenset(writers), Phase.FAILING
+        course.changed()
         self._news = course.now
         said = Hold(f"{member} has failed; the newest version is stored before the job ends (Ctrl-C ends it now)")
         return [said, *self.snapshots.capture(version, writers)]
+
+    def again(self) -> list[Effect]:
+        """Go on with the end that an earlier coordinator had begun, once those who store are back (at most 10 s)."""
+        failing, course = self.course.failing, self.course
+        if failing is None:
+            return []
+        self._until = self._until or course.now + PATIENCE_S
+        away = not course.members.awaited.isdisjoint(self._able(failing))
+        if course.phase is Phase.RUNNING and away and course.now <= self._until:
+            return []
+        return self.begin(events.Failed(failing.member, failing.reason))
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event of the phase FAILING; return the effects."""
@@ -74,8 +89,8 @@ class LastSnapshot:
 
     def end(self) -> list[Effect]:
         """End the job with the failure that it has."""
-        assert self._word is not None
-        return self.course.end(self._word)
+        assert self.course.failing is not None
+        return self.course.end(self.course.failing.word)
 
     @property
     def awaited(self) -> str:
@@ -106,17 +121,19 @@ class LastSnapshot:
         # A server fails a step when the others may have applied it, unless they decide together
         return member in course.members.workers or Feature.CLIP in course.record.features
 
-    def _who_stores(self, failed: events.Failed) -> list[str]:
-        """The members that store the snapshot; none if nobody can store one of the shards.
-
-        A server that names the version that it holds has failed because of a step, and can still store its shards.
-        """
-        course, holds = self.course, failed.version > 0 and failed.member in self.course.members.servers
+    def _who_stores(self, failing: Failing) -> list[str]:
+        """The members that store the snapshot; none if nobody can store one of the shards."""
+        course, able = self.course, self._able(failing)
         assert course.view is not None
         assert course.record is not None
-        recovery, servers = course.recovery, [server.id for server in course.view.servers]
-        able = [writer for writer in recovery.writers(servers, course.computing()) if holds or writer != failed.member]
         if not able or not course.members.awaited.isdisjoint(able):
             return []
-        writers = {recovery.writer_of(shard.index, able, course.view) for shard in course.record.layout.shards}
-        return able if writers <= set(able) else []
+        writer_of, shards = course.recovery.writer_of, course.record.layout.shards
+        return able if {writer_of(shard.index, able, course.view) for shard in shards} <= set(able) else []
+
+    def _able(self, failing: Failing) -> list[str]:
+        """The members that could store shards, if they are here."""
+        course = self.course
+        servers = [] if course.view is None else [server.id for server in course.view.servers]
+        writers = course.recovery.writers(servers, course.computing())
+        return [writer for writer in writers if failing.holds or writer != failing.member]
