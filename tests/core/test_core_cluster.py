@@ -1406,6 +1406,15 @@ def test_a_server_that_is_gone_does_not_keep_a_job_from_its_end_with_words_that_
     assert job.machine.phase is Phase.OVER
 
 
+def test_a_worker_that_was_set_apart_and_computes_alone_now_ends_the_job() -> None:
+    job = _begun()
+    job.machine.course.members.apart.add("w0")
+    job.play(Left("w1", "killed"))
+    assert job.machine.course.computing() == ["w0"], "there is nobody else"
+    job.done("w0")
+    assert job.machine.last_word == Finish("w0")
+
+
 def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothing_more_is_waited_for() -> None:
     """The reports of the last steps went to a coordinator that died, and so may the servers' words have."""
     job = _begun(_terms(), members=("s0", "s1", "w0", "w1", "w2"))

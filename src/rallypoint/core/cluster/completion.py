@@ -45,7 +45,7 @@ class Completion:
         effects = self._believe(said) if not said <= members.done and self._can_be(said) else []
         if course.phase is not Phase.RUNNING or not members.is_complete(course.now) or not self.snapshots.final:
             return effects
-        lead, able = course.view.lead(course.record.rounds), members.present - members.apart
+        lead, able = course.view.lead(course.record.rounds), members.finishing
         able = able - members.awaited or able  # who is away hears of it later, or not at all
         return [*effects, *course.end(Finish(lead if lead in able else min(able)))]
 

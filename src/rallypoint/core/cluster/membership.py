@@ -183,5 +183,10 @@ class Membership:
     @property
     def all_done(self) -> bool:
         """True if there are workers and all of them hold the last version."""
-        present = self.present - self.apart  # who is set apart may be unable to fetch it
-        return bool(present) and present <= self.done
+        return bool(self.present) and self.finishing <= self.done
+
+    @property
+    def finishing(self) -> set[str]:
+        """The workers that the job's end waits for. Who is set apart may be unable to fetch the last version: they
+        count only if there is nobody else."""
+        return self.present - self.apart or self.present
