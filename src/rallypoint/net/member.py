@@ -79,6 +79,7 @@ class CoordinatorLink:
         self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
+        self._has_said_that_it_waits = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
@@ -135,7 +136,10 @@ class CoordinatorLink:
     # ---- joining ----
 
     def _join(self, patience: float) -> Channel:
-        connection = connect_patiently(self._transport, self._address, patience, self._closed)
+        connection = connect_patiently(
+            self._transport, self._address, patience, self._closed,
+            lambda error: self._say_that_it_waits(error, patience),
+        )  # fmt: skip
         try:
             me = self._me
             hello = Hello(
@@ -147,6 +151,15 @@ class CoordinatorLink:
             connection.close()
             raise
         return Channel(connection, "the coordinator", keys, backlog=Backlog(_MOST_WAITING, _MOST_WAITING))
+
+    def _say_that_it_waits(self, error: LinkError, patience: float) -> None:
+        """A newcomer cannot know whether the coordinator is still to be started, or its job is over: say both."""
+        if not self.incarnation and self._me.role != "observer" and not self._has_said_that_it_waits:
+            self._has_said_that_it_waits = True
+            log.warning(
+                "%s; trying again for %.0f s: the coordinator may not have been started yet, or its job is over",
+                error, patience,
+            )  # fmt: skip
 
     def _join_patiently(self, patience: float) -> Channel:
         """Join. A coordinator that dies meanwhile, or that has not proved itself, is waited for like an absent one.
@@ -277,17 +290,19 @@ class CoordinatorLink:
 
 
 def connect_patiently(
-    transport: Transport, address: str, timeout: float, stop: threading.Event | None = None
-) -> Connection:
+    transport: Transport, address: str, timeout: float, stop: threading.Event | None = None,
+    waits: Callable[[LinkError], None] = lambda error: None,
+) -> Connection:  # fmt: skip
     """Connect; try again while nobody listens there, because members may be started in any order.
 
-    LinkError after `timeout` seconds, or when `stop` is set.
+    LinkError after `timeout` seconds, or when `stop` is set. `waits` gets each error after which it tries again.
     """
     deadline = time.monotonic() + timeout
     while True:
         try:
             return transport.connect(address, timeout=min(_CONNECT_S, max(0.1, deadline - time.monotonic())))
-        except LinkError:
+        except LinkError as error:
             if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
                 raise
+            waits(error)
             time.sleep(_RETRY_S)
