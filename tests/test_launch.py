@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from rallypoint.errors import UnprovenPeer, UsageError
 from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
-from rallypoint.launch.cluster import Command, Handle
+from rallypoint.launch.cluster import Command, Exit, Handle
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
@@ -632,6 +632,50 @@ def test_who_does_not_end_after_the_job_is_waited_for_by_name(
         run.handles["server1"] = _Hanging("server1")  # it has never joined
         run._over = True
     assert said.getvalue() == "the job is over; waiting for server0 to close its files\n"
+
+
+class _Worker(_Hanging):
+    """A worker that has ended so, or does not end."""
+
+    def __init__(self, name: str, ending: Exit | None = None) -> None:
+        self.command, self._ending = Command(name=name, role="worker", argv=()), ending
+
+    def exit(self) -> Exit | None:  # type: ignore[override]
+        return self._ending
+
+
+def over(tmp_path: Path, said: io.StringIO, workers: Sequence[_Worker], members: Sequence[str]) -> ClusterRun:
+    """A run whose job is over. The `workers` took part; the `members` are in its last view."""
+    console = RunConsole(Console(file=said, width=1000, highlight=False))
+    run = ClusterRun(Launch(worker=("true",), folder=str(tmp_path)), console, _Hanging())
+    for view in ([worker.command.name for worker in workers], members):
+        run.console.show(Members("1.1", workers=tuple(view), standby=(), servers=()))
+        cluster_run._note_members(run)
+    run.handles |= {worker.command.name: worker for worker in workers}
+    run._over = True
+    return run
+
+
+def test_a_worker_that_was_given_up_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is paused for good. Another one's script goes on for as long as it likes."""
+    with over(tmp_path, io.StringIO(), [_Worker("worker0"), _Worker("worker1")], ["worker1"]) as run:
+        left = run._worth_waiting_for(0.0), run._worth_waiting_for(cluster_run._LOST_S)
+        assert [[handle.command.name for handle in waited] for waited in left] == [["worker0", "worker1"], ["worker1"]]
+        run.handles.clear()
+
+
+@pytest.mark.parametrize(("given_up", "status"), [("worker0", 0), ("worker1", 1)])
+def test_a_worker_that_was_given_up_and_finds_no_coordinator_any_more_does_not_fail_a_run_that_is_done(
+    tmp_path: Path, given_up: str, status: int
+) -> None:
+    said = io.StringIO()
+    workers = [_Worker("worker0", Exit(1)), _Worker("worker1", Exit(0))]
+    with over(tmp_path, said, workers, sorted({"worker0", "worker1"} - {given_up})) as run:
+        assert run._verdict() == status
+    warned = "worker0, which was given up before the job's end, ended with status 1" in said.getvalue()
+    assert warned == (status == 0)
 
 
 def test_the_last_snapshot_is_taken_when_nobody_reads_the_output_any_more(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.markup import escape
 
+from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
@@ -34,6 +35,7 @@ _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their 
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S = 0.02
 _LAST_SNAPSHOT_S = 3.0  # after Ctrl-C a last snapshot may take so many seconds
+_LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
 Intervene = Callable[["ClusterRun"], None]
@@ -150,9 +152,13 @@ class ClusterRun:
         self._relay()
         for name, how in ended:
             worker = self.handles.pop(name).command.role == "worker"
-            self.console.relay_all(self._output.ended(name, time.monotonic(), well=how.status == 0))
+            lines = self._output.ended(name, time.monotonic(), well=how.status == 0)
+            self.console.relay_all(lines)
             if how.status != 0 and self._is_over and worker and name in self.supervisor.took_part:
-                self._endings.append(f"{name} {how}")
+                if self._was_given_up(name) and not lines:
+                    self.console.say(f"[yellow]{name}, which was given up before the job's end, {how}[/yellow]")
+                else:
+                    self._endings.append(f"{name} {how}")
         return ended
 
     def _do(self, decisions: Sequence[Decision]) -> None:
@@ -266,12 +272,18 @@ class ClusterRun:
         workers = self.of_role("worker")
         took_part = [handle for handle in workers if handle.command.name in self.supervisor.took_part]
         if self._is_over:  # a worker that was only just started has nothing to do here
-            return took_part
+            patient = waited < _LOST_S
+            return [handle for handle in took_part if patient or not self._was_given_up(handle.command.name)]
         if self.console.failure:
             culprit = self.console.failure.partition(":")[0]
             if culprit in self.handles and waited < _GRACE_S:
                 return workers
         return workers if waited < _ERROR_S else []
+
+    def _was_given_up(self, worker: str) -> bool:
+        """True if a worker that took part is no member any more: it may be paused, and hears nothing of the end."""
+        members = self.console.members
+        return members is not None and worker not in (*members.workers, *members.standby)
 
     def _end(self) -> None:
         """Let servers and the coordinator close their files for a moment, then kill every process."""
