@@ -19,6 +19,7 @@ from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introdu
 from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused, decode
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.transport import Connection, Transport
+from rallypoint.observe.lines import Once
 
 log = logging.getLogger("rallypoint")
 
@@ -79,7 +80,7 @@ class CoordinatorLink:
         self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
-        self._has_said_that_it_waits = False
+        self._said_that_it_waits = Once()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
@@ -136,10 +137,14 @@ class CoordinatorLink:
     # ---- joining ----
 
     def _join(self, patience: float) -> Channel:
-        connection = connect_patiently(
-            self._transport, self._address, patience, self._closed,
-            lambda error: self._say_that_it_waits(error, patience),
-        )  # fmt: skip
+        def waits(error: LinkError) -> None:
+            newcomer = not self.incarnation and self._me.role != "observer"
+            if newcomer and self._said_that_it_waits.is_new(self._address):
+                # It cannot know which: nobody is there to ask
+                why = "the coordinator may not have been started yet, or its job is over"
+                log.warning("%s; trying again for %.0f s: %s", error, patience, why)
+
+        connection = connect_patiently(self._transport, self._address, patience, self._closed, waits)
         try:
             me = self._me
             hello = Hello(
@@ -151,15 +156,6 @@ class CoordinatorLink:
             connection.close()
             raise
         return Channel(connection, "the coordinator", keys, backlog=Backlog(_MOST_WAITING, _MOST_WAITING))
-
-    def _say_that_it_waits(self, error: LinkError, patience: float) -> None:
-        """A newcomer cannot know whether the coordinator is still to be started, or its job is over: say both."""
-        if not self.incarnation and self._me.role != "observer" and not self._has_said_that_it_waits:
-            self._has_said_that_it_waits = True
-            log.warning(
-                "%s; trying again for %.0f s: the coordinator may not have been started yet, or its job is over",
-                error, patience,
-            )  # fmt: skip
 
     def _join_patiently(self, patience: float) -> Channel:
         """Join. A coordinator that dies meanwhile, or that has not proved itself, is waited for like an absent one.
