@@ -275,7 +275,8 @@ class CoordinatorShell:
 
     def _drive(self, event: cluster_events.Event) -> list[Act]:
         effects = self.machine.handle(event)
-        acts = [*self._save(), *self._count_early(), *self._run(effects)]
+        acts = [*self._save(), *self._count_early()]
+        acts += [act for effect in effects for act in self._acts_of(effect)]
         if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)
         for newcomer in self._newcomers.due(self.machine.course.members):
@@ -289,9 +290,6 @@ class CoordinatorShell:
         state = self.machine.state()
         first, self._kept = not self._kept, state.begun and state.record is not None
         return [Save(state, needed=first and state.last_word is None)]
-
-    def _run(self, effects: Sequence[cluster_effects.Effect]) -> list[Act]:
-        return [act for effect in effects for act in self._acts_of(effect)]
 
     def _acts_of(self, effect: cluster_effects.Effect) -> list[Act]:
         match effect:
