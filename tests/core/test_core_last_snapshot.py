@@ -213,6 +213,20 @@ def test_the_next_coordinator_goes_on_with_the_end_and_says_the_same_reason() ->
     assert _of(Abort, follower.store(capture)) == ENDED
 
 
+def test_another_failure_does_not_end_the_next_coordinator_s_wait_for_the_servers() -> None:
+    job = at_step_5()
+    job.play(Failed("w0", WHY))
+    follower = followed(job)
+    follower.tick(1.0, alive=())
+    for member in ("w1", "s0"):
+        follower.join(member, incarnation=job.incarnations[member])
+    follower.play(Failed("w1", "the same"), Left("w1", "it has ended"))
+    assert follower.machine.last_word is None
+    follower.join("s1", incarnation=job.incarnations["s1"])
+    capture = asked(follower.tick(0.1, alive=()))
+    assert _of(Abort, follower.store(capture)) == ENDED
+
+
 def test_the_next_coordinator_ends_a_failing_job_without_servers_that_do_not_come_back() -> None:
     job = at_step_5()
     job.play(Failed("w0", WHY))

@@ -38,11 +38,15 @@ class LastSnapshot:
     def begin(self, failed: events.Failed) -> list[Effect]:
         """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
         course = self.course
-        if course.failing is None:
-            holds = failed.version > 0 and failed.member in course.members.servers
-            course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds)
-        member, version = course.failing.member, max(course.known, course.failing.version)
-        writers = self._who_stores(course.failing) if self._may_store(member) else []
+        if course.failing is not None:
+            return self.again()  # the job fails already: an earlier coordinator said so
+        holds = failed.version > 0 and failed.member in course.members.servers
+        course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds)
+        return self._begin(course.failing)
+
+    def _begin(self, failing: Failing) -> list[Effect]:
+        course, member, version = self.course, failing.member, max(self.course.known, failing.version)
+        writers = self._who_stores(failing) if self._may_store(member) else []
         if not writers or version <= self.snapshots.duty.last[0]:
             return self.end()
         self._writers, course.phase = frozenset(writers), Phase.FAILING
@@ -60,7 +64,7 @@ class LastSnapshot:
         away = not course.members.awaited.isdisjoint(self._able(failing))
         if course.phase is Phase.RUNNING and away and course.now <= self._until:
             return []
-        return self.begin(events.Failed(failing.member, failing.reason))
+        return self._begin(failing)
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event of the phase FAILING; return the effects."""
@@ -82,7 +86,14 @@ class LastSnapshot:
                 return self.end()
             case events.Released():
                 return self.end()
-            case events.Left(member=member) | events.Unlinked(member=member) if member in self._writers:
+            case events.Unlinked(member=member) if member in course.members:
+                course.members.unlinked(member)  # it may come back, and is told of the end then
+                return self.end() if member in self._writers else []
+            case events.Joined(member=member, role=role, process=process):
+                if course.members.same(member.id, role, member.incarnation, process) is not None:
+                    course.members.returned(member.id)
+                return []
+            case events.Left(member=member) if member in self._writers:
                 return self.end()
             case _:
                 return []
