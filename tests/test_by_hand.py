@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from rallypoint.coordinator.service import JoinInfo
@@ -17,6 +18,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError
 from rallypoint.launch.commands.by_hand import decoded, described
 from rallypoint.launch.options import CoordinatorOptions
+from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program, run_program
 
 pytestmark = pytest.mark.programs
@@ -166,3 +168,27 @@ def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(m
     assert members.started["server"].wait(40.0) == 3, members.said("server")  # it would go on for 60 s without a word
     assert "server: the job failed: the coordinator was interrupted" in members.said("server")
     assert "failed: the coordinator was interrupted" in members.said("coordinator")
+
+
+def test_a_worker_that_gives_up_ends_though_its_coordinator_is_stopped(members: Members) -> None:
+    """It says why, but nobody reads that: it must not wait until somebody does."""
+    gate = members.folder / "gate"
+    (members.folder / "train.py").write_text(
+        "import pathlib, time, rallypoint as rp\n"
+        "with rp.join() as job:\n"
+        f"    while not pathlib.Path({str(gate)!r}).exists():\n"
+        "        time.sleep(0.01)\n"
+        "    raise ValueError('the data is gone')\n"
+    )
+    members.start("coordinator", ["coordinator"])
+    address = members.until("coordinator", r"listens at (\S+)\n")
+    members.start("w0", ["worker", "--coordinator", address, "train.py"])
+    members.until("w0", r"(has joined the job)")
+    coordinator = members.started["coordinator"]
+    coordinator.send_signal(signal.SIGSTOP)
+    stopped = lambda: psutil.Process(coordinator.pid).status() == psutil.STATUS_STOPPED  # noqa: E731
+    until(stopped, lambda: "the coordinator is not stopped")
+    gate.touch()
+    assert members.started["w0"].wait(100.0) == 1, members.said("w0")
+    assert stopped()
+    assert "ValueError: the data is gone" in members.said("w0")

@@ -88,6 +88,15 @@ def test_what_is_waited_for_after_the_jobs_end_is_no_training(monkeypatch: pytes
     assert "96,000 samples in 100.0 s (960 samples/s)" in said.getvalue()
 
 
+def test_figures_that_the_next_coordinator_announces_again_are_shown_once() -> None:
+    """Workers repeat the last ones when they come back to it."""
+    figures = [Metrics(step, {"loss": float("nan")}, ViewNumber(1, 1)) for step in (20, 40)]
+    again = [msgspec.msgpack.decode(msgspec.msgpack.encode(one), type=Metrics) for one in figures]
+    anew = Metrics(20, {"loss": float("nan")}, ViewNumber(2, 1))  # computed again after a roll-back
+    said = [line for line in said_of(PLAN, *figures, *again, anew) if "loss" in line]
+    assert [line.split()[1] for line in said] == ["20", "40", "20"]
+
+
 def test_figures_have_as_many_digits_each_time() -> None:
     said = said_of(PLAN, Metrics(20, {"loss": 2.52, "accuracy": 0.9, "perplexity": 1234.4}, ViewNumber()))
     assert said[1:] == ["step     20  loss 2.520  accuracy 0.9000  perplexity 1234"]

@@ -21,11 +21,13 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.net.messages import (
     Aborted,
     Admitted,
+    Applied,
     Beat,
     Capture,
     CaughtUp,
     Done,
     Finished,
+    GiveUp,
     Hello,
     Knows,
     Message,
@@ -210,14 +212,16 @@ def test_figures_that_come_after_their_snapshot_are_sent_after_it() -> None:
     assert acts.Judge(3, {"loss": 1.0, "accuracy": 0.5}) in said
 
 
-def test_figures_that_are_said_again_count_once() -> None:
+@pytest.mark.parametrize("loss", [1.0, float("nan")])
+def test_figures_that_are_said_again_count_once(loss: float) -> None:
     """A worker repeats them when its link has been broken."""
     play = Play()
     play.begin()
     play.steps(0, 3)
-    figures = Metrics(3, {"loss": 1.0, "accuracy": 0.5}, play.view.generation)
-    assert acts.Judge(3, {"loss": 1.0, "accuracy": 0.5}) in play.say("w0", figures)
-    assert play.say("w0", figures) == []
+    figures = Metrics(3, {"loss": loss, "accuracy": 0.5}, play.view.generation)
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(figures), type=Metrics)
+    assert any(isinstance(act, acts.Judge) for act in play.say("w0", figures))
+    assert play.say("w0", again) == []
     assert play.say("w0", Metrics(3, {"loss": 2.0}, play.view.generation))
 
 
@@ -755,6 +759,24 @@ def test_a_new_size_is_written_down_before_the_launcher_hears_of_it() -> None:
     told = [n for n, act in enumerate(done) if isinstance(act, acts.Send) and act.message == Resize(5)]
     assert written < told
     assert len(written) == len(told) == 1
+
+
+def test_a_member_whose_link_breaks_while_a_failing_job_is_stored_is_told_of_the_end() -> None:
+    play = Play(snapshots=True, snapshot_steps=10)
+    play.begin("w0", "w1")
+    play.store()
+    play.report(0, 0, "w0")
+    play.report(0, 1, "w1")
+    play.say("s0", Applied(0, 2, 0.0, generation=play.view.generation))
+    play.say("w0", GiveUp("its loss is nan", 1, play.view.generation))
+    assert play.shell.machine.phase is Phase.FAILING
+    play.take(inbox.Closed("w1", play.hello("w1"), "a broken wire", inbox.End.LOST))
+    ended = play.store()
+    assert play.shell.last_word == Aborted("w0: its loss is nan")
+    assert [act for act in ended if isinstance(act, acts.Over)] == [], "it is about to come back"
+    play.take(inbox.Opened("w1", play.hello("w1")))
+    assert acts.Send("w1", Aborted("w0: its loss is nan")) in play.done
+    assert play.take(inbox.Ticked(), 3.0) == [acts.Over("w0: its loss is nan")]
 
 
 _MODES: dict[str, dict[str, Any]] = {"servers-hold-the-state": {}, "workers-hold-it": {"sync": {"type": "all-reduce"}}}

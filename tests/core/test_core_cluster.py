@@ -1386,6 +1386,26 @@ def test_a_word_of_the_last_version_that_was_kept_is_dropped_with_its_generation
     assert not job.view.ending
 
 
+def test_a_worker_that_computes_alone_does_not_end_a_job_whose_servers_are_not_at_its_end() -> None:
+    job = _begun(_terms(workers=1), ("s0", "s1", "w0"))
+    generation = job.view.generation
+    job.play(Applied("s0", 0, generation))
+    assert job.play(Done("w0", generation)) == []
+    assert not job.view.ending
+    job.play(Applied("s1", job.record.rounds - 2, generation))
+    assert job.machine.phase is Phase.RUNNING
+    assert job.play(Applied("s0", job.record.rounds - 1, generation)) != []
+    assert job.machine.phase is Phase.OVER
+
+
+def test_a_server_that_is_gone_does_not_keep_a_job_from_its_end_with_words_that_were_lost() -> None:
+    job = _begun(_terms(workers=1, replication=2), ("s0", "s1", "w0"))
+    generation = job.view.generation
+    job.play(Applied("s0", job.record.rounds - 2, generation), Left("s0", "it has ended"))
+    job.play(Done("w0", generation))
+    assert job.machine.phase is Phase.OVER
+
+
 def test_when_all_workers_that_compute_say_that_they_hold_the_last_version_nothing_more_is_waited_for() -> None:
     """The reports of the last steps went to a coordinator that died, and so may the servers' words have."""
     job = _begun(_terms(), members=("s0", "s1", "w0", "w1", "w2"))

@@ -23,6 +23,7 @@ from rallypoint.core.cluster.events import (
 )
 from rallypoint.core.cluster.state import ClusterState, Phase
 from rallypoint.core.cluster.storing.last_snapshot import PATIENCE_S
+from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.policy import AllReduce
 from rallypoint.core.view import ViewNumber
 
@@ -30,9 +31,9 @@ WHY = "the loss of replica 0 at step 5 is nan"
 ENDED = [Abort(f"w0: {WHY}")]
 
 
-def at_step_5(**settings: Any) -> _Job:
+def at_step_5(*, heartbeat: float = 1.0, **settings: Any) -> _Job:
     """Steps 0 to 4 are complete, and so is version 5."""
-    job = _begun(_terms(snapshots=True), record=_record(**settings))
+    job = _begun(_terms(snapshots=True, heartbeat=heartbeat), record=_record(**settings))
     for step in range(5):
         job.step(step)
         job.play(*(Applied(s, step, job.view.generation) for s in ("s0", "s1")))
@@ -54,7 +55,10 @@ def test_the_version_that_the_servers_hold_is_stored_before_the_job_ends() -> No
         "w0 has failed; the newest version is stored before the job ends (Ctrl-C ends it now)"
     ]
     assert _of(Abort, effects) == []
-    assert job.machine.waiting_for() == "the newest version to be stored"
+    shards = len(job.view.primary)
+    assert job.machine.waiting_for() == (
+        f"the newest version to be stored before the job ends: {shards} of {shards} shards (s0, s1) are not stored yet"
+    )
     assert _of(Abort, job.store(capture)) == ENDED
     assert job.machine.phase is Phase.OVER
 
@@ -124,12 +128,32 @@ def test_what_cannot_be_stored_is_not_waited_for(event: Any, said: list[str]) ->
     assert [effect.text.partition(capture.snapshot + " ")[2] for effect in _of(Say, effects)] == said
 
 
-def test_parts_that_never_come_are_waited_for_so_long_only() -> None:
-    job = at_step_5()
+def test_a_slow_store_is_waited_for_as_long_as_files_come() -> None:
+    job = at_step_5(heartbeat=0.5)
     capture = asked(job.play(Failed("w0", WHY)))
-    assert _of(Abort, job.play(Captured("s0", capture.snapshot, tuple(job.view.shards_of("s0"))))) == []
-    assert _of(Abort, job.tick(PATIENCE_S / 2)) == []
-    assert _of(Abort, job.tick(PATIENCE_S / 2 + 1)) == ENDED
+    files = [(server, shard) for server in capture.writers for shard in job.view.shards_of(server)]
+    assert len(files) > 2
+    effects: list[Effect] = []
+    for count, (server, shard) in enumerate(files):
+        assert f": {len(files) - count} of {len(files)} shards (" in job.machine.waiting_for()
+        assert _of(Abort, job.tick(PATIENCE_S)) == []
+        effects = job.play(Captured(server, capture.snapshot, (shard,)))
+    assert _of(Commit, effects) == [Commit(capture.snapshot, 5)]
+    assert job.machine.waiting_for().endswith(": its manifest is not stored yet")
+    assert _of(Abort, job.play(Committed(capture.snapshot))) == ENDED
+
+
+@pytest.mark.parametrize(("heartbeat", "patience"), [(0.5, PATIENCE_S), (3.0, 3.0 * SNAPSHOT_PATIENCE)])
+def test_parts_that_never_come_are_waited_for_so_long_only(heartbeat: float, patience: float) -> None:
+    job = at_step_5(heartbeat=heartbeat)
+    capture = asked(job.play(Failed("w0", WHY)))
+    assert _of(Abort, job.tick(1.0)) == []
+    own = tuple(job.view.shards_of("s0"))
+    assert _of(Abort, job.play(Captured("s0", capture.snapshot, own))) == []
+    assert job.play(Captured("s0", capture.snapshot, own), Captured("s9", capture.snapshot, (0,))) == []
+    assert _of(Abort, job.tick(patience - 0.5)) == []
+    assert job.play(Captured("s0", capture.snapshot, own)) == [], "nothing new"
+    assert _of(Abort, job.tick(1.0)) == ENDED
 
 
 def test_a_snapshot_that_is_committed_too_late_changes_nothing() -> None:
@@ -186,6 +210,20 @@ def test_the_next_coordinator_goes_on_with_the_end_and_says_the_same_reason() ->
         follower.join(member, incarnation=job.incarnations[member])
     capture = asked(follower.tick(0.1, alive=()))
     assert (capture.version, capture.writers) == (5, ("s0", "s1"))
+    assert _of(Abort, follower.store(capture)) == ENDED
+
+
+def test_another_failure_does_not_end_the_next_coordinator_s_wait_for_the_servers() -> None:
+    job = at_step_5()
+    job.play(Failed("w0", WHY))
+    follower = followed(job)
+    follower.tick(1.0, alive=())
+    for member in ("w1", "s0"):
+        follower.join(member, incarnation=job.incarnations[member])
+    follower.play(Failed("w1", "the same"), Left("w1", "it has ended"))
+    assert follower.machine.last_word is None
+    follower.join("s1", incarnation=job.incarnations["s1"])
+    capture = asked(follower.tick(0.1, alive=()))
     assert _of(Abort, follower.store(capture)) == ENDED
 
 

@@ -339,7 +339,9 @@ def test_what_is_no_message_ends_it(coordinator: Coordinator, me: Member) -> Non
     assert "a CREDIT frame from the coordinator" in str(error)
 
 
-def test_a_coordinator_that_is_not_there_is_waited_for(transport: Transport) -> None:
+def test_a_coordinator_that_is_not_there_is_waited_for(
+    transport: Transport, caplog: pytest.LogCaptureFixture
+) -> None:
     first = Coordinator(transport)
     first.close()
     late: list[Coordinator] = []
@@ -356,6 +358,9 @@ def test_a_coordinator_that_is_not_there_is_waited_for(transport: Transport) -> 
     me = Member(first)  # which knows its address only
     late[0].member()
     assert tries == 3
+    (said,) = caplog.messages
+    assert said.startswith("nobody ")
+    assert said.endswith("trying again for 30 s: the coordinator may not have been started yet, or its job is over")
     me.link.close()
     late[0].close()
 

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
+import numpy as np
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
@@ -22,7 +24,8 @@ from samples import LAYOUT, records, same, take
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed, UsageError
 from rallypoint.store import direct, retry, snapshots
 from rallypoint.store.manifest import Compression, checksum_of, snapshot_id
-from rallypoint.store.record import encode_record
+from rallypoint.store.pace import FILE_S, Pace
+from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.snapshots import Retention, SnapshotStore
 
 SHARDS = [shard.index for shard in LAYOUT.shards]
@@ -83,6 +86,59 @@ def test_a_file_is_closed_once_it_is_full(store: SnapshotStore, monkeypatch: pyt
     assert sorted(manifest.files) == ["server0-0.shards", "server0-1.shards"]
     assert {entry.file for entry in manifest.shards.values()} == manifest.files.keys()
     assert same(list(store.read(manifest, SHARDS)), list(records(1)))
+
+
+class _SlowFiles:
+    """Takes bytes at once, like a cache; a file is durable only after a time that its size and the `rate` give."""
+
+    def __init__(self, store: SnapshotStore, rate: float, latency: float = 0.0) -> None:
+        self.now = 0.0
+        self._writing, self._rate, self._latency = store._files.writing, rate, latency
+        store._pace = Pace(lambda: self.now)
+        store._files.writing = self.writing  # type: ignore[method-assign]
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[Any]:
+        sizes = [0]
+        with self._writing(path) as write:
+            yield lambda chunk: sizes.append(len(chunk)) or write(chunk)
+        self.now += self._latency + sum(sizes) / self._rate
+
+
+def _large(count: int, words: int) -> Iterator[ShardRecord]:
+    return (ShardRecord(shard, 1, {"master": np.zeros(words, np.float32)}, {}) for shard in range(count))
+
+
+def _ages(store: SnapshotStore, slow: _SlowFiles, count: int) -> list[tuple[float, int]]:
+    """Write a part of `count` shards of 1 MB. Returns after how many seconds each file came, with how many shards."""
+    told: list[tuple[float, int]] = []
+    last = slow.now
+
+    def written(part: snapshots.Part) -> None:
+        nonlocal last
+        told.append((slow.now - last, len(part.shards)))
+        last = slow.now
+
+    store.write_part(snapshot_id(1, 1), "a", _large(count, 250_000), "none", written)
+    return told
+
+
+@pytest.mark.parametrize("rate", [300e3, 1e6, 5e6])
+def test_a_slow_store_gets_files_that_it_stores_in_seconds(tmp_path: Path, rate: float) -> None:
+    """Or the snapshot would be given up: a file of 64 MB takes longer than that is waited for."""
+    store = SnapshotStore(str(tmp_path))
+    slow = _SlowFiles(store, rate)
+    told = _ages(store, slow, 40)
+    assert sum(shards for _, shards in told) == 40
+    assert told[0][0] <= 9.1e6 / rate <= 31
+    assert max(seconds for seconds, _ in told[1:]) <= 2 * FILE_S
+
+
+def test_a_fast_store_gets_large_files_and_a_small_one_does_not_make_them_small(tmp_path: Path) -> None:
+    store = SnapshotStore(str(tmp_path))
+    slow = _SlowFiles(store, 100e6, latency=0.2)
+    assert [shards for _, shards in _ages(store, slow, 80)] == [9, 68, 3]
+    assert [shards for _, shards in _ages(store, slow, 80)] == [68, 12]
 
 
 def test_a_writer_without_shards_writes_nothing(store: SnapshotStore) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import rallypoint as rp
-from rallypoint.config import JobConfig, resolve, with_own_optimizer
+from rallypoint.config import JobConfig, overrides_from, resolve, with_own_optimizer
 from rallypoint.errors import ConfigError, ProtocolError
 from rallypoint.store.record import ShardRecord, encode_record
 from rallypoint.store.state import read_state
@@ -199,3 +199,13 @@ def test_the_state_of_another_optimizer_is_refused() -> None:
     giver, taker = Worker(OPTIMIZERS["rmsprop"], 1, torch.float32), Worker(_scheduled, 1, torch.float32)
     with pytest.raises(ProtocolError, match="the state of other optimizers than these"):
         taker.take(giver.uploaded(), 0)
+
+
+@pytest.mark.parametrize("text", ["optimizer.lr=0.1", "optimizer.type=sgd", "optimizer.lr.peak=0.1"])
+def test_a_setting_of_the_job_s_optimizer_beside_one_of_the_script_is_refused(text: str) -> None:
+    """It would have no effect, and nobody would know."""
+    overrides = overrides_from(None, [text])
+    with pytest.raises(ConfigError, match=rf"^{text.partition('=')[0]} is set, and workers step the script's own_opt"):
+        with_own_optimizer(_config(), "mine", overrides)
+    assert with_own_optimizer(_config(), "", overrides) == _config()
+    assert with_own_optimizer(_config(), "mine", {"steps": 9}).own_optimizer == "mine"

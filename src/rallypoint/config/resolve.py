@@ -57,10 +57,11 @@ def record_of(
     )  # fmt: skip
 
 
-def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
+def with_own_optimizer(config: JobConfig, kind: str, overrides: Mapping[str, Any] | None = None) -> JobConfig:
     """Return the configuration of a job whose script has its own optimizer of class `kind`; "": it has none.
 
-    Raises ConfigError where workers step no optimizer, or the configuration says something else.
+    Raises ConfigError where workers step no optimizer, the configuration says something else, or the launcher's
+    `overrides` set something that the job's own optimizer would have: it is not stepped.
     """
     if kind and (why := refusal(config.mode.name, {Feature.OWN_OPTIMIZER})):
         raise ConfigError(why)
@@ -68,8 +69,19 @@ def with_own_optimizer(config: JobConfig, kind: str) -> JobConfig:
         raise ConfigError(f"sync.own is {config.own_optimizer}: leave it to job.train, which has own_optimizer")
     if not kind:
         return config
+    if "optimizer" in (overrides or {}):
+        raise ConfigError(
+            f"{_first_key(overrides or {}, 'optimizer')} is set, and workers step the script's own_optimizer= instead: "
+            "change it in the script, or leave the setting out"
+        )
     assert isinstance(config.sync, AllReduce)
     return parse(msgspec.to_builtins(msgspec.structs.replace(config, sync=AllReduce(own=kind))))
+
+
+def _first_key(settings: Mapping[str, Any], key: str) -> str:
+    """The whole name of the first setting below `key`, as ``optimizer.lr``."""
+    inner = settings[key]
+    return f"{key}.{_first_key(inner, next(iter(inner)))}" if isinstance(inner, Mapping) and inner else key
 
 
 def overrides_from(file: Path | None, dotted: Sequence[str]) -> dict[str, Any]:

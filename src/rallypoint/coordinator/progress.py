@@ -5,6 +5,7 @@ Keeps the metrics of evaluations by step of training: a snapshot's manifest gets
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 
@@ -173,7 +174,7 @@ class Evaluations:
     def has(self, step: int, values: Mapping[str, float]) -> bool:
         """True if these metrics of that step are known."""
         known = self._by_step.get(step)
-        return known is not None and values.items() <= known.items()
+        return known is not None and all(name in known and _same(known[name], values[name]) for name in values)
 
     def of(self, step: int) -> dict[str, float]:
         """All metrics of that step; empty if there are none."""
@@ -182,3 +183,7 @@ class Evaluations:
     def rewind(self, step: int) -> None:
         """Drop the metrics of steps after `step`: the job goes back to it."""
         self._by_step = {known: values for known, values in self._by_step.items() if known <= step}
+
+
+def _same(one: float, other: float) -> bool:
+    return one == other or (math.isnan(one) and math.isnan(other))

@@ -34,6 +34,7 @@ from rallypoint.net.messages import (
     StepDone,
     Waiting,
 )
+from rallypoint.observe.lines import Once
 from rallypoint.store.manifest import age
 
 _PLAIN_EVERY_S = 5.0
@@ -83,6 +84,7 @@ class RunConsole:
         self.members: Members | None = None
         self.sizes: queue.SimpleQueue[Resize] = queue.SimpleQueue()  # requests to change the cluster's size
         self._said: set[str] = set()
+        self._evaluated = Once()
         self.snapshots = 0
         self.version = -1  # of the last snapshot; -1: none so far
         self._said_done = False
@@ -109,7 +111,9 @@ class RunConsole:
                 self._plan_shown(message)
             case StepDone():
                 self._step(message)
-            case Metrics(step=step, values=values):
+            case Metrics(step=step, values=values, generation=generation):
+                if not self._evaluated.is_new((step, generation, str(values))):
+                    return  # workers have repeated it to the next coordinator
                 self._metrics = values
                 self.console.print(f"[cyan]step {step:>6}[/cyan]  {_figures(values)}")
             case Say(text=text) if text.startswith(_REFUSED):

@@ -155,7 +155,7 @@ class ClusterRun:
             lines = self._output.ended(name, time.monotonic(), well=how.status == 0)
             self.console.relay_all(lines)
             if how.status != 0 and self._is_over and worker and name in self.supervisor.took_part:
-                if self._was_given_up(name) and not lines:
+                if _was_given_up(self, name) and not lines:
                     self.console.say(f"[yellow]{name}, which was given up before the job's end, {how}[/yellow]")
                 else:
                     self._endings.append(f"{name} {how}")
@@ -273,17 +273,12 @@ class ClusterRun:
         took_part = [handle for handle in workers if handle.command.name in self.supervisor.took_part]
         if self._is_over:  # a worker that was only just started has nothing to do here
             patient = waited < _LOST_S
-            return [handle for handle in took_part if patient or not self._was_given_up(handle.command.name)]
+            return [handle for handle in took_part if patient or not _was_given_up(self, handle.command.name)]
         if self.console.failure:
             culprit = self.console.failure.partition(":")[0]
             if culprit in self.handles and waited < _GRACE_S:
                 return workers
         return workers if waited < _ERROR_S else []
-
-    def _was_given_up(self, worker: str) -> bool:
-        """True if a worker that took part is no member any more: it may be paused, and hears nothing of the end."""
-        members = self.console.members
-        return members is not None and worker not in (*members.workers, *members.standby)
 
     def _end(self) -> None:
         """Let servers and the coordinator close their files for a moment, then kill every process."""
@@ -344,6 +339,12 @@ def _note_members(run: ClusterRun) -> None:
     """Tell the supervisor who is in the newest view. The job can do without standbys."""
     if (members := run.console.members) is not None:
         run.supervisor.members((*members.workers, *members.servers, *members.aggregators))
+
+
+def _was_given_up(run: ClusterRun, worker: str) -> bool:
+    """True if a worker that took part is no member any more: it may be paused, and hears nothing of the end."""
+    members = run.console.members
+    return members is not None and worker not in (*members.workers, *members.standby)
 
 
 def _with_files(run: ClusterRun) -> list[Handle]:

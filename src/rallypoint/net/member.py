@@ -19,6 +19,7 @@ from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introdu
 from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused, decode
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.transport import Connection, Transport
+from rallypoint.observe.lines import Once
 
 log = logging.getLogger("rallypoint")
 
@@ -79,6 +80,7 @@ class CoordinatorLink:
         self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
+        self._said_that_it_waits = Once()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
@@ -135,7 +137,14 @@ class CoordinatorLink:
     # ---- joining ----
 
     def _join(self, patience: float) -> Channel:
-        connection = connect_patiently(self._transport, self._address, patience, self._closed)
+        def waits(error: LinkError) -> None:
+            newcomer = not self.incarnation and self._me.role != "observer"
+            if newcomer and self._said_that_it_waits.is_new(self._address):
+                # It cannot know which: nobody is there to ask
+                why = "the coordinator may not have been started yet, or its job is over"
+                log.warning("%s; trying again for %.0f s: %s", error, patience, why)
+
+        connection = connect_patiently(self._transport, self._address, patience, self._closed, waits)
         try:
             me = self._me
             hello = Hello(
@@ -277,17 +286,19 @@ class CoordinatorLink:
 
 
 def connect_patiently(
-    transport: Transport, address: str, timeout: float, stop: threading.Event | None = None
-) -> Connection:
+    transport: Transport, address: str, timeout: float, stop: threading.Event | None = None,
+    waits: Callable[[LinkError], None] = lambda error: None,
+) -> Connection:  # fmt: skip
     """Connect; try again while nobody listens there, because members may be started in any order.
 
-    LinkError after `timeout` seconds, or when `stop` is set.
+    LinkError after `timeout` seconds, or when `stop` is set. `waits` gets each error after which it tries again.
     """
     deadline = time.monotonic() + timeout
     while True:
         try:
             return transport.connect(address, timeout=min(_CONNECT_S, max(0.1, deadline - time.monotonic())))
-        except LinkError:
+        except LinkError as error:
             if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
                 raise
+            waits(error)
             time.sleep(_RETRY_S)

@@ -32,6 +32,7 @@ from rallypoint.store.manifest import (
     encode_manifest,
     shards_by_file,
 )
+from rallypoint.store.pace import Pace
 from rallypoint.store.retention import Retention as Retention
 from rallypoint.store.retention import newest_first, order, wanted
 from rallypoint.store.retry import StoreSilent, read_again
@@ -61,7 +62,7 @@ class SnapshotStore:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._files = Files(url)
+        self._files, self._pace = Files(url), Pace()
 
     # Writing
 
@@ -81,9 +82,10 @@ class SnapshotStore:
             coming = iter(records)
             while (first := next(coming, None)) is not None:
                 name = f"{part}-{len(files)}.shards"
-                with self._writing(snapshot_id, f"{snapshot_id}/{name}") as write:
-                    entries = _write_file(name, chain((first,), coming), compression, write)
-                files[name] = sum(entry.length for entry in entries.values())
+                with self._pace.measured() as measure, self._writing(snapshot_id, f"{snapshot_id}/{name}") as write:
+                    entries = _write_file(name, chain((first,), coming), compression, write, self._pace)
+                    measure(size := sum(entry.length for entry in entries.values()))
+                files[name] = size
                 shards |= entries
                 written(Part({name: files[name]}, entries))
         except BaseException:
@@ -348,7 +350,7 @@ class SnapshotStore:
 
 
 def _write_file(
-    file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object]
+    file: str, records: Iterator[ShardRecord], compression: Compression, write: Callable[[Chunk], object], pace: Pace
 ) -> dict[int, ShardEntry]:
     """Write encoded records until the file is full or there are no more. Returns where each shard lies."""
     from rallypoint.store.record import encode_chunks  # needs numpy, which importing this module must not
@@ -362,7 +364,7 @@ def _write_file(
             write(chunk)
         entries[record.shard] = entry
         size += entry.length
-        if size >= FILE_BYTES:
+        if size >= FILE_BYTES or pace.is_full(size):
             break
     return entries
 

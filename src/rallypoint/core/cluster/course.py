@@ -27,6 +27,7 @@ class Course:
         begun: the first weights are stored, or a step has been computed. From then on they cannot be uploaded again.
         furthest: the highest step that reports of this generation prove (`reached_by`); -1 before the first.
         applied: the highest step that a server has applied in this generation; -1 if none has said so.
+        witnesses: the servers that have said in this generation what they have applied.
         workers_max: the most workers that compute; more stand by.
         revision: rises whenever `state()` has changed in something that the next coordinator needs.
         last_word: how the job ended; None while it goes on.
@@ -44,6 +45,7 @@ class Course:
     begun: bool = False
     furthest: int = -1
     applied: int = -1
+    witnesses: set[str] = field(default_factory=set)
     workers_max: int = 1
     revision: int = 0
     last_word: Finish | Abort | None = None
@@ -80,6 +82,7 @@ class Course:
         view = self.view
         if view is not None and self.record is not None and server in {*view.primary.values(), *view.backup.values()}:
             self.applied = max(self.applied, min(step, self.record.rounds - 1))
+            self.witnesses.add(server)
 
     def reached_by(self, step: int) -> int:
         """The step that a report of `step` proves: at most one after what servers have applied.

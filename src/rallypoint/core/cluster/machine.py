@@ -155,6 +155,8 @@ class ClusterMachine:
     def waiting_for(self) -> str | None:
         """A phrase for what the whole job waits for (I8); None when it only waits for the step in progress."""
         course = self.course
+        if course.phase is Phase.FAILING:
+            return self._ending.awaited
         if course.members.all_done and not self._snapshots.final:
             return self._snapshots.awaited_at_the_end
         if self._silence.cut_off:

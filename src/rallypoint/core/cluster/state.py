@@ -80,8 +80,6 @@ def awaited(phase: Phase, members: Membership, terms: Terms, *, workers: int, se
             return " and ".join(missing) if missing else f"the model of {', '.join(silent)}"
         case Phase.RECOVERING:
             return " and ".join(_missing(1 - here, "server")) or "a snapshot to go back to"
-        case Phase.FAILING:
-            return "the newest version to be stored"
         case Phase.RUNNING if able < terms.workers_min:
             missing = _missing(terms.workers_min - able, "worker")
             return f"{missing[0]} (at least {terms.workers_min} are wanted)"

@@ -31,6 +31,7 @@ class Strategies:
         backup_tasks: an idle worker is asked for a straggler's replica.
         aggregates: workers may use aggregators.
         workers_have_codec_states: a snapshot needs the workers' codec states.
+        in_rounds: servers report each round, once.
         snapshot_version: the rule for the version of the next snapshot.
         snapshot_lead: ask for a snapshot so many steps before its version.
     """
@@ -40,6 +41,7 @@ class Strategies:
     backup_tasks: bool = False
     aggregates: bool = True
     workers_have_codec_states: bool = False
+    in_rounds: bool = True
     snapshot_version: VersionRule = a_little_ahead
     snapshot_lead: int = CAPTURE_AHEAD
 
@@ -53,6 +55,7 @@ def strategies_for(record: JobRecord, terms: Terms) -> Strategies:
         backup_tasks=terms.backup_tasks and record.supports(Feature.BACKUP_TASKS),
         aggregates=not terms.backup_tasks and record.supports(Feature.AGGREGATORS),
         workers_have_codec_states=Feature.CODEC_STATE in record.features and record.mode.holder is Holder.SERVERS,
+        in_rounds=record.mode.pace is Pace.ROUNDS,
         snapshot_version=snapshot_version,
         snapshot_lead=snapshot_lead,
     )

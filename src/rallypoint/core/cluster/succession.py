@@ -163,7 +163,7 @@ class Succession:
         """
         course = self.course
         assert course.record is not None
-        course.applied = -1
+        course.applied, course.witnesses = -1, set()
         course.recovery.begins(stored=origin != "")
         self.assigner.restart()
         self.snapshots.duty.restart()

@@ -116,7 +116,8 @@ class Job:
         if own and "optimizer" in settings:
             raise ConfigError("optimizer= and own_optimizer= are both given: the job steps only one; leave one out")
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
-        config = with_own_optimizer(resolve(settings, self._link.welcome.overrides), kinds)
+        overrides = self._link.welcome.overrides
+        config = with_own_optimizer(resolve(settings, overrides), kinds, overrides)
         tensors = ModelTensors(model, config)
         batches = MicroBatches(dataset, config, tensors.device, collate_fn)
         optimizer = worker_optimizer(tensors, config, own, schedules)

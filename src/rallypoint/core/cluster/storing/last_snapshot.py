@@ -8,12 +8,13 @@ from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Effect, Hold, Say
 from rallypoint.core.cluster.state import Failing, Phase
+from rallypoint.core.cluster.storing.snapshot_duty import SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.modes import Feature
 
-PATIENCE_S = 10.0  # for the last contributions to be applied, and
-SLOWEST = 50e6  # bytes per second for each server's part: a slower store gets no last snapshot
-_STATE = 12  # bytes a word: the master and two moments
+# So many seconds, and at least the patience of every other snapshot, it is waited for one more file. In the first of
+# them the last contributions have to be applied too.
+PATIENCE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -21,32 +22,36 @@ class LastSnapshot:
     """The end of a job that cannot go on.
 
         begin -> phase FAILING, Capture -> all parts stored, Commit -> committed -> Abort
-              \\-> Abort, if there is nothing to store      \\-> a writer is lost, too late, released -> Abort
+              \\-> Abort, if there is nothing to store      \\-> a writer is lost, no file comes, released -> Abort
 
     No version can follow the one that the servers hold, because the failed member's contributions do not come. Which
     version that is, is not certain: the servers' reports may be on their way. So a shard that is past the version asked
-    for names its own, and that one is asked for.
+    for names its own, and that one is asked for. The store may be slow: as long as files come, the end waits.
     """
 
     course: Course
     snapshots: Snapshots
     _writers: frozenset[str] = frozenset()
-    _until: float = 0.0
+    _until: float = 0.0  # the time (s) up to which a new coordinator waits for the members of a failing job
+    _news: float = 0.0  # the time (s) of the last file, or of the failure
 
     def begin(self, failed: events.Failed) -> list[Effect]:
         """A member has failed: take the last snapshot, or end the job at once if there is none to take."""
         course = self.course
-        if course.failing is None:
-            holds = failed.version > 0 and failed.member in course.members.servers
-            course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds)
-        member, version = course.failing.member, max(course.known, course.failing.version)
-        writers = self._who_stores(course.failing) if self._may_store(member) else []
+        if course.failing is not None:
+            return self.again()  # the job fails already: an earlier coordinator said so
+        holds = failed.version > 0 and failed.member in course.members.servers
+        course.failing = Failing(failed.member, failed.reason, self._newest(failed), holds)
+        return self._begin(course.failing)
+
+    def _begin(self, failing: Failing) -> list[Effect]:
+        course, member, version = self.course, failing.member, max(self.course.known, failing.version)
+        writers = self._who_stores(failing) if self._may_store(member) else []
         if not writers or version <= self.snapshots.duty.last[0]:
             return self.end()
         self._writers, course.phase = frozenset(writers), Phase.FAILING
         course.changed()
-        assert course.record is not None
-        self._until = course.now + PATIENCE_S + course.record.layout.words * _STATE / len(writers) / SLOWEST
+        self._news = course.now
         said = Hold(f"{member} has failed; the newest version is stored before the job ends (Ctrl-C ends it now)")
         return [said, *self.snapshots.capture(version, writers)]
 
@@ -59,7 +64,7 @@ class LastSnapshot:
         away = not course.members.awaited.isdisjoint(self._able(failing))
         if course.phase is Phase.RUNNING and away and course.now <= self._until:
             return []
-        return self.begin(events.Failed(failing.member, failing.reason))
+        return self._begin(failing)
 
     def handle(self, event: events.Event) -> list[Effect]:
         """Take one event of the phase FAILING; return the effects."""
@@ -67,8 +72,10 @@ class LastSnapshot:
         match event:
             case events.Tick(now=now):
                 course.now = now
-                return self.end() if now > self._until else []
-            case events.Captured():
+                return self.end() if now > self._news + self._patience else []
+            case events.Captured(server=server, snapshot=snapshot, shards=shards):
+                if self.snapshots.shards_to_store(server, snapshot).intersection(shards):
+                    self._news = course.now
                 return self.snapshots.stored(event)
             case events.SnapshotLost(snapshot=snapshot, passed=passed) if taking := duty.under_way(snapshot):
                 if passed > taking.version:
@@ -79,7 +86,14 @@ class LastSnapshot:
                 return self.end()
             case events.Released():
                 return self.end()
-            case events.Left(member=member) | events.Unlinked(member=member) if member in self._writers:
+            case events.Unlinked(member=member) if member in course.members:
+                course.members.unlinked(member)  # it may come back, and is told of the end then
+                return self.end() if member in self._writers else []
+            case events.Joined(member=member, role=role, process=process):
+                if course.members.same(member.id, role, member.incarnation, process) is not None:
+                    course.members.returned(member.id)
+                return []
+            case events.Left(member=member) if member in self._writers:
                 return self.end()
             case _:
                 return []
@@ -88,6 +102,15 @@ class LastSnapshot:
         """End the job with the failure that it has."""
         assert self.course.failing is not None
         return self.course.end(self.course.failing.word)
+
+    @property
+    def awaited(self) -> str:
+        """A phrase for what the end waits for."""
+        return f"the newest version to be stored before the job ends: {self.snapshots.not_stored} not stored yet"
+
+    @property
+    def _patience(self) -> float:
+        return max(PATIENCE_S, SNAPSHOT_PATIENCE * self.course.terms.heartbeat)
 
     def _newest(self, failed: events.Failed) -> int:
         """The newest version that is known to exist.

@@ -163,6 +163,15 @@ class Snapshots:
         )]  # fmt: skip
 
     @property
+    def not_stored(self) -> str:
+        """What of the snapshot in progress is missing, as ``3 of 8 shards (server0, server1) are``."""
+        taking, record = self.duty.taking, self.course.record
+        if taking is None or record is None or not taking.missing:
+            return "its manifest is"
+        writers, shards = ", ".join(self._unfinished(taking)), len(record.layout.shards)
+        return f"{len(taking.missing)} of {shards} shards ({writers}) are"
+
+    @property
     def awaited_at_the_end(self) -> str:
         """A phrase for what the job's end waits for, when all workers have the last version and it is not stored."""
         if self.duty.held:
