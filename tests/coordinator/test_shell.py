@@ -409,6 +409,49 @@ def test_the_lead_is_named_even_if_all_workers_are_away_at_the_end() -> None:
     assert not [act for act in play.done if isinstance(act, acts.Over)], "the server is told when it comes back"
 
 
+# ---- who knows the token, and asks too much ---------------------------------------------------------------------
+
+
+def test_a_flood_of_resizes_is_followed_now_and_then_and_the_newest_counts() -> None:
+    play = Play()
+    play.join("s0", "o")
+    for workers in range(1, 501):
+        play.say("o", Resize(workers))
+    play.say("o", Resize(0, servers=3))
+    followed = play.sent(Resize)
+    assert 1 <= len(followed) < 50
+    assert len([act for act in play.done if isinstance(act, acts.Save)]) < 100
+    play.take(inbox.Ticked(), seconds=10.0)
+    assert play.sent(Resize)[len(followed) :] == [Resize(500, 3)]
+    assert play.shell.machine.state().workers_max == 500
+    play.take(inbox.Ticked(), seconds=10.0)
+    assert len(play.sent(Resize)) == len(followed) + 1
+
+
+def test_processes_that_join_under_ever_new_names_are_let_in_one_after_another() -> None:
+    play = Play()
+    play.begin()
+    play.join("o")
+    for number in range(5000):
+        play.join(f"w{number + 1}")
+        play.take(inbox.Closed(f"w{number + 1}", play.hello(f"w{number + 1}"), "it closed its connection"))
+    joined = play.shell.machine.state().incarnations
+    assert joined < 2000
+    assert len(play.sent(Say)) < 2000
+    assert [said.text for said in play.sent(Say) if "more processes join" in said.text] == [
+        "more processes join than a job needs: they are let in one after another"
+    ]
+    play.join("w5001")
+    assert "w5001" not in play.incarnations
+    play.take(inbox.Ticked(), seconds=1.0)
+    assert play.incarnations["w5001"] == joined + 1, "it waited for its turn"
+    play.take(inbox.Closed("s0", play.hello("s0"), "broken", inbox.End.LOST))
+    for number in range(5002, 5010):
+        play.join(f"w{number}")
+    play.join("s0")
+    assert play.incarnations["s0"] == 1, "who comes back waits for nobody"
+
+
 # ---- a coordinator after another -------------------------------------------------------------------------------
 
 

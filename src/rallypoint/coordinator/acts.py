@@ -111,3 +111,8 @@ Act = (
 def last_message(word: Finish | Abort) -> Finished | Aborted:
     """The message that tells everybody how the job ended."""
     return Finished(word.lead) if isinstance(word, Finish) else Aborted(word.reason)
+
+
+def failure_of(word: Finished | Aborted) -> str | None:
+    """Why the job has failed; None if it has not."""
+    return word.reason if isinstance(word, Aborted) else None

@@ -19,6 +19,7 @@ from rallypoint.coordinator.acts import (
     Refuse,
     Save,
     Send,
+    failure_of,
     last_message,
 )
 from rallypoint.coordinator.agreement import Agreement
@@ -30,6 +31,7 @@ from rallypoint.coordinator.joining.take_over import TakeOver, late_view, needed
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.owner import TICKS
 from rallypoint.coordinator.progress import EVALUATED, Evaluations
+from rallypoint.coordinator.sizes import Sizes
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
@@ -92,7 +94,8 @@ class CoordinatorShell:
         self.last_word: Finished | Aborted | None = None
         self.announcer = Announcer(self.machine, now)
         self.evaluations, self._early = Evaluations(), Early[Metrics](EVALUATED)
-        self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers()
+        self._agreement, self._claims, self._newcomers = Agreement(), Claims(), Newcomers.of(terms, now)
+        self._sizes = Sizes(now)
         self._terms, self._now = terms, now
         self._ticked = self._awake = now
         self._written = 0
@@ -171,10 +174,8 @@ class CoordinatorShell:
         acts: list[Act] = []
         if self.refuses(hello):
             return [Refuse(connection, taken(hello.id))]
-        if self._newcomers.keeps(opened, self.machine.course.members):
-            return self._announce(Say(
-                f"another process has come as {hello.id}: it waits until {hello.id} is back, or is given up"
-            ))  # fmt: skip
+        if (told := self._newcomers.keeps(opened, self.machine.course.members, self._now)) is not None:
+            return self._announce(Say(told)) if told else []
         if (old := self.members.get(hello.id)) is not None:
             acts.append(Close(old))  # the same process connected again before its old connection ended
         self.members[hello.id] = connection
@@ -205,8 +206,7 @@ class CoordinatorShell:
     def _received(self, connection: Connection, hello: Hello, message: Message) -> list[Act]:
         if hello.role == "observer":
             if isinstance(message, Resize):
-                resized = self._drive(cluster_events.Resized(message.workers)) if message.workers > 0 else []
-                return [*resized, *self._announce(message)]  # the launcher acts on it: save it first (I7)
+                return self._resized(self._sizes.take(message, self._now))
             released = isinstance(message, Release)
             return self._drive(cluster_events.Released() if released else cluster_events.SnapshotWanted())
         if self.members.get(hello.id) != connection:
@@ -242,6 +242,10 @@ class CoordinatorShell:
             case _:
                 return [*acts, *self._drive(claim_of(hello.id, message))]
 
+    def _resized(self, size: Resize | None) -> list[Act]:
+        resized = self._drive(cluster_events.Resized(size.workers)) if size is not None and size.workers > 0 else []
+        return [] if size is None else [*resized, *self._announce(size)]  # the launcher acts on it: save it first (I7)
+
     def _knows(self, hello: Hello, view: View | None) -> list[Act]:
         """A member has come back, too late for the take-over."""
         match late_view(hello, view, self.machine.course):
@@ -271,7 +275,8 @@ class CoordinatorShell:
 
     def _drive(self, event: cluster_events.Event) -> list[Act]:
         effects = self.machine.handle(event)
-        acts = [*self._save(), *self._count_early(), *self._run(effects)]
+        acts = [*self._save(), *self._count_early()]
+        acts += [act for effect in effects for act in self._acts_of(effect)]
         if isinstance(event, cluster_events.CaughtUp) and self.machine.view is not None:
             acts += self.announcer.members(self.machine.view, self._now)
         for newcomer in self._newcomers.due(self.machine.course.members):
@@ -285,12 +290,6 @@ class CoordinatorShell:
         state = self.machine.state()
         first, self._kept = not self._kept, state.begun and state.record is not None
         return [Save(state, needed=first and state.last_word is None)]
-
-    def _run(self, effects: Sequence[cluster_effects.Effect]) -> list[Act]:
-        acts: list[Act] = []
-        for effect in effects:
-            acts += self._acts_of(effect)
-        return acts
 
     def _acts_of(self, effect: cluster_effects.Effect) -> list[Act]:
         match effect:
@@ -361,8 +360,10 @@ class CoordinatorShell:
 
     def _tick(self) -> list[Act]:
         if self.last_word is not None:
-            return [Over(_failure(self.last_word))] if self._now >= self._end_at else []
-        acts = self._drive(cluster_events.Tick(self._time_awake()))
+            return [Over(failure_of(self.last_word))] if self._now >= self._end_at else []
+        acts = [act for newcomer in self._newcomers.allowed(self._now) for act in self._opened(newcomer)]
+        acts += self._resized(self._sizes.due(self._now))
+        acts += self._drive(cluster_events.Tick(self._time_awake()))
         return acts if self.last_word is not None else [*acts, *self.announcer.waiting(self._now)]
 
     def _time_awake(self) -> float:
@@ -379,7 +380,7 @@ class CoordinatorShell:
         told = [*self._send(word, *self.members), *self._announce(word)]
         told += [act for newcomer in self._newcomers.take_all() for act in self._opened(newcomer)]
         away = self._take_over is not None or self.machine.course.members.awaited
-        return [*told, *(self._end_later() if away else [Over(_failure(word))])]
+        return [*told, *(self._end_later() if away else [Over(failure_of(word))])]
 
     def _end_later(self) -> list[Act]:
         """Members are about to come back: tell those who have come to be taken over, and for a while who comes."""
@@ -394,7 +395,3 @@ class CoordinatorShell:
 
     def _announce(self, message: Message) -> list[Act]:
         return self.announcer.announce(message, self._now)
-
-
-def _failure(word: Finished | Aborted) -> str | None:
-    return word.reason if isinstance(word, Aborted) else None

@@ -48,6 +48,10 @@ class Allowance:
         self._left, self._when = float(burst), now
         self.omitted = 0
 
+    def left(self, now: float) -> int:
+        """How many more are allowed at `now` (seconds)."""
+        return int(min(self._burst, self._left + (now - self._when) / self._every_s))
+
     def take(self, now: float) -> bool:
         """True if one more is allowed at `now` (seconds); else it is only counted."""
         self._left = min(self._burst, self._left + (now - self._when) / self._every_s)
