@@ -25,6 +25,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+NO_SNAPSHOT = (  # the coordinator says it, or a worker that is asked for first weights which it does not have any more
+    "parameters were lost with their servers and there is no snapshot to go back to: set replication to 2, or "
+    "snapshots to every so many seconds"
+)
+
 
 def meant(word: str, known: Iterable[str]) -> str:
     """Return ``: did you mean steps?`` for a misspelt word; "" if no known word is like it."""

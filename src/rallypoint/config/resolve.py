@@ -17,7 +17,8 @@ from rallypoint.core.job import DataIdentity, JobRecord
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.modes.refusals import of_another_mode
-from rallypoint.core.policy import AllReduce, written
+from rallypoint.core.policy import AllReduce
+from rallypoint.core.settings import written
 from rallypoint.errors import ConfigError, meant
 
 

@@ -18,8 +18,9 @@ import msgspec
 from rallypoint.codec.spec import DGC, PowerSGD, RandomK, TopK
 from rallypoint.config.tree import Group, JobConfig
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
-from rallypoint.core.policy import EXAMPLES, AllReduce, Async, BoundedStaleness, LocalSteps, Sync, written
+from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay
+from rallypoint.core.settings import EXAMPLES, written
 from rallypoint.errors import ConfigError
 
 _MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)

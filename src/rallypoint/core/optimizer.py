@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 
 from rallypoint.core.schedule import Schedule
-from rallypoint.errors import ConfigError, meant
+from rallypoint.core.settings import Settings
+from rallypoint.errors import ConfigError
 
 
-class _Settings(type(msgspec.Struct)):  # type: ignore[misc]
+class _ByNameOnly(Settings):
     """The type of optimizers' settings: a call with parameters, as of torch's optimizers, is answered by a sentence."""
 
     def __call__(cls, *arguments: Any, **settings: Any) -> Any:
@@ -19,13 +20,10 @@ class _Settings(type(msgspec.Struct)):  # type: ignore[misc]
                 f"rp.{cls.__name__} takes settings by name, such as rp.{cls.__name__}(lr=1e-3), and no parameters: the "
                 "servers own the optimizer, and step the parameters of the model that job.train is given"
             )
-        if unknown := [name for name in settings if name not in cls.__struct_fields__]:
-            hint = meant(unknown[0], cls.__struct_fields__)
-            raise ConfigError(f"rp.{cls.__name__} has no setting {unknown[0]!r}{hint}")
         return super().__call__(**settings)
 
 
-class AdamW(msgspec.Struct, metaclass=_Settings, frozen=True, tag="adamw", kw_only=True, forbid_unknown_fields=True):
+class AdamW(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adamw", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.AdamW (Loshchilov and Hutter, 2019).
 
     `fused` is nearly three times as fast on a server's core. The bytes are still the same for any number of workers
@@ -40,7 +38,7 @@ class AdamW(msgspec.Struct, metaclass=_Settings, frozen=True, tag="adamw", kw_on
     fused: bool = False
 
 
-class Adam(msgspec.Struct, metaclass=_Settings, frozen=True, tag="adam", kw_only=True, forbid_unknown_fields=True):
+class Adam(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adam", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.Adam (Kingma and Ba, 2015). `fused`: see AdamW."""
 
     lr: Schedule | float = 1e-3
@@ -50,7 +48,7 @@ class Adam(msgspec.Struct, metaclass=_Settings, frozen=True, tag="adam", kw_only
     fused: bool = False
 
 
-class SGD(msgspec.Struct, metaclass=_Settings, frozen=True, tag="sgd", kw_only=True, forbid_unknown_fields=True):
+class SGD(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="sgd", kw_only=True, forbid_unknown_fields=True):
     """torch.optim.SGD, with momentum and Nesterov's variant (Sutskever et al., 2013)."""
 
     lr: Schedule | float = 1e-2
@@ -60,7 +58,7 @@ class SGD(msgspec.Struct, metaclass=_Settings, frozen=True, tag="sgd", kw_only=T
 
 
 class Adagrad(
-    msgspec.Struct, metaclass=_Settings, frozen=True, tag="adagrad", kw_only=True, forbid_unknown_fields=True
+    msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adagrad", kw_only=True, forbid_unknown_fields=True
 ):  # fmt: skip
     """torch.optim.Adagrad (Duchi, Hazan and Singer, 2011).
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 
 from rallypoint.core.optimizer import SGD
-from rallypoint.errors import ConfigError, meant
+from rallypoint.core.settings import Settings
 
 
 class Verdict(enum.Enum):
@@ -92,30 +92,7 @@ class Policy(Protocol):
         """The factor of the learning rate for a contribution that was computed `staleness` updates ago."""
 
 
-class _Settings(type(msgspec.Struct)):  # type: ignore[misc]
-    """The type of modes: a call with unknown settings, or without a needed one, is answered by a sentence."""
-
-    def __call__(cls, *values: Any, **settings: Any) -> Any:
-        fields = cls.__struct_fields__
-        if unknown := [name for name in settings if name not in fields]:
-            hint = meant(unknown[0], fields) or (f": there are {', '.join(fields)}" if fields else "")
-            raise ConfigError(f"rp.{cls.__name__} has no setting {unknown[0]!r}{hint}")
-        needed = fields[len(values) : len(fields) - len(cls.__struct_defaults__)]
-        if missing := [name for name in needed if name not in settings]:
-            raise ConfigError(f"rp.{cls.__name__} needs {missing[0]}: write {written(cls)}")
-        return super().__call__(*values, **settings)
-
-
-def written(kind: type[msgspec.Struct]) -> str:
-    """How a script writes an object of this class, with what it needs: ``rp.LocalSteps(steps=16)``."""
-    needed = kind.__struct_fields__[: len(kind.__struct_fields__) - len(kind.__struct_defaults__)]
-    return f"rp.{kind.__name__}({', '.join(f'{name}={EXAMPLES[name]}' for name in needed if name in EXAMPLES)})"
-
-
-EXAMPLES = {"steps": 16, "staleness": 2}  # of what modes need
-
-
-class Sync(msgspec.Struct, metaclass=_Settings, frozen=True, tag="sync", forbid_unknown_fields=True):
+class Sync(msgspec.Struct, metaclass=Settings, frozen=True, tag="sync", forbid_unknown_fields=True):
     """Every round has all R contributions, summed by a tree over replica numbers (I1, I3).
 
     A contribution to an earlier round is a repeat and is dropped (I2). One to a later round is rejected: no worker can
@@ -198,7 +175,7 @@ class _OnArrival(msgspec.Struct, frozen=True):
 
 
 class BoundedStaleness(
-    _OnArrival, metaclass=_Settings, frozen=True, tag="bounded-staleness", forbid_unknown_fields=True
+    _OnArrival, metaclass=Settings, frozen=True, tag="bounded-staleness", forbid_unknown_fields=True
 ):  # fmt: skip
     """Stale-synchronous (SSP; Ho et al., 2013): contributions are applied on arrival, but no replica runs more than
     `staleness` steps ahead of the slowest. With `staleness=0` it is Sync."""
@@ -220,7 +197,7 @@ class BoundedStaleness(
         return 1.0 / ledger.expected
 
 
-class Async(_OnArrival, metaclass=_Settings, frozen=True, tag="async", forbid_unknown_fields=True):
+class Async(_OnArrival, metaclass=Settings, frozen=True, tag="async", forbid_unknown_fields=True):
     """Contributions are applied on arrival, and no replica waits for another.
 
     Attributes:
@@ -250,7 +227,7 @@ class Async(_OnArrival, metaclass=_Settings, frozen=True, tag="async", forbid_un
         return 1.0 / (max(1, staleness) if self.scale_by_staleness else ledger.expected)
 
 
-class LocalSteps(msgspec.Struct, metaclass=_Settings, frozen=True, tag="local-steps", forbid_unknown_fields=True):
+class LocalSteps(msgspec.Struct, metaclass=Settings, frozen=True, tag="local-steps", forbid_unknown_fields=True):
     """Local SGD (Stich, 2019) and DiLoCo (Douillard et al., 2023): the worker computes `steps` steps of `optimizer`,
     then pushes the change (start minus local) like a gradient. The servers apply the replicas' mean with `outer`.
 
@@ -278,7 +255,7 @@ class LocalSteps(msgspec.Struct, metaclass=_Settings, frozen=True, tag="local-st
     mix: float = 0.5
 
 
-class AllReduce(msgspec.Struct, metaclass=_Settings, frozen=True, tag="all-reduce", forbid_unknown_fields=True):
+class AllReduce(msgspec.Struct, metaclass=Settings, frozen=True, tag="all-reduce", forbid_unknown_fields=True):
     """Servers only average, as under Sync (the same order, the same bytes). Version t+1 is the mean gradient of step t,
     and every worker steps its own optimizer with it, in order, for every version.
 

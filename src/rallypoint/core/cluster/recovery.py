@@ -16,11 +16,7 @@ from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.state_holders import StateHolders
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.view import Assignment, View
-
-NO_SNAPSHOT = (
-    "parameters were lost with their servers and there is no snapshot to go back to: set replication to 2, or "
-    "snapshots to every so many seconds"
-)
+from rallypoint.errors import NO_SNAPSHOT
 
 
 @dataclass(frozen=True, slots=True)

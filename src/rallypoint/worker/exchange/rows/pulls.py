@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rallypoint.core.cluster.recovery import NO_SNAPSHOT
 from rallypoint.core.worker.slots import Initialise
-from rallypoint.errors import JobAborted
+from rallypoint.errors import NO_SNAPSHOT, JobAborted
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
