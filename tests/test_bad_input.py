@@ -109,6 +109,8 @@ def events(tmp_path: Path) -> list[dict[str, object]]:
     ("arguments", "sentence"),
     [
         (("run", "nowhere.py"), "error: there is no script nowhere.py"),
+        (("run", "."), "error: . is a folder: name the script in it"),
+        (("worker", "."), "error: . is a folder: name the script in it"),
         (("train", "bert"), "error: there is no recipe bert: choose one of gpt, resnet"),
         (("run", "--set", "steps", "here.py"), "error: --set steps: write it as key=value, such as steps=200"),
         (("run", "--config", "no.toml", "here.py"), "error: the configuration file no.toml cannot be read"),

@@ -14,7 +14,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.launch import console
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.plan import Launch
-from rallypoint.net.messages import Finished, Message, Metrics, Planned, Snapshotted, StepDone, Waiting
+from rallypoint.net.messages import Finished, Members, Message, Metrics, Planned, Snapshotted, StepDone, Waiting
 
 PLAN = Planned(
     replicas=2, steps=1500, words=9610, shards=2, workers=("worker0",), servers=("server0",), item="samples", items=64
@@ -119,3 +119,24 @@ def test_the_way_to_go_on_names_the_step_the_run_would_begin_with() -> None:
     assert [line for line in said.getvalue().splitlines() if "go on" in line] == [
         "there is no snapshot of this run to go on from", way, f"{way} (--set KEY=VALUE changes settings)"
     ]  # fmt: skip
+
+
+def test_no_more_workers_are_said_to_compute_than_there_are_replicas() -> None:
+    """While replicas move between workers by speed, a view names those that had one and those that get one."""
+    two, three = (Members("1.1", ("w1", "w2"), ("w3",), ("s",)), Members("1.2", ("w1", "w2", "w3"), (), ("s",)))
+    assert said_of(PLAN, two, three)[1:] == ["2 of w1, w2, w3 compute: replicas are assigned by speed"]
+
+
+def test_before_the_plan_no_steps_are_said_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    said = io.StringIO()
+    shown = RunConsole(Console(file=said, width=400, force_terminal=False, highlight=False))
+    now[0] = 11.0
+    shown.warn_of_silence(10.0)
+    assert "nothing has been heard from the coordinator for 11 s" in said.getvalue()
+    assert "Steps go on" not in said.getvalue()
+    shown.show(PLAN)
+    now[0] = 22.0
+    shown.warn_of_silence(10.0)
+    assert "Steps go on without it" in said.getvalue()

@@ -247,8 +247,9 @@ def test_a_finished_run_is_not_resumed_and_an_interrupted_one_is(tmp_path: Path)
     old_run(tmp_path, None)
     refuse_a_finished_run(tmp_path)
     old_run(tmp_path, Finish("worker0"))
-    with pytest.raises(UsageError, match="holds a finished run of 800 steps: nothing is left to do"):
+    with pytest.raises(UsageError, match="holds a finished run of 800 steps: nothing is left to do") as refused:
         refuse_a_finished_run(tmp_path)
+    assert f"`rallypoint resume {tmp_path} --set steps=N` makes more than 800 steps" in str(refused.value)
     refuse_a_finished_run(tmp_path / "elsewhere")
 
 

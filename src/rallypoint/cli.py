@@ -24,6 +24,7 @@ from rallypoint.launch.options import (
     RunFolder,
     RunOptions,
     Sets,
+    check_script,
     with_options,
 )
 from rallypoint.net.tcp import TcpTransport
@@ -72,8 +73,7 @@ def run(
     Example: [bold]rallypoint run --workers 4 --servers 2 train.py --my-option 3[/bold]
     """
     _refuse_option(context, str(script), "script")
-    if not script.is_file():
-        raise UsageError(f"there is no script {script}")
+    check_script(script)
     _hint_at_misplaced(context, context.args, f"{script}")
     _launch([sys.executable, str(script), *context.args], options, script=str(script))
 
@@ -140,9 +140,13 @@ def chaos(
 @app.command(rich_help_panel=_RUNNING)
 def resize(
     run: RunFolder,
-    workers: Annotated[int, typer.Option("--workers", "-w", min=0, metavar="N", help="Workers that compute.")] = 0,
-    servers: Annotated[int, typer.Option("--servers", "-s", min=0, metavar="N", help="Servers.")] = 0,
-) -> None:
+    workers: Annotated[int, typer.Option(
+        "--workers", "-w", min=0, metavar="N", show_default=False, help="Workers that compute, if it is to change.",
+    )] = 0,
+    servers: Annotated[int, typer.Option(
+        "--servers", "-s", min=0, metavar="N", show_default=False, help="Servers, if it is to change.",
+    )] = 0,
+) -> None:  # fmt: skip
     """Change the number of workers or servers of a running job, and wait until that is done. No step is lost.
 
     Example: [bold]rallypoint resize runs/20260131-235959 --workers 4 --servers 3[/bold]
@@ -165,8 +169,12 @@ def snapshot(run: RunFolder) -> None:
 @app.command(rich_help_panel=_AFTER)
 def resume(
     run: RunFolder,
-    workers: Annotated[str, typer.Option("--workers", "-w", help="Other numbers than before, as 4 or 2:8.")] = "",
-    servers: Annotated[int, typer.Option("--servers", "-s", min=0, help="Another number of servers.")] = 0,
+    workers: Annotated[str, typer.Option(
+        "--workers", "-w", metavar="N[:M]", help="Other numbers than before, as 4 or 2:8.",
+    )] = "",
+    servers: Annotated[int, typer.Option(
+        "--servers", "-s", min=0, metavar="N", show_default=False, help="Another number of servers than before.",
+    )] = 0,
     original: Annotated[bool, typer.Option(
         "--original", help="Run the code as it was when the run began, not as it is now.",
     )] = False,

@@ -339,11 +339,11 @@ def test_it_says_whom_it_waits_for_from_the_first_member_to_the_last_replica(hou
     worker.link.send(Propose(record()))
     view = worker.next(NewView).view
     host = view.workers[0].host
-    says(f"waiting for step 0: replica 0, 1 on worker0 on {host} has not reported, ")
+    says(f"waiting for step 0: replicas 0, 1 on worker0 on {host} have not reported, ")
     worker.link.send(Report(0, 1, 1.0, 1.0, 1, generation=view.generation))
     says(f"waiting for step 0: replica 0 on worker0 on {host} has not reported, ")
     server.link.send(Applied(0, 2, 1.0, {"worker0": 0.5}))
-    sentence = says("usually 0.50 s behind the first, at worst 0.50 s (p50 and p99 of 1 steps)")
+    sentence = says("usually 0.50 s behind the first, at worst 0.50 s (p50 and p99 of 1 step)")
     assert sentence.endswith(" s so far")
     worker.link.close()
     says("waiting for 1 more worker (at least 1 are wanted), ")

@@ -154,7 +154,7 @@ def test_the_model_and_its_optimizer_come_back(run: Path, trained: Trained) -> N
 def test_safetensors_from_any_way_to_name_a_snapshot(run: Path, trained: Trained, tmp_path: Path, place: str) -> None:
     to = tmp_path / "new" / "model.safetensors"
     summary = export_snapshot(f"{run}{place}", to)
-    assert summary == f"wrote 13 tensors (0.0 MB) of step-00000003-1 to {to}"
+    assert summary == f"wrote 13 tensors (0.8 kB) of step-00000003-1 to {to}"
     assert_same(load_file(to), trained.model.state_dict())
     with safe_open(to, "pt") as file:
         assert file.metadata() == {"format": "pt", "version": "3", "fingerprint": trained.layout.fingerprint}

@@ -171,13 +171,24 @@ class Announcer:
         if not view.assignments:
             return "the first weights to be stored"
         step, replicas = self.tally.missing()
+        late = [worker for worker, own in view.assigned(step).items() if set(own) & set(replicas)]
+        course = self._machine.course
+        over = course.record is not None and step >= course.record.rounds
+        if over:
+            late = [worker for worker in late if worker not in course.members.done]
+        if evaluating := [worker for worker in late if worker in course.evaluating]:
+            evaluate = "evaluates" if len(evaluating) == 1 else "evaluate"
+            return f"{self._on_hosts(view, evaluating)}, which {evaluate}"
+        if over:
+            return f"the last version to reach {self._on_hosts(view, late) or 'the workers'}"
         steps = self.config.steps_of(step)
         what = f"step {step}" if len(steps) < 2 else f"round {step} (steps {steps[0]} to {steps[-1]})"
-        who = self._named(view, step, replicas) or "nobody yet"
-        return f"{what}: replica {', '.join(map(str, replicas))} on {who} has not reported"
+        who = self._on_hosts(view, late, figures=True) or "nobody yet"
+        which, have = ("replica", "has") if len(replicas) == 1 else ("replicas", "have")
+        return f"{what}: {which} {', '.join(map(str, replicas))} on {who} {have} not reported"
 
-    def _named(self, view: View, step: int, replicas: Sequence[int]) -> str:
-        late = [worker for worker, own in view.assigned(step).items() if set(own) & set(replicas)]
+    def _on_hosts(self, view: View, workers: Sequence[str], *, figures: bool = False) -> str:
+        """Return ``worker0 on here, worker1 on there``, each with how late it usually is if `figures`."""
         hosts = {member.id: member.host for member in view.workers}
-        figures = {worker: f" ({of})" if (of := self._late.of(worker)) else "" for worker in late}
-        return ", ".join(f"{worker} on {hosts.get(worker, '?')}{figures[worker]}" for worker in late)
+        late = {worker: self._late.of(worker) if figures else "" for worker in workers}
+        return ", ".join(f"{worker} on {hosts.get(worker, '?')}{of and f' ({of})'}" for worker, of in late.items())

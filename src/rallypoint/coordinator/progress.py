@@ -150,7 +150,8 @@ class Lateness:
         if not ordered:
             return ""
         p50, p99 = ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-        return f"usually {p50:.2f} s behind the first, at worst {p99:.2f} s (p50 and p99 of {len(ordered)} steps)"
+        steps = f"{len(ordered)} step{'s' * (len(ordered) != 1)}"
+        return f"usually {p50:.2f} s behind the first, at worst {p99:.2f} s (p50 and p99 of {steps})"
 
 
 EVALUATED = 64  # versions

@@ -157,9 +157,10 @@ class RunConsole:
         silence = now - self.heard
         if now - max(self.heard, self._silence_said) > after:
             self._silence_said = now
+            without = "" if self._plan is None else " Steps go on without it, but nobody can join or be replaced"
             self.say(
                 f"nothing has been heard from the coordinator for {silence:.0f} s: is it stopped, or its machine "
-                "overloaded? Steps go on without it, but nobody can join or be replaced"
+                f"overloaded?{without}"
             )
 
     @property
@@ -231,7 +232,7 @@ class RunConsole:
         before, self.members = self.members, members
         if before is None:
             return
-        for sentence in changes(before, members):
+        for sentence in changes(before, members, self._plan.replicas if self._plan is not None else None):
             self.say(f"[dim]{escape(sentence)}[/dim]")
 
     def _skipped_shown(self, skipped: Skipped) -> None:
@@ -291,14 +292,22 @@ class RunConsole:
         return f"{items / max(seconds, 1e-9):,.0f} {self._plan.item}/s"
 
 
-def changes(before: Members, now: Members) -> list[str]:
-    """Return sentences that say who has joined and left between two views, and who computes now."""
+def changes(before: Members, now: Members, replicas: int | None = None) -> list[str]:
+    """Return sentences that say who has joined and left between two views, and who computes now.
+
+    `replicas`: the job's, if they are known. A view names more workers than that while replicas move by speed: those
+    that had one and those that get one.
+    """
     said = []
     news = _news((*before.workers, *before.standby), (*now.workers, *now.standby))
     begins = not before.workers and (not news or not now.workers)  # or the first weights are not safe yet
     if (news and not begins) or (set(before.workers) != set(now.workers) and not begins):
         idle = f", {_listed(now.standby)} stand{'s' * (len(now.standby) == 1)} by" if now.standby else ""
-        who = f"{_listed(now.workers)} compute{'s' * (len(now.workers) < 2)}{idle}"
+        if replicas is not None and len(now.workers) > replicas:
+            one = f"{replicas} of {_listed(now.workers)} compute{'s' * (replicas == 1)}"
+            who = f"{one}: replicas are assigned by speed{idle}"
+        else:
+            who = f"{_listed(now.workers)} compute{'s' * (len(now.workers) < 2)}{idle}"
         said.append(f"{news}: {who}" if news else who)
     if news := _news(before.servers, now.servers):
         said.append(f"{news}: the parameters are on {_listed(now.servers)}")

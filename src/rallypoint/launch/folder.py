@@ -112,7 +112,8 @@ def refuse_a_finished_run(folder: Path) -> None:
     if state is not None and isinstance(state.last_word, Finish):
         raise UsageError(
             f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
-            f"`rallypoint export {folder} --to model.safetensors` writes its model"
+            f"`rallypoint export {folder} --to model.safetensors` writes its model; "
+            f"`rallypoint resume {folder} --set steps=N` makes more{_of_steps(state).replace(' of', ' than')}"
         )
 
 

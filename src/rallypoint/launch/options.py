@@ -15,7 +15,7 @@ import typer
 from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
 from rallypoint.config.values import check_values
-from rallypoint.errors import ConfigError
+from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
 from rallypoint.store.retention import Retention
@@ -39,6 +39,14 @@ JobAddress = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Where the job's coordinator listens; by default RALLYPOINT_COORDINATOR.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
+
+
+def check_script(script: Path) -> None:
+    """Raise UsageError unless `script` is a file."""
+    if script.is_dir():
+        raise UsageError(f"{script} is a folder: name the script in it")
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}")
 
 
 def _option(*names: str, help: str, metavar: str | None, panel: str, **limits: Any) -> Any:
@@ -81,7 +89,7 @@ class CoordinatorOptions:
     )] = 0  # fmt: skip
     snapshots: Annotated[str, _option(
         metavar="URL", panel=_SNAPSHOTS,
-        help="Where: a folder or any fsspec URL; by default in the run's folder; none for no snapshots.",
+        help="Where: a folder or any fsspec URL; none for no snapshots. A run's default is its own folder.",
     )] = ""  # fmt: skip
     compression: Annotated[str, _option(
         metavar="KIND", panel=_SNAPSHOTS, help="none, zstd or zstd-planes (smaller, slower).",

@@ -220,8 +220,9 @@ def _write(to: Path, write: Callable[[Path], None]) -> None:
 
 
 def _counted(model: dict[str, torch.Tensor]) -> str:
-    megabytes = sum(tensor.nbytes for tensor in model.values()) / 1e6
-    return f"{len(model)} {'tensor' if len(model) == 1 else 'tensors'} ({megabytes:.1f} MB)"
+    nbytes = sum(tensor.nbytes for tensor in model.values())
+    size = f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes / 1e3:.1f} kB"
+    return f"{len(model)} {'tensor' if len(model) == 1 else 'tensors'} ({size})"
 
 
 def _frozen(job: JobRecord) -> list[str]:

@@ -34,6 +34,7 @@ class Course:
         failing: why the job is about to end, also after a restart of the coordinator; None if it is not.
         now: the time of the last Tick, in seconds.
         members: the workers and servers that are here.
+        evaluating: the workers that evaluate now, after their beats.
         record: the job's record; None before a worker has proposed one.
         strategies: what depends on the record: see `strategies_for`.
     """
@@ -51,6 +52,7 @@ class Course:
     failing: Failing | None = None
     now: float = 0.0
     members: Membership = field(default_factory=Membership)
+    evaluating: set[str] = field(default_factory=set)
     record: JobRecord | None = None
     strategies: Strategies = field(default_factory=Strategies)
 

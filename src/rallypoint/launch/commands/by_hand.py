@@ -23,6 +23,7 @@ from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import Where, token_file
 from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
+from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.member import CoordinatorLink, Handlers
@@ -154,8 +155,7 @@ def end_process(status: int) -> NoReturn:
 
 def start_worker(script: Path, arguments: Sequence[str], *, coordinator: str, id: str, threads: int) -> None:
     """Replace this process by ``python SCRIPT``, which joins the job at `coordinator` with `rallypoint.join`."""
-    if not script.is_file():
-        raise UsageError(f"there is no script {script}")
+    check_script(script)
     name = id or os.environ.get(environment.ID) or f"worker-{os.getpid()}"
     address = address_of(coordinator)
     print(f"{name} runs {script} for the job at {address}", flush=True)

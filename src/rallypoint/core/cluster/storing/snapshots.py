@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
@@ -21,13 +21,12 @@ _NO_FIRST = (
 class Snapshots:
     """Handles the events of snapshots: updates `duty`, returns effects.
 
-    It also sets `course.begun` when version 0 is stored, or cannot be. `evaluating`: the workers that evaluate now,
-    after their beats; under AllReduce they store their shares after that.
+    It also sets `course.begun` when version 0 is stored, or cannot be, and `course.evaluating`: under AllReduce these
+    workers store their shares after their evaluation.
     """
 
     course: Course
     duty: SnapshotDuty
-    evaluating: set[str] = field(default_factory=set)
 
     @property
     def taking(self) -> SnapshotInProgress | None:
@@ -43,7 +42,8 @@ class Snapshots:
         """Take one event; return the effects. Events that are not about snapshots do nothing."""
         match event:
             case events.Beat(member=member):
-                (self.evaluating.add if event.evaluating else self.evaluating.discard)(member)
+                now = self.course.evaluating
+                (now.add if event.evaluating else now.discard)(member)
                 return []
             case events.SnapshotWanted():
                 self.duty.ask()
@@ -80,7 +80,7 @@ class Snapshots:
         """Give up the snapshot in progress if nothing of it was stored for too long; take one if it is due."""
         taking, now = self.duty.taking, self.course.now
         missed = [] if taking is None else self._unfinished(taking)
-        if taking is not None and not (self._has_come(taking.version) and self.evaluating.isdisjoint(missed)):
+        if taking is not None and not (self._has_come(taking.version) and self.course.evaluating.isdisjoint(missed)):
             taking.news = now  # not yet: three steps, or an evaluation, may take longer than the patience
         lost = self.duty.given_up(now, missed)
         return [*([] if lost is None else self._lost(lost)), *self.take_if_due()]
