@@ -224,6 +224,21 @@ def test_any_changed_byte_in_any_file_is_detected_and_the_one_before_is_used(
     assert store.latest_usable(silent) is not None
 
 
+def test_what_is_no_regular_file_is_damage_and_is_not_waited_for(tmp_path: Path) -> None:
+    """Opening a pipe would wait for somebody who writes into it."""
+    store = SnapshotStore(str(tmp_path))
+    take(store, 41)
+    manifest = take(store, 42)
+    for file in (tmp_path / "latest", *(tmp_path / manifest.id).iterdir()):
+        file.unlink()
+        os.mkfifo(file)
+    said: list[str] = []
+    found = store.latest_usable(said.append)
+    assert found is not None
+    assert found.version == 41
+    assert all(f"{name} is" in sentence for name, sentence in zip(("latest", "snapshot step-00000042-1"), said))
+
+
 def test_a_changed_latest_is_detected_and_misleads_nobody(tmp_path: Path) -> None:
     store = SnapshotStore(str(tmp_path))
     take(store, 41)

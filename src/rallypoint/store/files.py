@@ -82,8 +82,14 @@ class Files:
         _sync_folder(self._full(folder))
 
     def get(self, path: str, start: int | None = None, stop: int | None = None) -> bytes:
-        """Return the bytes `start..stop` of a file, or all of it; fewer where the file ends earlier."""
-        return bytes(self._fs.cat_file(self._full(path), start=start, end=stop))
+        """Return the bytes `start..stop` of a file, or all of it; fewer where the file ends earlier.
+
+        What is there and no regular file (a pipe, say) has no bytes.
+        """
+        full = self._full(path)
+        if self._local and Path(full).exists() and not Path(full).is_file():
+            return b""  # opening a pipe would wait for somebody who writes into it
+        return bytes(self._fs.cat_file(full, start=start, end=stop))
 
     def size(self, path: str) -> int:
         """Return a file's size in bytes."""
