@@ -236,7 +236,9 @@ def test_what_is_no_regular_file_is_damage_and_is_not_waited_for(tmp_path: Path)
     found = store.latest_usable(said.append)
     assert found is not None
     assert found.version == 41
-    assert all(f"{name} is" in sentence for name, sentence in zip(("latest", "snapshot step-00000042-1"), said))
+    assert all(
+        f"{name} is" in sentence for name, sentence in zip(("latest", "snapshot step-00000042-1"), said, strict=True)
+    )
 
 
 def test_a_changed_latest_is_detected_and_misleads_nobody(tmp_path: Path) -> None:
