@@ -259,6 +259,9 @@ def command(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; in each one all designs, one after the other.")] = 3,
     shard_kib: Annotated[int | None, typer.Option(min=1, help="Rallypoint's shards, in KiB.")] = None,
     window: Annotated[int | None, typer.Option(min=1, help="Shards under way from a worker to a server.")] = None,
+    in_flight_kib: Annotated[
+        int | None, typer.Option(min=0, help="KiB on their way to one machine at once; 0: the kernel's own windows.")
+    ] = None,
     durable: Annotated[bool, typer.Option("--durable", help="Also with replication 2, snapshots, and both.")] = False,
     accelerator: Annotated[
         list[float] | None,
@@ -280,6 +283,7 @@ def command(
     of that and K/B, the time the busiest link takes: servers that replicate carry the gradients once more.
     """
     sets = {"shard_bytes": shard_kib and shard_kib * 1024, "window": window}
+    sets["in_flight_bytes"] = in_flight_kib and in_flight_kib * 1024
     designs = DURABLE if durable else ACCELERATED if accelerator or ratio else DESIGNS
     if design:
         if unknown := set(design) - set(ALL):
