@@ -73,6 +73,7 @@ def _fresh(share: int = 1) -> range:
     return range(first, first + count)
 
 
+@pytest.mark.timeout(600)  # 200 plays take a minute of a core, which a busy machine may not have
 @pytest.mark.parametrize("seeds", [FIXED, _fresh()], ids=["fixed", "fresh"])
 @pytest.mark.some("fixed")
 def test_whatever_fails_the_run_ends_with_the_bytes_of_an_undisturbed_one(seeds: range) -> None:

@@ -185,7 +185,7 @@ def test_where_replicas_have_their_own_clocks_only_that_contribution_is_dropped(
         skipped = cluster.heard(Skipped)
         assert {(s.step, s.gradients, s.alone) for s in skipped} == {(STEP, (REPLICA,), True)}
         assert len(skipped) == 1, "said once, whatever the number of shards and servers"
-        assert cluster.heard(Accounted)[-1].dropped == 1
+        until(lambda: cluster.heard(Accounted)[-1].dropped == 1)  # the last account may come after the job's end
 
 
 def test_skip_goes_on_under_all_reduce_with_the_same_bytes() -> None:
