@@ -17,8 +17,8 @@ class Completion:
     """Counts the workers that hold the last version, and ends the job when all do and that version is stored.
 
     A worker that says so is believed when the last round is known to be reached, or when all workers that compute say
-    so: then nobody is left to reach it. But not while a server of the view has said which rounds it has applied, and
-    the last one is not among them: then all who compute lie. Until it is believed its word is kept: it comes over
+    so: then nobody is left to reach it. The latter not while a server of the view has said which rounds it has applied,
+    and the last one is not among them: then all who compute lie. Until it is believed its word is kept: it comes over
     another connection than the servers' words, so an honest one may be early. Workers that stand by hold the last
     version too, in the end.
     """
@@ -54,11 +54,12 @@ class Completion:
         assert course.record is not None
         assert course.view is not None
         last, computing = course.record.rounds - 1, course.computing()
+        if max(course.furthest, course.applied) >= last:
+            return True
         witnesses = course.witnesses.intersection(server.id for server in course.view.servers)
-        if course.applied < last and witnesses and course.strategies.in_rounds:
+        if witnesses and course.strategies.in_rounds:
             return False  # they say each round that they apply, and have not come to the last one
-        reached = max(course.furthest, course.applied) >= last
-        return reached or (bool(computing) and said.issuperset(computing))
+        return bool(computing) and said.issuperset(computing)
 
     def _believe(self, workers: set[str]) -> list[Effect]:
         course = self.course
