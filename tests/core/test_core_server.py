@@ -93,6 +93,13 @@ def test_buffers_that_are_one_version_ahead_are_captured_at_the_version_before()
     assert _on(server.capture(0), Capture)[0] == (0, Capture(1, missed=True)), "parameters have an optimizer's state"
 
 
+def test_buffers_that_come_from_a_snapshot_have_no_version_before_it() -> None:
+    server = _server(_plan(2, buffers=frozenset({1})), _view(1, {0: "s0", 1: "s0"}), initialised=False)
+    server.handle(0, Loaded(3))
+    server.handle(1, Loaded(4))
+    assert _on(server.capture(3), Capture) == [(0, Capture(3)), (1, Capture(4, missed=True))]
+
+
 # ---- views ----
 
 

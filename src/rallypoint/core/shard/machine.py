@@ -78,6 +78,7 @@ class ShardMachine:
     compensates: bool = False
     version: int = -1  # updates applied here; -1: no state yet
     published: int = -1  # the newest version that followers may see (<= `version`)
+    first: int = 0  # the version that was loaded here: none before it may be kept
     awaiting: bool = False  # the sum is finished and waits for the decision
     chosen: tuple[int, ...] = ()  # the round in progress takes these, as an earlier primary had chosen; empty: any
     clocks: Clocks = field(default_factory=Clocks)  # none under an aligned policy
@@ -324,7 +325,7 @@ class ShardMachine:
     # ---- either ----
 
     def _loaded(self, event: events.Loaded) -> list[Effect]:
-        self.version = event.version
+        self.version = self.first = event.version
         if self.clocks:
             self.clocks = Clocks.at(event.clocks, self.expected, event.version)
         if not self.primary:

@@ -188,8 +188,8 @@ class ServerMachine:
     def _may_be_the_one_before(self, index: int, version: int) -> bool:
         """True for buffers one ahead of the job's version: they have one contributor, and their last versions are kept.
         """
-        own = self._machines[index].version
-        return index not in self.plan.measured and own == self.plan.cadence.updates_before(index, version) + 1
+        machine, before = self._machines[index], self.plan.cadence.updates_before(index, version)
+        return index not in self.plan.measured and machine.version == before + 1 and before >= machine.first
 
     def unfollowed(self, follower: str) -> list[Effect]:
         """A follower disconnected."""
