@@ -268,13 +268,19 @@ def test_a_stall_names_the_slowest_worker_and_nobody_who_waits_for_it(sync: dict
     assert "w1" not in waiting.text
 
 
-def test_a_worker_that_evaluates_is_not_said_to_be_late() -> None:
-    play = Play(settings={"steps": 2}, workers_start=2)
+def after_the_first_step(of: int) -> Play:
+    """Two workers have reported step 0, and an observer listens."""
+    play = Play(settings={"steps": of}, workers_start=2)
     play.join("o0")
     play.begin("w0", "w1")
     for worker in ("w0", "w1"):
         for replica in play.view.replicas_of(worker, 0):
             play.report(0, replica, worker)
+    return play
+
+
+def test_a_worker_that_evaluates_is_not_said_to_be_late() -> None:
+    play = after_the_first_step(of=2)
     play.say("w0", Beat(evaluating=True))
     play.take(inbox.Ticked(), seconds=10.0)
     assert play.sent(Waiting)[-1].text.startswith("waiting for w0 on here, which evaluates, 1")
@@ -284,12 +290,7 @@ def test_a_worker_that_evaluates_is_not_said_to_be_late() -> None:
 
 
 def test_after_the_last_step_nobody_waits_for_one_more() -> None:
-    play = Play(settings={"steps": 1}, workers_start=2)
-    play.join("o0")
-    play.begin("w0", "w1")
-    for worker in ("w0", "w1"):
-        for replica in play.view.replicas_of(worker, 0):
-            play.report(0, replica, worker)
+    play = after_the_first_step(of=1)
     play.say("w1", Done(play.view.generation))
     play.say("w0", Beat(evaluating=True))
     play.take(inbox.Ticked(), seconds=10.0)

@@ -113,7 +113,7 @@ def refuse_a_finished_run(folder: Path) -> None:
         raise UsageError(
             f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
             f"`rallypoint export {folder} --to model.safetensors` writes its model; "
-            f"`rallypoint resume {folder} --set steps=N` makes more{_of_steps(state).replace(' of', ' than')}"
+            f"`rallypoint resume {folder} --set steps=N` makes more{_of_steps(state, 'than')}"
         )
 
 
@@ -128,9 +128,9 @@ def _journaled(folder: Path) -> ClusterState | None:
         journal.close()
 
 
-def _of_steps(state: ClusterState | None) -> str:
+def _of_steps(state: ClusterState | None, before: str = "of") -> str:
     record = state.record if state is not None else None
-    return f" of {record.config['steps']} steps" if record is not None else ""
+    return f" {before} {record.config['steps']} steps" if record is not None else ""
 
 
 def has_snapshot(snapshots: str) -> bool:
