@@ -26,7 +26,7 @@ LARGE_CLASSES = {
     "testing/simulation/job.py: SimulatedJob": "the undisturbed computation that every run is compared with",
 }
 LONG_SIGNATURES = {
-    "cli.py: chaos": "typer makes each option of the command line from an argument",
+    "cli/start.py: chaos": "typer makes each option of the command line from an argument",
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }

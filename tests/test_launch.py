@@ -26,8 +26,8 @@ from rallypoint.errors import UnprovenPeer, UsageError
 from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
-from rallypoint.launch.cluster import Command, Exit, Handle
 from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.engines.cluster import Command, Exit, Handle
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
@@ -308,11 +308,11 @@ def test_a_signal_that_the_launcher_was_started_to_ignore_stays_ignored(
 ) -> None:
     while_it_ran: list[Any] = []
 
-    def started() -> Any:
+    def started(plan: Launch) -> Any:
         while_it_ran.extend(map(signal.getsignal, (signal.SIGHUP, signal.SIGTERM)))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(launcher, "LocalCluster", started)
+    monkeypatch.setattr(launcher, "cluster_of", started)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         plan = Launch(worker=("true",), folder=str(tmp_path))

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.cluster import Command
-from rallypoint.launch.local import LocalCluster
+from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.local import LocalCluster
 from rallypoint.testing.contracts import cluster as cluster_contract
 from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
 
@@ -46,8 +46,8 @@ class TestLocalCluster(ClusterContract):
 
 CHILD_OF_A_LAUNCHER = """
 import os, signal, sys
-from rallypoint.launch.cluster import Command
-from rallypoint.launch.local import LocalCluster
+from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.local import LocalCluster
 cluster = LocalCluster()
 code = "from rallypoint.launch.lifeline import hold_lifeline; import os, time; hold_lifeline(); print(os.getpid(), "
 code += "flush=True); time.sleep(1000)"

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from rallypoint.launch.cluster import Command
-from rallypoint.launch.local import LocalCluster, MemoryKills, counter_file
+from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.local import LocalCluster, MemoryKills, counter_file
 
 KILLED_BY_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 WAITS = "import signal; signal.pause()"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.launch.cluster import Exit
+from rallypoint.launch.engines.cluster import Exit
 from rallypoint.launch.supervisor import HOLD_S, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 
 KILLED, WELL, ERROR = Exit(137, "SIGKILL"), Exit(0), Exit(1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
+TOKEN_FILE = "RALLYPOINT_TOKEN_FILE"
 ID = "RALLYPOINT_ID"
 NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
 LIFELINE = "RALLYPOINT_LIFELINE"

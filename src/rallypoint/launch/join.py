@@ -12,10 +12,10 @@ from types import TracebackType
 
 from rallypoint.errors import JobAborted, RallypointError
 from rallypoint.launch import environment
+from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.lifeline import hold_lifeline
-from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.worker.loop.session import Job
 
@@ -23,8 +23,8 @@ from rallypoint.worker.loop.session import Job
 def join() -> Job:
     """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
-    The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN and
-    (where there are aggregators) RALLYPOINT_NEAR.
+    The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN (or
+    RALLYPOINT_TOKEN_FILE) and (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
@@ -32,9 +32,10 @@ def join() -> Job:
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
+    access = access_of()
     job = (_JoinedByHand if by_hand else Job)(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
-        token=os.environ.get(environment.TOKEN, ""), transport=TcpTransport(),
+        token=access.token, transport=access.transport,
         near=os.environ.get(environment.NEAR, ""),
     )  # fmt: skip
     if threading.current_thread() is threading.main_thread():

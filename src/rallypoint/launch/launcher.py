@@ -8,9 +8,9 @@ from rich.markup import escape
 
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole
+from rallypoint.launch.engines.choice import cluster_of
 from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, refuse_an_old_run, refuse_used_snapshots
 from rallypoint.launch.interrupts import Interrupted, raised
-from rallypoint.launch.local import LocalCluster
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.run import ClusterRun, Intervene, OutputClosed
 
@@ -44,7 +44,7 @@ def launch(
 
 def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edited: list[str]) -> int:
     try:
-        with raised(), LocalCluster() as cluster, ClusterRun(plan, console, cluster, edited) as run:
+        with raised(), cluster_of(plan) as cluster, ClusterRun(plan, console, cluster, edited) as run:
             status = run.watch(intervene)
         if status == 0:
             console.console.print(f"[dim]everything of this run: {escape(plan.folder)}[/dim]", soft_wrap=True)

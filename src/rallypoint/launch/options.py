@@ -16,6 +16,7 @@ from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
 from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError, UsageError
+from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
 from rallypoint.store.retention import Retention
@@ -37,6 +38,9 @@ Sets = Annotated[list[str] | None, typer.Option(
 )]  # fmt: skip
 JobAddress = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Where the job's coordinator listens; by default RALLYPOINT_COORDINATOR.",
+)]  # fmt: skip
+TokenFile = Annotated[str, typer.Option(
+    metavar="FILE", help="The file that holds the job's token; by default RALLYPOINT_TOKEN_FILE or RALLYPOINT_TOKEN.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
@@ -149,6 +153,9 @@ class RunOptions(CoordinatorOptions):
     threads: Annotated[int, _option(
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
+    engine: Annotated[str, _option(
+        metavar="NAME", panel=_CLUSTER, help="What starts the processes: local, on this machine.",
+    )] = "local"  # fmt: skip
     overwrite: Annotated[bool, _option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
@@ -162,6 +169,7 @@ class RunOptions(CoordinatorOptions):
     def run(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
         """Return the plan of a run with workers of this argv: see `plan`. `more_settings` come after the options'."""
         both = replace(self, sets=[*(self.sets or []), *(more_settings or [])])
+        check_engine(self.engine)
         steps = _steps(self.trace_steps)
         return msgspec.structs.replace(both.plan(worker), script=script, trace=str(self.trace or ""), trace_steps=steps)
 
@@ -169,7 +177,7 @@ class RunOptions(CoordinatorOptions):
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         bind: ``host:port`` at which the coordinator listens. Servers listen at the same host, each at a free port.
         advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
         resume: the snapshot to continue from; "" for a new run.
+        engine: what starts the processes: see `engines.choice`.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -56,6 +57,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     trace: str = ""
     trace_steps: tuple[int, int] = (5, 7)
     resume: str = ""
+    engine: str = "local"
     changes: tuple[str, ...] = ()
 
 

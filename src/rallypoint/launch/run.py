@@ -15,9 +15,9 @@ from rich.markup import escape
 from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Output

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rallypoint.launch.cluster import Exit
+from rallypoint.launch.engines.cluster import Exit
 
 _PAUSES_S = (0.0, 0.2, 1.0, 3.0)  # seconds before a process is started again, after the first, second, ... quick death
 _TRIES_S = (1.0, 2.0, 5.0, 10.0, 20.0, 60.0)  # seconds before the next try after one that could not join

@@ -17,8 +17,8 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.modes import Bytes, Feature
 from rallypoint.errors import ConfigError, JobAborted
 from rallypoint.launch.chaos.report import Event, Report, ledger_of, measure, show
-from rallypoint.launch.cluster import Handle
 from rallypoint.launch.console import RunConsole
+from rallypoint.launch.engines.cluster import Handle
 from rallypoint.launch.launcher import INTERRUPTED, launch
 from rallypoint.launch.plan import Launch
 from rallypoint.launch.run import ClusterRun

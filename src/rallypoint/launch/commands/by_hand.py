@@ -19,6 +19,7 @@ from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
+from rallypoint.launch.access import Access, read_token
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import Where, token_file
 from rallypoint.launch.launcher import INTERRUPTED
@@ -28,7 +29,7 @@ from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
-from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Transport
 from rallypoint.store.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
@@ -64,14 +65,15 @@ def described(plan: Launch) -> tuple[Terms, JoinInfo]:
     return msgspec.convert(terms_of(plan), Terms), about
 
 
-def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str, resume: str) -> int:
+def run_coordinator(
+    terms: Terms, about: JoinInfo, access: Access, *, bind: str, advertise: str, resume: str
+) -> int:  # fmt: skip
     """Run the coordinator of one job to its end. Returns the exit status.
 
     Without a launcher it shows the job's progress, and the token if it had to make one; Ctrl-C ends the job then.
     """
     by_hand, interrupted = not hold_lifeline(), False
-    given = os.environ.get(environment.TOKEN, "")
-    token = given or new_token()  # on loopback too: other users of this machine can connect
+    token = access.token or new_token()  # on loopback too: other users of this machine can connect
     if about.folder:
         Path(about.folder).mkdir(parents=True, exist_ok=True)
     start, changes = None, list[Change]()
@@ -81,7 +83,7 @@ def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str,
         start = (record, manifest.id, manifest.version)
     service = CoordinatorService(
         terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
-        transport=TcpTransport(),
+        transport=access.transport,
     )  # fmt: skip
     service.start()
     for change in changes:
@@ -90,12 +92,12 @@ def run_coordinator(terms: Terms, about: JoinInfo, *, bind: str, advertise: str,
         stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
         _announce(service.address)
         where = Where(service.address, token)
-        if not given:
+        if not access.token:
             print(stack.enter_context(token_file(Path(about.folder or "."), where)), flush=True)
         if by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
             print(f"waiting for {servers} and {workers}", flush=True)
-            told = stack.enter_context(_shown(where))
+            told = stack.enter_context(_shown(where, access.transport))
         try:
             failure = service.wait()
         except KeyboardInterrupt:
@@ -153,7 +155,9 @@ def end_process(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def start_worker(script: Path, arguments: Sequence[str], *, coordinator: str, id: str, threads: int) -> None:
+def start_worker(
+    script: Path, arguments: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int
+) -> None:  # fmt: skip
     """Replace this process by ``python SCRIPT``, which joins the job at `coordinator` with `rallypoint.join`."""
     check_script(script)
     name = id or os.environ.get(environment.ID) or f"worker-{os.getpid()}"
@@ -163,6 +167,8 @@ def start_worker(script: Path, arguments: Sequence[str], *, coordinator: str, id
         **os.environ, environment.COORDINATOR: address, environment.ID: name,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
     }  # fmt: skip
+    if token_file:
+        env[environment.TOKEN] = read_token(Path(token_file))
     os.execve(sys.executable, [sys.executable, str(script), *arguments], env)
 
 
@@ -184,7 +190,7 @@ def _announce(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _shown(where: Where) -> Iterator[threading.Event]:
+def _shown(where: Where, transport: Transport) -> Iterator[threading.Event]:
     """While in the body, show the job's progress. Yields the event that its end has been shown."""
     console, told = RunConsole(), threading.Event()
 
@@ -194,7 +200,7 @@ def _shown(where: Where) -> Iterator[threading.Event]:
             told.set()
 
     link = CoordinatorLink(
-        transport=TcpTransport(), address=where.coordinator, me=Identity("observer", "console", where.token),
+        transport=transport, address=where.coordinator, me=Identity("observer", "console", where.token),
         handlers=Handlers(show, _ended),
     )  # fmt: skip
     link.start()

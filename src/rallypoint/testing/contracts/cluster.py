@@ -1,4 +1,4 @@
-"""The contract of `rallypoint.launch.cluster.Cluster` (Ray, Slurm, ssh, ...) as tests to inherit.
+"""The contract of `rallypoint.launch.engines.cluster.Cluster` (Ray, Slurm, ssh, ...) as tests to inherit.
 
 Test a cluster of your own like this (pytest collects names that begin with ``Test``)::
 
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 import pytest
 
 from rallypoint.errors import RallypointError
-from rallypoint.launch.cluster import Cluster, Command, Exit, Handle
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 
 PATIENCE_S = 60.0  # a test fails after so long; no test should come near it
 _POLL_S = 0.01

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.cluster import Command, Exit
+from rallypoint.launch.engines.cluster import Command, Exit
 
 SUGGESTION = (
     "probably for lack of memory (the kernel's count of such kills has risen): use fewer processes, a smaller batch, "

@@ -1,0 +1,30 @@
+"""The command line: ``rallypoint run``, ``rallypoint train``, and the roles that they start."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import sys
+
+from rallypoint.cli import by_hand, running, start  # noqa: F401 (they register their commands)
+from rallypoint.cli.app import PANELS, app
+from rallypoint.errors import RallypointError
+
+
+def main() -> None:
+    """The entry point: errors of ours are one sentence."""
+    logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
+    app.registered_commands.sort(key=lambda command: PANELS.index(command.rich_help_panel))
+    for command in app.registered_commands:
+        command.help = _unwrapped(inspect.getdoc(command.callback) or "")
+    try:
+        app(prog_name="rallypoint")
+    except RallypointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _unwrapped(text: str) -> str:
+    """The text with one line for each paragraph: a terminal's width is not that of our source."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))

@@ -1,0 +1,34 @@
+"""The application that all commands are registered with, and the panels that `--help` shows them in."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    help="Data-parallel training for PyTorch: workers compute gradients, servers own the parameters, any of them may "
+    "die.\n\nBegin with [bold]rallypoint train gpt[/bold], or with a script of your own: "
+    "[bold]rallypoint run train.py[/bold]",
+    no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False,
+)  # fmt: skip
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+START, RUNNING, AFTER, BY_HAND = "Start a job", "While a job runs", "Afterwards", "A cluster by hand"
+PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rallypoint {version('rallypoint')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[bool, typer.Option(
+        "--version", is_eager=True, callback=_print_version, help="Print the version, and nothing else.",
+    )] = False,
+) -> None:  # fmt: skip
+    """Options that stand before any command."""

@@ -1,0 +1,55 @@
+"""Commands for a job that runs, or has run: resize, snapshot, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rallypoint.cli.app import AFTER, RUNNING, app
+from rallypoint.errors import UsageError
+from rallypoint.launch.options import RunFolder
+
+
+@app.command(rich_help_panel=RUNNING)
+def resize(
+    run: RunFolder,
+    workers: Annotated[int, typer.Option(
+        "--workers", "-w", min=0, metavar="N", show_default=False, help="Workers that compute, if it is to change.",
+    )] = 0,
+    servers: Annotated[int, typer.Option(
+        "--servers", "-s", min=0, metavar="N", show_default=False, help="Servers, if it is to change.",
+    )] = 0,
+) -> None:  # fmt: skip
+    """Change the number of workers or servers of a running job, and wait until that is done. No step is lost.
+
+    Example: [bold]rallypoint resize runs/20260131-235959 --workers 4 --servers 3[/bold]
+    """
+    from rallypoint.launch.ask import resize as order
+
+    if not workers and not servers:
+        raise UsageError("to what size? give --workers N, --servers N or both")
+    print(order(run, workers, servers, lambda text: print(text, flush=True)))
+
+
+@app.command(rich_help_panel=RUNNING)
+def snapshot(run: RunFolder) -> None:
+    """Ask a running job for a snapshot now, and wait until it is durable."""
+    from rallypoint.launch.ask import take_snapshot
+
+    print(take_snapshot(run))
+
+
+@app.command(rich_help_panel=AFTER)
+def export(
+    snapshot: Annotated[str, typer.Argument(help="A snapshot, a folder of snapshots, or a run's folder.")],
+    to: Annotated[Path, typer.Option(help="model.safetensors, or model.pt with the optimizer's state by name.")],
+) -> None:
+    """Write a snapshot's model as safetensors or as a torch checkpoint.
+
+    Example: [bold]rallypoint export runs/20260131-235959 --to model.safetensors[/bold]
+    """
+    from rallypoint.store.export import export_snapshot
+
+    print(export_snapshot(snapshot, to))

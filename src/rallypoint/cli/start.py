@@ -1,0 +1,145 @@
+"""Commands that start a job on this machine, or go on with one: run, train, chaos, resume."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rallypoint.cli.app import AFTER, PASS_ON, START, app
+from rallypoint.cli.given import hint_at_misplaced, recipe_argv, refuse_option, sizes, without_settings
+from rallypoint.config import overrides_from
+from rallypoint.launch.options import (
+    Advertise,
+    Bind,
+    ConfigFile,
+    RunFolder,
+    RunOptions,
+    Sets,
+    check_script,
+    with_options,
+)
+
+_CHAOS = RunOptions(standby=1, replication=2, snapshot_seconds=10.0)
+_FAULTS = "Faults"
+
+
+@app.command(context_settings=PASS_ON, rich_help_panel=START)
+@with_options(RunOptions)
+def run(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
+    options: RunOptions,
+) -> None:
+    """Run a script on a cluster of processes on this machine.
+
+    Processes that die are started again. Ctrl-C ends all of them; [bold]rallypoint resume[/bold] goes on from the last
+    snapshot. Workers run a copy of the script and of the modules beside it, so editing them does not touch the run.
+
+    Example: [bold]rallypoint run --workers 4 --servers 2 train.py --my-option 3[/bold]
+    """
+    refuse_option(context, str(script), "script")
+    check_script(script)
+    hint_at_misplaced(context, context.args, f"{script}")
+    _launch([sys.executable, str(script), *context.args], options, script=str(script))
+
+
+@app.command(context_settings=PASS_ON, rich_help_panel=START)
+@with_options(RunOptions)
+def train(
+    context: typer.Context,
+    recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to the recipe.")],
+    options: RunOptions,
+) -> None:
+    """Train a ready-made recipe on real data.
+
+    Example: [bold]rallypoint train gpt --data my/texts --steps 500[/bold]; its own options: rallypoint train gpt --help
+    """
+    refuse_option(context, recipe, "recipe")
+    arguments, settings = without_settings(context.args)
+    hint_at_misplaced(context, arguments, recipe)
+    _launch(recipe_argv(recipe, arguments), options, settings=settings)
+
+
+@app.command(context_settings=PASS_ON, rich_help_panel=START)
+@with_options(RunOptions, _CHAOS)
+def chaos(
+    context: typer.Context, options: RunOptions,
+    recipe: Annotated[str, typer.Argument(help="gpt or resnet; everything after it is passed on to it.")] = "gpt",
+    kills: Annotated[int, typer.Option(
+        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGKILLs, spread over all roles.",
+    )] = 10,
+    stops: Annotated[int, typer.Option(
+        min=0, metavar="N", rich_help_panel=_FAULTS, help="SIGSTOPs of a worker, for twice the heartbeat.",
+    )] = 1,
+    resizes: Annotated[str, typer.Option(
+        metavar="N,N,..", rich_help_panel=_FAULTS, help="Numbers of workers to change to on the way, as 4,1,3.",
+    )] = "",
+    everything: Annotated[bool, typer.Option(
+        "--everything", rich_help_panel=_FAULTS, help="Kill every process at once in the middle, and resume.",
+    )] = False,
+    schedule: Annotated[str, typer.Option(
+        metavar="LIST", rich_help_panel=_FAULTS, help="Your own: kill worker, stop server, resize 4, everything, ...",
+    )] = "",
+    seed: Annotated[int, typer.Option(
+        metavar="N", rich_help_panel=_FAULTS, help="Of the random schedule and of who is hit.",
+    )] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report to this file too.")] = None,
+) -> None:  # fmt: skip
+    """Train a recipe twice, undisturbed and while its processes are killed: do both end with the same bytes?
+
+    Example: [bold]rallypoint chaos --kills 40 --resizes 4,1,3 gpt --steps 1500[/bold]
+    """
+    from rallypoint.launch.chaos.chaos import chaos as play
+    from rallypoint.launch.chaos.chaos import parse_faults, random_faults
+    from rallypoint.launch.console import Screen
+
+    refuse_option(context, recipe, "recipe")
+    faults = parse_faults(schedule) or random_faults(
+        kills, sizes(resizes), stops, everything, seed, options.servers, options.aggregators
+    )
+    arguments, settings = without_settings(context.args)
+    plan = options.run(recipe_argv(recipe, arguments), more_settings=settings)
+    raise typer.Exit(play(plan, faults, seed, Screen(highlight=False), json=json, overwrite=options.overwrite))
+
+
+@app.command(rich_help_panel=AFTER)
+def resume(
+    run: RunFolder,
+    workers: Annotated[str, typer.Option(
+        "--workers", "-w", metavar="N[:M]", help="Other numbers than before, as 4 or 2:8.",
+    )] = "",
+    servers: Annotated[int, typer.Option(
+        "--servers", "-s", min=0, metavar="N", show_default=False, help="Another number of servers than before.",
+    )] = 0,
+    original: Annotated[bool, typer.Option(
+        "--original", help="Run the code as it was when the run began, not as it is now.",
+    )] = False,
+    bind: Bind = "", advertise: Advertise = "", config: ConfigFile = None, sets: Sets = None,
+) -> None:  # fmt: skip
+    """Go on with a run from its newest usable snapshot: nothing else is needed.
+
+    Settings may change: a lower learning rate or [bold]--set clip=1.0[/bold] after a loss that was not finite, more
+    steps. What the snapshot depends on (replicas, batch, seed, groups, sync, ...) cannot.
+
+    Example: [bold]rallypoint resume runs/20260131-235959 --set optimizer.lr=1e-4[/bold]
+    """
+    from rallypoint.launch.commands.resume import Wishes, going_on
+    from rallypoint.launch.console import RunConsole
+    from rallypoint.launch.launcher import launch
+
+    wishes = Wishes(
+        workers=workers, servers=servers, bind=bind, advertise=advertise, settings=overrides_from(config, sets or [])
+    )
+    plan = going_on(run, wishes, lambda text: print(text, flush=True))
+    raise typer.Exit(launch(plan, RunConsole(), original=original))
+
+
+def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings: list[str] | None = None) -> None:
+    from rallypoint.launch.console import RunConsole
+    from rallypoint.launch.launcher import launch
+
+    plan = options.run(argv, script=script, more_settings=settings)
+    raise typer.Exit(launch(plan, RunConsole(), overwrite=options.overwrite))

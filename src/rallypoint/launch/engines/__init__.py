@@ -1,0 +1,1 @@
+"""Where processes run: this machine, or machines that an engine has."""

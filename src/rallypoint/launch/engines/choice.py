@@ -1,0 +1,31 @@
+"""Which engine starts a run's processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from rallypoint.errors import UsageError, meant
+from rallypoint.launch.engines.cluster import Cluster
+from rallypoint.launch.plan import Launch
+
+ENGINES = ("local",)
+
+
+def check_engine(name: str) -> None:
+    """Raise UsageError unless there is an engine of this name."""
+    if name not in ENGINES:
+        known = f"; the engines are {', '.join(ENGINES)}"
+        raise UsageError(f"there is no engine {name}{meant(name, ENGINES) or known}")
+
+
+@contextlib.contextmanager
+def cluster_of(plan: Launch) -> Iterator[Cluster]:
+    """While in the body, the cluster that the plan names. At the end of the body none of its processes is left."""
+    check_engine(plan.engine)
+    match plan.engine:
+        case _:
+            from rallypoint.launch.engines.local import LocalCluster
+
+            with LocalCluster() as cluster:
+                yield cluster
