@@ -68,7 +68,7 @@ def test_without_an_address_nobody_listens(capsys: pytest.CaptureFixture[str]) -
 def test_a_wrong_address_or_one_in_use_is_one_sentence(health: Health) -> None:
     with pytest.raises(UsageError, match="'8080' is not an address"), answering("8080"):
         pass
-    with pytest.raises(AddressInUse, match="cannot be answered at 127.0.0.1"), answering(health.address):
+    with pytest.raises(AddressInUse, match=r"cannot be answered at 127\.0"), answering(health.address):
         pass
 
 
