@@ -124,16 +124,18 @@ class Launched:
         return _hash(self.said())
 
 
-def test_two_hosts_give_the_bytes_of_one_machine(
+def test_two_hosts_give_the_bytes_of_one_machine_also_when_the_coordinator_dies(
     lab: Netlab, hosts: tuple[Shell, str], tmp_path: Path, undisturbed: str
 ) -> None:
     with Launched(lab, hosts, tmp_path) as launched:
         launched.until_step(AT - 1)
-        on_each = [_names(psutil.Process(daemon.pid)) for daemon in hosts[0].started]
+        on_each = [_named(psutil.Process(daemon.pid)) for daemon in hosts[0].started]
         assert [len(names) for names in on_each] == [4, 3]
         assert "coordinator" in on_each[0]
         assert {name[:6] for name in on_each[1]} == {"server", "worker"}
+        on_each[0]["coordinator"].kill()
         assert launched.ended() == undisturbed
+        assert "coordinator was killed (SIGKILL): starting another" in launched.said()
         assert "is left out" not in launched.said()
 
 
@@ -151,7 +153,7 @@ def test_a_host_whose_processes_are_killed_changes_no_byte(
         assert "was killed (SIGHUP): root@10.77.0.2: " in launched.said()
 
 
-def _names(daemon: psutil.Process) -> set[str]:
-    """The names of a run's processes below an sshd."""
-    found = (process.environ().get("RALLYPOINT_ID", "") for process in daemon.children(recursive=True))
-    return {name for name in found if name}
+def _named(daemon: psutil.Process) -> dict[str, psutil.Process]:
+    """A run's processes below an sshd, by their names."""
+    found = {process.environ().get("RALLYPOINT_ID", ""): process for process in daemon.children(recursive=True)}
+    return {name: process for name, process in found.items() if name}

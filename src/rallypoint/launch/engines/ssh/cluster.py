@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import rallypoint
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.ssh.hosts import Host, coordinators_host
 from rallypoint.launch.engines.ssh.link import HostLink, SshProcess
-from rallypoint.launch.engines.ssh.messages import Begin
+from rallypoint.launch.engines.ssh.messages import PACKAGE, Begin
 from rallypoint.launch.engines.ssh.placement import place
 from rallypoint.launch.engines.ssh.sharing import Sharing
 from rallypoint.launch.plan import HERE, Launch, is_loopback
@@ -40,7 +39,7 @@ class SshCluster:
             raise UsageError("which machines? give --hosts a file with one host a line, or a list as a,b,c")
         self._say, self._bind = say, plan.bind
         self._sharing = Sharing(plan, self._hosts)
-        folder, package = str(Path(plan.folder).resolve()), str(Path(rallypoint.__file__).parent)
+        folder, package = str(Path(plan.folder).resolve()), str(PACKAGE)
         self._links = {
             host: HostLink(
                 host, plan.ssh,

@@ -151,11 +151,9 @@ class HostLink:
     def close(self) -> None:
         """End the input of the far end, which kills its processes. Returns at once; see `join`."""
         with self._lock:
-            if self._client is not None and self._client.stdin is not None:
-                with contextlib.suppress(OSError):
-                    self._client.stdin.close()
-                if not self.up:  # nothing runs there, and ssh may still be waiting for an answer
-                    self._client.terminate()
+            self._end_input()
+            if self._client is not None and not self.up:  # nothing runs there; ssh may still wait for an answer
+                self._client.terminate()
 
     def join(self, deadline: float) -> None:
         """Wait until the connection has ended. At `deadline` (time.monotonic) the ssh client is killed."""
@@ -179,6 +177,12 @@ class HostLink:
             self._client.stdin.write(msgspec.json.encode(message) + b"\n")
             self._client.stdin.flush()
 
+    def _end_input(self) -> None:
+        """End the input of the far end. The lock is held."""
+        if self._client is not None and self._client.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._client.stdin.close()
+
     def _note_errors(self, lines: BinaryIO) -> None:
         with lines:
             for line in lines:
@@ -196,7 +200,8 @@ class HostLink:
                     greeted = greeted or line.rstrip().endswith(GREETING.encode())
         except msgspec.DecodeError as error:
             self._problem = f"it sends what is no message: {error}"
-        self.close()
+        with self._lock:
+            self._end_input()
         try:
             client.wait(_END_S)
         except subprocess.TimeoutExpired:

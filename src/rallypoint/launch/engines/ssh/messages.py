@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 
 
@@ -79,4 +81,5 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
 ToHost = Begin | Unpack | Run | Signal
 FromHost = Ready | Unpacked | Line | Ended
+PACKAGE = Path(__file__).parents[3]  # the folder of rallypoint, here
 GREETING = "rallypoint-remote-1"  # the first line from a host that is ours: a shell may print a welcome before it

@@ -18,12 +18,12 @@ from typing import BinaryIO
 
 import msgspec
 
-import rallypoint
 from rallypoint.errors import RallypointError
 from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.engines.ssh.messages import (
     GREETING,
+    PACKAGE,
     Begin,
     Ended,
     FromHost,
@@ -113,7 +113,7 @@ def translated(argv: tuple[str, ...], begin: Begin) -> tuple[str, ...]:
     if words[0] == begin.python:
         words[0] = sys.executable
     if len(words) > 1 and words[1].startswith(f"{begin.package}/"):  # the program that runs a script's kept copy
-        words[1] = str(Path(rallypoint.__file__).parent) + words[1].removeprefix(begin.package)
+        words[1] = str(PACKAGE) + words[1].removeprefix(begin.package)
     return tuple(words)
 
 
