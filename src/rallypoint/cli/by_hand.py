@@ -22,7 +22,9 @@ _ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
 def coordinator(
     options: CoordinatorOptions,
     token_file: TokenFile = "",
-    resume: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to begin with, of --snapshots.")] = "",
+    resume: Annotated[str, typer.Option(
+        metavar="NAME", help="The snapshot of --snapshots to begin with; latest: the newest, if there is one.",
+    )] = "",
     linger: Annotated[float, typer.Option(
         min=0, metavar="S", help="Seconds to wait at the end for workers whose scripts still run: they may be saving.",
     )] = 0.0,

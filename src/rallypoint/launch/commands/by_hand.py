@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rallypoint.aggregator.service import AggregatorService
     from rallypoint.server.service import ServerService
 
+LATEST = "latest"  # the newest usable snapshot, if there is any
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
 _LAST_WORD_S = 2.0  # seconds in which the end of the job may arrive at the console
 _MOMENT_S = 1.0  # seconds in which threads that are about to end may do so
@@ -81,9 +82,12 @@ def run_coordinator(
         Path(about.folder).mkdir(parents=True, exist_ok=True)
     start, changes = None, list[Change]()
     if resume:
-        manifest = SnapshotStore(about.snapshots).load(resume)
-        record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-        start = (record, manifest.id, manifest.version)
+        store = SnapshotStore(about.snapshots)
+        manifest = store.latest_usable(lambda text: print(text, flush=True)) if resume == LATEST else store.load(resume)
+        if manifest is not None:
+            record, changes = changed_record(manifest.job, about.overrides, manifest.version)
+            start = (record, manifest.id, manifest.version)
+            print(f"going on from snapshot {manifest.id}", flush=True)
     service = CoordinatorService(
         terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
         transport=access.transport,
@@ -101,7 +105,7 @@ def run_coordinator(
         if by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
             print(f"waiting for {servers} and {workers}", flush=True)
-            told = stack.enter_context(_shown(where, access.transport))
+            _, told = stack.enter_context(shown(where, access.transport))
         try:
             failure = service.wait()
         except KeyboardInterrupt:
@@ -207,8 +211,8 @@ def _announce(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _shown(where: Where, transport: Transport) -> Iterator[threading.Event]:
-    """While in the body, show the job's progress. Yields the event that its end has been shown."""
+def shown(where: Where, transport: Transport) -> Iterator[tuple[RunConsole, threading.Event]]:
+    """While in the body, show the job's progress. Yields the console, and the event that its end has been shown."""
     console, told = RunConsole(), threading.Event()
 
     def show(message: Message) -> None:
@@ -222,7 +226,7 @@ def _shown(where: Where, transport: Transport) -> Iterator[threading.Event]:
     )  # fmt: skip
     link.start()
     try:
-        yield told
+        yield console, told
     finally:
         link.close()
         console.close()
