@@ -28,7 +28,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Agents:
-    """Two agents of torchrun on this machine, with two processes each."""
+    """Two agents of torchrun on this machine, with two processes each. The first has torchrun's store and rank 0."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.gate = folder, folder / "gate"
@@ -40,7 +40,7 @@ class Agents:
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job", "train.py"),
         ]
-        options = {"RALLYPOINT_OPTIONS": f"--replication 2 --folder {folder / 'run'}"}
+        options = {"RALLYPOINT_OPTIONS": f"--replication 2 --snapshot-steps 4 --folder {folder / 'run'}"}
         self.agents = []
         for number in range(2):
             with (folder / f"output{number}").open("w") as output:
@@ -48,24 +48,25 @@ class Agents:
                     [*argv, str(self.gate)], cwd=folder, env={**ENV, **options}, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
                 ))  # fmt: skip
+            wait_until(lambda: _listens(port), lambda: True, self.said)
 
     def said(self) -> str:
-        return "".join((self.folder / f"output{number}").read_text() for number in range(2))
+        return "".join((self.folder / f"output{number}").read_text() for number in range(len(self.agents)))
 
     def until_step(self, step: int) -> None:
         running = lambda: any(agent.poll() is None for agent in self.agents)  # noqa: E731
         wait_until(lambda: steps_done(self.folder / "run") >= step, running, self.said)
-
-    def with_coordinator(self) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
-        """The agent whose rank 0 has the coordinator, and the other one."""
-        first, second = self.agents
-        return (first, second) if "coordinator" in named(psutil.Process(first.pid)) else (second, first)
 
     def ended(self) -> str:
         """Let the job end, and return its hash."""
         self.gate.touch()
         wait_until(lambda: "done: " in self.said() and "sha256" in self.said(), lambda: True, self.said)
         return hash_of(self.said())
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as sock:
+        return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def test_a_worker_that_dies_is_no_matter_for_the_agents(tmp_path: Path, undistur
 def test_an_agent_that_is_killed_costs_no_byte(tmp_path: Path, undisturbed: str, children: str) -> None:
     with agents(tmp_path) as started:
         started.until_step(AT - 1)
-        _, victim = started.with_coordinator()
+        _, victim = started.agents
         below = psutil.Process(victim.pid).children(recursive=True)
         victim.send_signal(signal.SIGKILL)
         if children == "killed":
@@ -115,6 +116,27 @@ def test_an_agent_that_is_killed_costs_no_byte(tmp_path: Path, undisturbed: str,
         assert started.ended() == undisturbed
         assert psutil.wait_procs(below, timeout=PATIENCE_S)[1] == []
         assert "starting another" not in started.said()
+
+
+def test_after_the_loss_of_everything_the_same_command_goes_on_from_the_last_snapshot(
+    tmp_path: Path, undisturbed: str
+) -> None:
+    with agents(tmp_path) as started:
+        started.until_step(AT - 1)
+        snapshots = tmp_path / "run" / "snapshots"
+        running = lambda: started.agents[0].poll() is None  # noqa: E731
+        wait_until(lambda: any(snapshots.glob("*/*.json")), running, started.said)
+        first, second = started.agents
+        below = psutil.Process(first.pid).children(recursive=True)
+        assert "coordinator" in named(psutil.Process(first.pid))
+        first.kill()
+        for process in below:
+            if process.is_running():
+                process.kill()
+        assert second.wait(PATIENCE_S) != 0  # torchrun's own store was there
+    with agents(tmp_path) as again:
+        assert again.ended() == undisturbed
+        assert "going on from snapshot step-" in again.said()
 
 
 @pytest.mark.parametrize("env", [{}, {"RALLYPOINT_TOKEN": "it"}])

@@ -20,7 +20,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, read_token
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.folder import Where, token_file
 from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
@@ -211,9 +211,11 @@ def _announce(address: str) -> None:
 
 
 @contextlib.contextmanager
-def shown(where: Where, transport: Transport) -> Iterator[tuple[RunConsole, threading.Event]]:
+def shown(
+    where: Where, transport: Transport, screen: Screen | None = None
+) -> Iterator[tuple[RunConsole, threading.Event]]:  # fmt: skip
     """While in the body, show the job's progress. Yields the console, and the event that its end has been shown."""
-    console, told = RunConsole(), threading.Event()
+    console, told = RunConsole(screen), threading.Event()
 
     def show(message: Message) -> None:
         console.show(message)

@@ -22,7 +22,7 @@ from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.discovery.boards import Found, board_of, private_folder
 from rallypoint.launch.discovery.coordination import again, coordinator_arguments
 from rallypoint.launch.discovery.entry import Duties
@@ -99,7 +99,8 @@ class Supervisor:
             return
         found = msgspec.json.encode(Found(self._address, self._token_file))
         stack.enter_context(board_of(place).published(found))
-        self._console, _ = stack.enter_context(shown(Where(self._address, token), TcpTransport()))
+        screen = Screen(highlight=False, force_terminal=False)  # other ranks print between our lines
+        self._console, _ = stack.enter_context(shown(Where(self._address, token), TcpTransport(), screen))
 
     def _start_members(self) -> None:
         for name in self._duties.servers:
