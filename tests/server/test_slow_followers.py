@@ -55,7 +55,7 @@ class Cluster:
         for id in ("worker0", "worker1"):
             member = self.enter(coordinator.address, id)
             member.send_message(Propose(record(sync)))
-            while not isinstance(message := decode(member.receive_bytes(member.receive_header())), NewView):
+            while not isinstance(message := member.receive_message(member.receive_header()), NewView):
                 pass
             self.view = message.view
 
