@@ -63,7 +63,6 @@ from rallypoint.net.messages import (
     Skipped,
     StepDone,
     Waiting,
-    decode,
     expect,
 )
 from rallypoint.store import closing

@@ -42,7 +42,6 @@ from rallypoint.net.messages import (
     Refused,
     Report,
     Resize,
-    decode,
     encode,
     expect,
 )

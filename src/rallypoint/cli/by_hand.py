@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from rallypoint.cli.given import refuse_option
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.options import Advertise, CoordinatorOptions, JobAddress, TokenFile, with_options
+from rallypoint.net.keys import ROLES
 
 _ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
 
@@ -41,8 +43,9 @@ def coordinator(
     if terms or join_info:  # from a launcher
         known = decoded(terms or "{}", Terms, "--terms")
         about = decoded(join_info or "{}", JoinInfo, "--join-info")
+    access = access_of(token_file, "coordinator")
     end_process(run_coordinator(
-        known, about, access_of(token_file), bind=options.bind, advertise=options.advertise, resume=resume,
+        known, about, access, bind=options.bind, advertise=options.advertise, resume=resume,
     ))  # fmt: skip
 
 
@@ -62,7 +65,7 @@ def server(
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.server.service import ServerService
 
-    access, address = access_of(token_file), address_of(coordinator)
+    access, address = access_of(token_file, "server"), address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=bind, advertise=advertise, transport=access.transport,
@@ -113,10 +116,35 @@ def aggregator(
     from rallypoint.aggregator.service import AggregatorService
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
 
-    access, address = access_of(token_file), address_of(coordinator)
+    access, address = access_of(token_file, "aggregator"), address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
         token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=bind,
         advertise=advertise, transport=access.transport,
     )  # fmt: skip
     end_process(run_server(service, address))
+
+
+@app.command(rich_help_panel=BY_HAND)
+def token(
+    role: Annotated[str, typer.Option(
+        metavar="ROLE", help=f"Print this role's token, which follows from the job's: {', '.join(ROLES)}.",
+    )] = "",
+    token_file: Annotated[str, typer.Option(
+        metavar="FILE", help="With --role: the file that holds the job's token; by default as of the other commands.",
+    )] = "",
+) -> None:  # fmt: skip
+    """Print a new token for a job; with --role, the token with which a process can be of that role and of no other.
+
+    Give the coordinator the job's token, and each machine those of the roles that it runs. A new file that the token is
+    written to is made readable for you alone.
+
+    Example: [bold]rallypoint token > job.token[/bold]
+
+    Then: [bold]rallypoint token --role worker --token-file job.token > worker.token[/bold]
+    """
+    from rallypoint.launch.access import keep_private, token_for
+
+    found = token_for(role, token_file)
+    keep_private(sys.stdout.fileno())
+    print(found)

@@ -32,7 +32,7 @@ def join() -> Job:
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
-    access = access_of()
+    access = access_of(role="worker")
     job = (_JoinedByHand if by_hand else Job)(
         id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
         token=access.token, transport=access.transport,

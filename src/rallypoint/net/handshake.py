@@ -50,9 +50,10 @@ _MIN_TOKEN = 16
 class Identity:
     """Who connects or listens: the role, the member's name, a token; `near`: see `core.view.Member`.
 
-    The token is the role's own, or the job's, from which it follows; the coordinator's is the job's. Workers, servers, aggregators and observers connect. Servers, aggregators and the coordinator (its name is "")
-    listen. `incarnation` and `secret` come from the coordinator when it admits a member; the coordinator's own secret
-    is in its journal.
+    The token is the role's own, or the job's, from which it follows; the coordinator's is the job's. Workers, servers,
+    aggregators and observers connect. Servers, aggregators and the coordinator (its name is "") listen. `incarnation`
+    and `secret` come from the coordinator when it admits a member; the coordinator's own secret follows from its
+    journal and the job's token.
     """
 
     role: str

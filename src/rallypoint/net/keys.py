@@ -65,8 +65,10 @@ def role_token(token: str, role: str) -> str:
     if own := role_of(token):
         if own == role:
             return token
-        asked = "the job's own token" if role not in ROLES else f"a token for the role {role}"
-        raise UsageError(f"this token is for the role {own}, and {asked} is needed")
+        asked, made = f"a token for the role {role}", f"`rallypoint token --role {role} --token-file FILE` prints it"
+        if role not in ROLES:
+            asked, made = "the job's own token", "from that follow those of the roles"
+        raise UsageError(f"this token is for the role {own}, and {asked} is needed: {made}")
     if not token or role == "coordinator":
         return token
     return f"{role}:{expand(extract(_TOKENS, token.encode()), role.encode()).hex()}"
