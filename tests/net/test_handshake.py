@@ -343,6 +343,14 @@ def test_a_role_s_token_is_for_no_other_role(ends: tuple[Tapped, Tapped], role: 
     assert str(denied).endswith(f"came as {other} w0 with the token of the role {role}")
 
 
+def test_a_listener_with_a_role_s_token_takes_that_role_alone(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far, Identity("coordinator", "", role_token(TOKEN, "observer")))) as listening:
+        with pytest.raises(LinkError):
+            join(near)
+        assert "came in another role than this token is for" in str(listening.outcome())
+
+
 def test_a_role_s_token_does_not_make_a_coordinator_of_other_roles(ends: tuple[Tapped, Tapped]) -> None:
     """A worker's machine that takes the coordinator's port is not believed by a server that joins."""
     near, far = ends

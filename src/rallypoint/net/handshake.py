@@ -156,7 +156,10 @@ def greet(connection: Connection, me: Identity) -> Greeting:
         raise ProtocolError(f"{connection.peer} sent a {header.kind.name} frame before its HELLO")
     hello = expect(transcript.receive(header), Hello)  # nothing of it is believed before it is proved
     ticket = _ticket_of(hello, me)
-    transcript.keys = _keys(hello, me.token, ticket)
+    try:
+        transcript.keys = _keys(hello, me.token, ticket)
+    except UsageError:  # this listener has a role's token (a doctor's probe), and not the job's
+        raise AccessDenied(f"{connection.peer} came in another role than this token is for") from None
     if not transcript.proved(transcript.keys.dialer):
         # No proof goes with this refusal: nobody gets a proof for a greeting that is not his.
         transcript.send(Kind.REFUSE, Refused("the token is wrong" + (", or the ticket" if ticket else "")))
