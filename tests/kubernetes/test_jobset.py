@@ -143,6 +143,7 @@ def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests:
     made = plain(new_secret("gpt-token", "ml"))
     check_core(made)
     assert made["stringData"].keys() == {"coordinator", "server", "worker"}
+    assert len(set(made["stringData"].values())) == 3
     assert made["stringData"] != plain(new_secret("gpt-token"))["stringData"]
 
 

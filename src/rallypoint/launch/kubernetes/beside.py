@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 from rallypoint.launch.kubernetes import objects as k
 from rallypoint.launch.kubernetes.shape import Shape, check_label
 from rallypoint.net.handshake import new_token
+from rallypoint.net.keys import role_token
 
 _ROLES = ("coordinator", "server", "worker")
 
@@ -52,7 +53,7 @@ def new_secret(name: str, namespace: str = "") -> k.Secret:
     token = new_token()
     return k.Secret(
         api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
-        string_data=dict.fromkeys(_ROLES, token),
+        string_data={role: role_token(token, role) for role in _ROLES},
     )  # fmt: skip
 
 
