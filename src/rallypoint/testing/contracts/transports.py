@@ -55,10 +55,7 @@ class TransportContract:
     @pytest.fixture
     def pair(self, transport: Transport, listener: Listener) -> Iterator[tuple[Connection, Connection]]:
         """Both ends of one connection: (who connected, who accepted)."""
-        near = transport.connect(listener.address, PATIENCE_S)
-        far = listener.accept()
-        for end in (near, far):
-            end.set_timeout(PATIENCE_S)  # a broken transport then fails the test instead of blocking it
+        near, far = connected(transport, listener)
         yield near, far
         near.close()
         far.close()
@@ -152,8 +149,7 @@ class TransportContract:
         with contextlib.ExitStack() as stack:
             pairs = []
             for _ in range(3):
-                near = transport.connect(listener.address, PATIENCE_S)
-                far = listener.accept()
+                near, far = connected(transport, listener)
                 stack.callback(near.close)
                 stack.callback(far.close)
                 pairs.append((near, far))
@@ -161,6 +157,17 @@ class TransportContract:
                 near.send(bytes([number]) * 10)
             for number, (_, far) in reversed(list(enumerate(pairs))):
                 assert receive(far, 10) == bytes([number]) * 10
+
+    def test_both_sides_know_the_same_of_their_connection_and_not_of_another(
+        self, pair: tuple[Connection, Connection], transport: Transport, listener: Listener
+    ) -> None:
+        other = connected(transport, listener)
+        near, far = (end.secured for end in pair)
+        assert near.binding == far.binding
+        assert bool(near.binding) == bool(near.role) == bool(far.role) == transport.secure
+        assert not transport.secure or other[0].secured.binding != near.binding
+        for end in other:
+            end.close()
 
     def test_a_peer_has_a_name(self, pair: tuple[Connection, Connection]) -> None:
         assert all(end.peer for end in pair)
@@ -376,6 +383,18 @@ class TransportContract:
 
     def test_the_address_is_private(self, transport: Transport, listener: Listener) -> None:
         assert transport.private(listener.address)
+
+
+def connected(transport: Transport, listener: Listener) -> tuple[Connection, Connection]:
+    """Both ends of a new connection that has been used: a transport may shake hands at its first use."""
+    near = transport.connect(listener.address, PATIENCE_S)
+    far = listener.accept()
+    for end in (near, far):
+        end.set_timeout(PATIENCE_S)  # a broken transport then fails the test instead of blocking it
+    with Beside(lambda: near.send(b"?")) as asking:
+        assert receive(far, 1) == b"?"
+        asking.raise_if_failed()
+    return near, far
 
 
 def trickle(step: Callable[[], object], beside: Beside) -> None:
