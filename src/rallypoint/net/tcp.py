@@ -99,10 +99,15 @@ class TcpConnection:
             self._leave()
 
     def has_input(self, seconds: float) -> bool:
-        """Wait until there is something to receive, or the stream has ended. Returns False after `seconds`."""
+        """Wait until there is something to receive, or the stream has ended. Returns False after `seconds`.
+
+        LinkError when the deadline has passed.
+        """
         self._enter()
         try:
-            return _readable(self._socket, seconds)
+            return _readable(self._socket, seconds if self._deadline is None else min(seconds, self._left()))
+        except TimeoutError as error:
+            raise LinkError(f"the link to {self._peer} broke while receiving: {error}") from None
         finally:
             self._leave()
 

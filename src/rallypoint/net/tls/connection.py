@@ -16,6 +16,7 @@ import hashlib
 import ssl
 import threading
 from collections.abc import Iterator
+from typing import cast
 
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkClosed, LinkError, UnprovenPeer
 from rallypoint.net.frames import Header, Kind, pack
@@ -71,7 +72,11 @@ class TlsConnection:
         if self._secured is None:
             with self._shaking:
                 if self._secured is None:
-                    self._secured = self._shake_hands()
+                    try:
+                        self._secured = self._shake_hands()
+                    except BaseException:
+                        self.close()
+                        raise
         return self._secured
 
     # ---- bytes ----
@@ -102,7 +107,7 @@ class TlsConnection:
         """Fill the view from the next record. Returns how many bytes; 0 if no whole record is here."""
         try:
             with self._lock:
-                got = self._tls.read(len(view), view)  # type: ignore[arg-type]  # (any writable buffer will do)
+                got = cast(int, self._tls.read(len(view), view))
         except ssl.SSLWantReadError:
             return 0
         except ssl.SSLError as error:
@@ -142,10 +147,8 @@ class TlsConnection:
             return self._proved(loaded)
         except ssl.SSLError as error:
             self._stream.send_at_once(self._outgoing.read())  # an alert, which says why
-            self.close()
             raise self._refusal(self._said(error)) from None
         except ValueError as error:
-            self.close()
             raise self._refusal(f"the certificate of {self.peer} names no role: {error}") from None
 
     def _talk(self) -> None:
@@ -164,8 +167,8 @@ class TlsConnection:
                 return
             got = self._stream.recv_some(self._room)
             if first and self._room[0] not in (_HANDSHAKE, _ALERT):
-                came = "came without TLS: give it --tls" if self._listener else "speaks without TLS, and this member with"
-                raise self._refusal(f"{self.peer} {came}")
+                how = "came without TLS: give it --tls" if self._listener else "speaks no TLS, and this member does"
+                raise self._refusal(f"{self.peer} {how}")
             first = False
             self._came(self._room[:got])
 
@@ -182,7 +185,8 @@ class TlsConnection:
         """
         other = self._tls.getpeercert(binary_form=True)
         finished = self._tls.get_channel_binding("tls-unique")
-        assert other is not None and finished
+        assert other
+        assert finished
         parts = [other, loaded.certificate] if not self._listener else [loaded.certificate, other]
         digests = [hashlib.sha256(part).digest() for part in (*parts, finished)]
         return Secured(role_of(self._tls.getpeercert()), hashlib.sha256(_LABEL + b"".join(digests)).digest())
