@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 
-from rallypoint.cli import by_hand, doctor, kubernetes, running, start, tokens  # noqa: F401 (they register commands)
+# They register their commands:
+from rallypoint.cli import by_hand, certs, doctor, kubernetes, running, start, tokens  # noqa: F401
 from rallypoint.cli.app import PANELS, app
 from rallypoint.errors import RallypointError
 
