@@ -10,6 +10,7 @@ import os
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
 TOKEN_FILE = "RALLYPOINT_TOKEN_FILE"
+TLS = "RALLYPOINT_TLS"  # the folder of the certificates
 ID = "RALLYPOINT_ID"
 NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
 HEALTH = "RALLYPOINT_HEALTH"  # where a worker answers health checks: see `launch.health`
@@ -17,6 +18,7 @@ LEFT_STATUS = "RALLYPOINT_LEFT_STATUS"  # the exit status of a member that was t
 SERVERS = "RALLYPOINT_SERVERS"  # under torchrun or mpirun: how many servers, or beside which ranks
 OPTIONS = "RALLYPOINT_OPTIONS"  # there too: options of `rallypoint coordinator`
 FOLDER = "RALLYPOINT_FOLDER"  # under mpirun: a folder that all machines see
+KUBEFLOW_TRAINER = "KUBEFLOW_TRAINER_SERVER_URL"  # set by Kubeflow Trainer: see `launch.kubernetes.progress`
 LIFELINE = "RALLYPOINT_LIFELINE"
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready

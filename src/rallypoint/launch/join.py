@@ -29,7 +29,7 @@ def join() -> Job:
     Under ``torchrun`` and ``mpirun`` the processes make a cluster of their own: see `launch.discovery.entry`.
 
     The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN (or
-    RALLYPOINT_TOKEN_FILE) and (where there are aggregators) RALLYPOINT_NEAR.
+    RALLYPOINT_TOKEN_FILE), RALLYPOINT_TLS (with TLS) and (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
@@ -39,7 +39,7 @@ def join() -> Job:
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
-    access = access_of()
+    access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
         health = until_exit.enter_context(answering(os.environ.pop(environment.HEALTH, "")))
         job = (_JoinedByHand if by_hand else Job)(
@@ -48,6 +48,10 @@ def join() -> Job:
             near=os.environ.get(environment.NEAR, ""),
         )  # fmt: skip
         health.joined()
+        if os.environ.get(environment.KUBEFLOW_TRAINER):
+            from rallypoint.launch.kubernetes.progress import telling
+
+            until_exit.enter_context(telling(lambda: job.progress))
         atexit.register(until_exit.pop_all().close)
     if threading.current_thread() is threading.main_thread():
         status = environment.left_status()

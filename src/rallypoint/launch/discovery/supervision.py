@@ -33,7 +33,7 @@ from rallypoint.launch.folder import Where, new_folder
 from rallypoint.launch.interrupts import noted
 from rallypoint.launch.plan import is_loopback
 from rallypoint.net.handshake import new_token
-from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.keys import role_token
 
 _POLL_S = 0.05
 _LEAVE_S = 10.0  # seconds after SIGTERM in which a worker may hand over
@@ -58,7 +58,7 @@ class Supervisor:
         self._start_at: list[tuple[float, Command]] = []
         self._names: dict[str, int] = {}
         self._address = duties.found.coordinator if duties.found else ""
-        self._token_file = duties.found.token_file if duties.found else ""
+        self._token = access_of(duties.found.token_file if duties.found else "").token  # the job's
         self._coordinator: tuple[str, ...] = ()  # its arguments
         self._console: RunConsole | None = None
         self._status: int | None = None  # the worker's
@@ -85,10 +85,10 @@ class Supervisor:
     def _coordinate(self, stack: contextlib.ExitStack, interrupts: list[int]) -> None:
         """Start the coordinator, and publish its address. If it ends first, there is no address."""
         place, given = self._duties.place, os.environ.get(environment.OPTIONS, "")
-        folder, token = stack.enter_context(private_folder(place)), access_of().token
-        if not token:
-            token = new_token()
-            self._token_file = stack.enter_context(_token_file(folder, token))
+        folder, token_file = stack.enter_context(private_folder(place)), ""
+        if not self._token:
+            self._token = new_token()
+            token_file = stack.enter_context(_token_file(folder, self._token))
         fresh = str(new_folder(Path("runs")).resolve())
         self._coordinator = coordinator_arguments(place, self._duties.servers_in_all, given, fresh)
         self._start(self._command("coordinator", "coordinator", (*_CLI, "coordinator", *self._coordinator)))
@@ -97,10 +97,11 @@ class Supervisor:
             time.sleep(_POLL_S)
         if not self._address:
             return
-        found = msgspec.json.encode(Found(self._address, self._token_file))
+        found = msgspec.json.encode(Found(self._address, token_file))
         stack.enter_context(board_of(place).published(found))
         screen = Screen(highlight=False, force_terminal=False)  # other ranks print between our lines
-        self._console, _ = stack.enter_context(shown(Where(self._address, token), TcpTransport(), screen))
+        where, transport = Where(self._address, self._token), access_of(role="observer").transport
+        self._console, _ = stack.enter_context(shown(where, transport, screen))
 
     def _start_members(self) -> None:
         for name in self._duties.servers:
@@ -121,7 +122,7 @@ class Supervisor:
         threads = os.environ.get("OMP_NUM_THREADS", "1")
         env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", environment.ID: name}
         env |= {environment.COORDINATOR: self._address} if self._address else {}
-        env |= {environment.TOKEN_FILE: self._token_file} if self._token_file else {}
+        env |= {environment.TOKEN: role_token(self._token, role), environment.TOKEN_FILE: ""}
         return Command(name=name, role=role, argv=argv, env=env)
 
     def _start(self, command: Command) -> None:
