@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done, wait_until
+from sshd import kill_all
 
 pytestmark = [pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(300)]
 
@@ -41,10 +42,7 @@ def mpirun(folder: Path, processes: int, **env: str) -> Iterator[tuple[subproces
         below = psutil.Process(started.pid).children(recursive=True) if started.poll() is None else []
         started.kill()
         started.wait()
-        for process in below:
-            if process.is_running():
-                process.kill()
-        psutil.wait_procs(below, timeout=PATIENCE_S)
+        kill_all(below)
 
 
 @pytest.mark.parametrize("shared", [False, True])

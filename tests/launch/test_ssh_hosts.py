@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done, wait_until
-from sshd import Shell, shell
+from sshd import Shell, kill_all, shell
 
 from rallypoint.testing import netlab
 from rallypoint.testing.netlab import Netlab, NetlabUnavailable
@@ -101,9 +101,7 @@ def test_a_host_whose_processes_are_killed_changes_no_byte(
         launched.until_step(AT - 1)
         victims = psutil.Process(hosts[0].started[1].pid).children(recursive=True)
         assert len(victims) >= 4
-        for victim in victims:
-            if victim.is_running():
-                victim.kill()
+        kill_all(victims)
         assert launched.ended() == undisturbed
         assert "was killed (SIGHUP): root@10.77.0.2: " in launched.said()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done, wait_until
+from sshd import kill_all
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.discovery.entry import check_token
@@ -81,10 +82,7 @@ def agents(folder: Path) -> Iterator[Agents]:
                 everybody += psutil.Process(agent.pid).children(recursive=True)
             agent.kill()
             agent.wait()
-        for process in everybody:
-            if process.is_running():
-                process.kill()
-        psutil.wait_procs(everybody, timeout=PATIENCE_S)
+        kill_all(everybody)
 
 
 def test_a_worker_that_dies_is_no_matter_for_the_agents(tmp_path: Path, undisturbed: str) -> None:
@@ -110,9 +108,7 @@ def test_an_agent_that_is_killed_costs_no_byte(tmp_path: Path, undisturbed: str,
         below = psutil.Process(victim.pid).children(recursive=True)
         victim.send_signal(signal.SIGKILL)
         if children == "killed":
-            for process in below:
-                if process.is_running():
-                    process.kill()
+            kill_all(below)
         assert started.ended() == undisturbed
         assert psutil.wait_procs(below, timeout=PATIENCE_S)[1] == []
         assert "starting another" not in started.said()
@@ -130,9 +126,7 @@ def test_after_the_loss_of_everything_the_same_command_goes_on_from_the_last_sna
         below = psutil.Process(first.pid).children(recursive=True)
         assert "coordinator" in named(psutil.Process(first.pid))
         first.kill()
-        for process in below:
-            if process.is_running():
-                process.kill()
+        kill_all(below)
         assert second.wait(PATIENCE_S) != 0  # torchrun's own store was there
     with agents(tmp_path) as again:
         assert again.ended() == undisturbed
