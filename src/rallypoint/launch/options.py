@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -16,10 +17,11 @@ from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
 from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError, UsageError
+from rallypoint.launch import environment
 from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.engines.ssh.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
-from rallypoint.launch.plan import HERE, SNAPSHOTS, Launch, parse_workers
+from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS, Launch, parse_workers
 from rallypoint.store.retention import Retention
 
 _CLUSTER, _SNAPSHOTS, _FILES = "Cluster", "Snapshots", "Settings and files"
@@ -39,13 +41,22 @@ Sets = Annotated[list[str] | None, typer.Option(
     "--set", metavar="KEY=VALUE", rich_help_panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
 )]  # fmt: skip
 JobAddress = Annotated[str, typer.Option(
-    metavar="HOST:PORT", help="Where the job's coordinator listens; by default RALLYPOINT_COORDINATOR.",
+    metavar="PLACES", help="Where the job's coordinator may listen: host:port, several of them with commas between, "
+    "file:PATH with one a line, or srv+dns://NAME; by default RALLYPOINT_COORDINATOR.",
 )]  # fmt: skip
 TokenFile = Annotated[str, typer.Option(
-    metavar="FILE", help="The file that holds the job's token; by default RALLYPOINT_TOKEN_FILE or RALLYPOINT_TOKEN.",
+    metavar="FILE", help="The file that holds the job's token, or that of this role; by default RALLYPOINT_TOKEN_FILE "
+    "or RALLYPOINT_TOKEN. `rallypoint token` makes them.",
+)]  # fmt: skip
+Interface = Annotated[str, typer.Option(
+    metavar="NAME", help="Listen at the address of this network interface, as eth0, in place of the host in --bind.",
 )]  # fmt: skip
 HealthAt = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
+)]  # fmt: skip
+Tls = Annotated[str, typer.Option(
+    metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint certs`; by default "
+    "RALLYPOINT_TLS.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
@@ -167,6 +178,10 @@ class RunOptions(CoordinatorOptions):
     ssh: Annotated[str, _option(
         metavar="COMMAND", panel=_CLUSTER, help="The ssh client, with its options: 'ssh -F my_config'.",
     )] = "ssh"  # fmt: skip
+    tls: Annotated[str, _option(
+        metavar="FOLDER|auto", panel=_CLUSTER,
+        help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
+    )] = ""  # fmt: skip
     overwrite: Annotated[bool, _option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
@@ -183,8 +198,19 @@ class RunOptions(CoordinatorOptions):
         steps = _steps(self.trace_steps)
         plan = both.plan(worker)
         return msgspec.structs.replace(
-            plan, script=script, trace=str(self.trace or ""), trace_steps=steps, **self._machines(plan)
-        )
+            plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
+            **self._machines(plan),
+        )  # fmt: skip
+
+    def _certificates(self) -> str:
+        """Return where the certificates are, for the plan."""
+        given = self.tls or os.environ.get(environment.TLS, "")
+        if given == AUTO and (self.hosts or self.engine != "local"):
+            raise UsageError(
+                "--tls auto makes certificates on this machine alone: make some with `rallypoint certs FOLDER`, copy "
+                "them to the same place on each machine, and give --tls FOLDER"
+            )
+        return given if given in ("", AUTO) else str(Path(given).resolve())
 
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""
