@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -23,14 +23,39 @@ from rallypoint.launch.options import (
     with_options,
 )
 
-_ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(CoordinatorOptions):
+    """The options of a coordinator that was started by hand."""
+
+    interface: Interface = ""
+
+
+_START = Alone(workers="1", servers=1, snapshots="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """The options of a member that listens."""
+
+    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0"
+    interface: Interface = ""
+    advertise: Advertise = ""
+    health: HealthAt = ""
+
+    @property
+    def at(self) -> str:
+        """Where it listens, "host:port"."""
+        from rallypoint.net.places.interfaces import at_interface
+
+        return at_interface(self.bind, self.interface)
 
 
 @app.command(rich_help_panel=BY_HAND)
-@with_options(CoordinatorOptions, _ALONE)
+@with_options(Alone, _START)
 def coordinator(
-    options: CoordinatorOptions,
-    token_file: TokenFile = "", tls: Tls = "", interface: Interface = "",
+    options: Alone,
+    token_file: TokenFile = "", tls: Tls = "",
     resume: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to begin with, of --snapshots.")] = "",
     linger: Annotated[float, typer.Option(
         min=0, metavar="S", help="Seconds to wait at the end for workers whose scripts still run: they may be saving.",
@@ -45,8 +70,9 @@ def coordinator(
     0 it comes first, because it prints where it listens.
 
     The job's token comes in --token-file or RALLYPOINT_TOKEN; without one, a new one is made, and the way to it is
-    printed. With --folder it keeps a journal there: if it dies, start another with the same folder and token, here or on
-    another machine that has the folder, and the job goes on. Name both addresses to the members. Never run two at once.
+    printed. With --folder it keeps a journal there: if it dies, start another with the same folder and token, here or
+    on another machine that has the folder, and the job goes on. Name both addresses to the members. Never run two at
+    once.
 
     Example: [bold]rallypoint coordinator --bind 10.0.0.7:4700 --token-file job.token --workers 2 --servers 2[/bold]
     """
@@ -63,23 +89,23 @@ def coordinator(
     with answering(health) as told:
         status = run_coordinator(
             known, about, access_of(token_file, "coordinator", tls), told, resume=resume, linger=linger,
-            bind=at_interface(options.bind, interface), advertise=options.advertise,
+            bind=at_interface(options.bind, options.interface), advertise=options.advertise,
         )  # fmt: skip
     end_process(status)
 
 
 @app.command(rich_help_panel=BY_HAND)
+@with_options(Listening)
 def server(
-    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
-    interface: Interface = "", coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
+    options: Listening,
+    coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
-    advertise: Advertise = "", health: HealthAt = "",
 ) -> None:
     """Run one server of one job: it owns a part of the parameters. On SIGTERM it hands its shards over and ends.
 
-    Start as many as the coordinator was told to wait for, at any time, before it or after it; more wait until one is
-    missing. One that has died is replaced by another, under any name. At --bind 0.0.0.0:0 it tells others the address of
-    the interface that leads to the coordinator.
+    Start as many as the coordinator was told to wait for, at any time, before it or after it; later ones take their
+    share too. One that has died is replaced by another, under any name. At --bind 0.0.0.0:0 it tells others the address
+    of the interface that leads to the coordinator.
 
     Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0 --token-file server.token[/bold]
 
@@ -87,15 +113,14 @@ def server(
     """
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering
-    from rallypoint.net.places.interfaces import at_interface
     from rallypoint.server.service import ServerService
 
     access, address = access_of(token_file, "server", tls), address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
-        token=access.token, bind=at_interface(bind, interface), advertise=advertise, transport=access.transport,
+        token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
     )  # fmt: skip
-    with answering(health) as told:
+    with answering(options.health) as told:
         status = run_server(service, address, told)
     end_process(status)
 
@@ -119,7 +144,8 @@ def worker(
     Start as many as the coordinator was told to wait for, at any time, before it or after it; more stand by and take
     over. One that has died is replaced by another, under any name. On SIGTERM it hands its replicas over and ends.
 
-    The program gets the coordinator's places, the worker's token and name, and the number of threads in its environment.
+    The program gets the coordinator's places, the worker's token and name, and the number of threads in its
+    environment.
 
     Example: [bold]rallypoint worker --coordinator 10.0.0.7:4700 --token-file worker.token train.py --my-option 3[/bold]
 
@@ -135,14 +161,14 @@ def worker(
 
 
 @app.command(rich_help_panel=BY_HAND)
+@with_options(Listening)
 def aggregator(
-    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
-    interface: Interface = "", coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
+    options: Listening,
+    coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or aggregator-PID.")] = "",
     near: Annotated[str, typer.Option(
         metavar="PLACE", help="A host or a rack, by any name: for workers whose RALLYPOINT_NEAR is the same.",
     )] = "",
-    advertise: Advertise = "", health: HealthAt = "",
 ) -> None:  # fmt: skip
     """Run one aggregator of one job: it adds up the contributions of workers near it.
 
@@ -154,14 +180,13 @@ def aggregator(
     from rallypoint.aggregator.service import AggregatorService
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering
-    from rallypoint.net.places.interfaces import at_interface
 
     access, address = access_of(token_file, "aggregator", tls), address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
-        token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=at_interface(bind, interface),
-        advertise=advertise, transport=access.transport,
+        token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=options.at,
+        advertise=options.advertise, transport=access.transport,
     )  # fmt: skip
-    with answering(health) as told:
+    with answering(options.health) as told:
         status = run_server(service, address, told)
     end_process(status)

@@ -232,10 +232,8 @@ _SAME = {
 }  # fmt: skip
 
 
-def with_options(
-    kind: type[CoordinatorOptions], defaults: CoordinatorOptions | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:  # fmt: skip
-    """Give a command all options of `kind`, as one argument, `options`."""
+def with_options(kind: type[Any], defaults: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command all options of `kind`, a dataclass of them, as one argument, `options`."""
     start = defaults or kind()
     hints = get_type_hints(kind, include_extras=True)
 
