@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
 
 from rallypoint.launch.kubernetes import objects as k
@@ -27,16 +28,17 @@ def claim_spec(shape: Shape) -> k.ClaimSpec:
     )  # fmt: skip
 
 
-def budget(shape: Shape) -> k.Budget:
+def budget(shape: Shape, labels: Mapping[str, str] | None = None) -> k.Budget:
     """Return the PodDisruptionBudget of the servers: a drain takes one at a time, and never the only one.
 
-    (For pods of a Job a budget can only say how many must stay.)
+    `labels`: those of the servers' pods, if they are not the usual ones. (For pods of a Job a budget can only say how
+    many must stay.)
     """
     return k.Budget(
         api_version="policy/v1", kind="PodDisruptionBudget", metadata=_meta(shape, f"{shape.name}-server"),
         spec=k.BudgetSpec(
             min_available=max(1, shape.servers - 1), unhealthy_pod_eviction_policy="AlwaysAllow",
-            selector=k.LabelSelector(match_labels=shape.labels("server")),
+            selector=k.LabelSelector(match_labels=labels or shape.labels("server")),
         ),
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rallypoint.launch import environment
@@ -34,13 +35,15 @@ class Pods:
 
     Attributes:
         shape: the job.
-        host: the name under which the coordinator is found.
+        host: the name under which the coordinator is found. ``$(NAME)`` in it is one of `env`.
         folder: the volume with the job's folder. None: whoever starts the pods adds one that is called `JOB`.
+        env: variables that each pod has besides.
     """
 
     shape: Shape
     host: str
     folder: k.Volume | None
+    env: Sequence[k.Env] = ()
 
     def coordinator(self) -> k.PodTemplate:
         """Return the coordinator's pod. Told to go, it ends at once: another goes on with its journal."""
@@ -86,8 +89,9 @@ class Pods:
         return k.Container(
             name=role, image=self.shape.image, image_pull_policy=self.shape.pull_policy, command=list(command),
             env=[
-                k.Env(name=environment.ID, value_from=_field("metadata.name")),
-                k.Env(name="POD_IP", value_from=_field("status.podIP")),
+                *self.env,
+                k.Env(name=environment.ID, value_from=field("metadata.name")),
+                k.Env(name="POD_IP", value_from=field("status.podIP")),
                 k.Env(name=environment.LEFT_STATUS, value=str(LEFT_STATUS)),
             ],
             ports=[
@@ -163,7 +167,8 @@ def what_ends_the_coordinator() -> k.PodFailurePolicy:
     ])  # fmt: skip
 
 
-def _field(path: str) -> k.EnvSource:
+def field(path: str) -> k.EnvSource:
+    """Return the source of a variable whose value is a field of its pod."""
     return k.EnvSource(field_ref=k.FieldRef(field_path=path))
 
 

@@ -10,6 +10,7 @@ from rallypoint.launch.kubernetes.jobset import jobset
 from rallypoint.launch.kubernetes.objects import Part
 from rallypoint.launch.kubernetes.shape import Shape
 from rallypoint.launch.kubernetes.text import yaml_of
+from rallypoint.launch.kubernetes.trainer import runtime, servers_of, train_job
 
 
 def render(kind: str, shape: Shape) -> str:
@@ -24,6 +25,10 @@ def _jobset(shape: Shape) -> list[Part]:
     return [*_volume(shape), *_script(shape), budget(shape), jobset(shape)]
 
 
+def _trainer(shape: Shape) -> list[Part]:
+    return [*_script(shape), runtime(shape), budget(shape, servers_of(shape)), train_job(shape)]
+
+
 def _volume(shape: Shape) -> list[Part]:
     return [] if shape.claim else [claim(shape)]
 
@@ -36,7 +41,7 @@ def _namespace(shape: Shape) -> str:
     return f" --namespace {shape.namespace}" if shape.namespace else ""
 
 
-KINDS: dict[str, Callable[[Shape], list[Part]]] = {"jobset": _jobset}
+KINDS: dict[str, Callable[[Shape], list[Part]]] = {"jobset": _jobset, "trainer": _trainer}
 _HEADER = """\
 # Once, before this: rallypoint k8s secret {shape.secret_name}{namespace} | kubectl apply -f -
 # How it gets on:    kubectl logs -f -l app.kubernetes.io/instance={shape.name},app.kubernetes.io/component=coordinator
