@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
 
+from rallypoint.errors import UsageError
 from rallypoint.launch.kubernetes import objects as k
+from rallypoint.launch.kubernetes.pods import certificate_key
 from rallypoint.launch.kubernetes.shape import Shape, check_label
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
+from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 
 _ROLES = ("coordinator", "server", "worker")
 
@@ -27,16 +31,17 @@ def claim_spec(shape: Shape) -> k.ClaimSpec:
     )  # fmt: skip
 
 
-def budget(shape: Shape) -> k.Budget:
+def budget(shape: Shape, labels: Mapping[str, str] | None = None) -> k.Budget:
     """Return the PodDisruptionBudget of the servers: a drain takes one at a time, and never the only one.
 
-    (For pods of a Job a budget can only say how many must stay.)
+    `labels`: those of the servers' pods, if they are not the usual ones. (For pods of a Job a budget can only say how
+    many must stay.)
     """
     return k.Budget(
         api_version="policy/v1", kind="PodDisruptionBudget", metadata=_meta(shape, f"{shape.name}-server"),
         spec=k.BudgetSpec(
             min_available=max(1, shape.servers - 1), unhealthy_pod_eviction_policy="AlwaysAllow",
-            selector=k.LabelSelector(match_labels=shape.labels("server")),
+            selector=k.LabelSelector(match_labels=labels or shape.labels("server")),
         ),
     )  # fmt: skip
 
@@ -54,6 +59,24 @@ def new_secret(name: str, namespace: str = "") -> k.Secret:
     return k.Secret(
         api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
         string_data={role: role_token(token, role) for role in _ROLES},
+    )  # fmt: skip
+
+
+def certificates(name: str, folder: Path, namespace: str = "") -> k.Secret:
+    """Return a Secret with each role's certificate, from a folder of `rallypoint certs`. UsageError if one is missing.
+    """
+    check_label(name, "the Secret")
+    data: dict[str, str] = {}
+    for role in _ROLES:
+        for file in (CA, CERTIFICATE, KEY):
+            try:
+                data[certificate_key(role, file)] = (folder / role / file).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"{folder / role / file} cannot be read ({error}): `rallypoint certs {folder}` makes "
+                                 "the certificates") from None
+    return k.Secret(
+        api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
+        string_data=data,
     )  # fmt: skip
 
 

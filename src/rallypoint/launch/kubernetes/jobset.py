@@ -6,7 +6,7 @@ behind a gate that is closed by default in v0.12.) The set is done when the coor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rallypoint.launch.kubernetes import objects as k
@@ -89,6 +89,9 @@ class JobSet(k.Part):
     spec: JobSetSpec
 
 
+AFTER_THE_COORDINATOR = (DependsOn(name="coordinator", status="Ready"),)
+
+
 def jobset(shape: Shape) -> JobSet:
     """Return the JobSet of a job."""
     pods = Pods(shape=shape, host=f"{shape.name}-coordinator-0-0.{shape.name}", folder=claimed(shape))
@@ -96,34 +99,41 @@ def jobset(shape: Shape) -> JobSet:
     return JobSet(api_version=API, kind="JobSet", metadata=about, spec=jobset_spec(pods))
 
 
-def jobset_spec(pods: Pods, *, worker: ReplicatedJob | None = None) -> JobSetSpec:
-    """Return the spec of a JobSet of these pods. `worker`: the workers' part, if it is another than the usual one."""
-    after = [DependsOn(name="coordinator", status="Ready")]
+def jobset_spec(
+    pods: Pods, *, workers: ReplicatedJob | None = None, claims: Sequence[ClaimPolicy] = ()
+) -> JobSetSpec:  # fmt: skip
+    """Return the spec of a JobSet of these pods. `workers`: their part, if it is another than the usual one. `claims`:
+    what the JobSet makes itself."""
     return JobSetSpec(
         network=Network(enable_dns_hostnames=True, publish_not_ready_addresses=True),
         success_policy=SuccessPolicy(operator="All", target_replicated_jobs=["coordinator"]),
         failure_policy=FailurePolicy(max_restarts=0, rules=[
             FailureRule(name="theTrainingHasFailed", action="FailJobSet", target_replicated_jobs=["coordinator"]),
         ]),
+        volume_claim_policies=claims,
         replicated_jobs=[
             ReplicatedJob(
                 name="coordinator", replicas=1,
-                template=_job(pods.coordinator(), backoff=_COORDINATORS, policy=what_ends_the_coordinator()),
+                template=job(pods.coordinator(), backoff=_COORDINATORS, policy=what_ends_the_coordinator()),
             ),
             ReplicatedJob(
-                name="server", replicas=pods.shape.servers, depends_on=after, template=_job(pods.server()),
+                name="server", replicas=pods.shape.servers, depends_on=AFTER_THE_COORDINATOR,
+                template=job(pods.server()),
             ),
-            worker or ReplicatedJob(
-                name="worker", replicas=1, depends_on=after, template=_job(pods.worker(), count=pods.shape.most),
+            workers or ReplicatedJob(
+                name="worker", replicas=1, depends_on=AFTER_THE_COORDINATOR,
+                template=job(pods.worker(), count=pods.shape.most),
             ),
         ],
     )  # fmt: skip
 
 
-def _job(
-    pod: k.PodTemplate, *, count: int = 1, backoff: int = WITHOUT_END, policy: k.PodFailurePolicy | None = None
+def job(
+    pod: k.PodTemplate, *, count: int = 1, backoff: int = WITHOUT_END, policy: k.PodFailurePolicy | None = None,
+    labels: Mapping[str, str] | None = None,
 ) -> k.JobTemplate:  # fmt: skip
-    return k.JobTemplate(spec=k.JobSpec(
+    """Return a Job of `count` such pods, which fails when more than `backoff` of them have failed."""
+    return k.JobTemplate(metadata=k.Meta(labels=labels), spec=k.JobSpec(
         parallelism=count, completions=count, completion_mode="Indexed", backoff_limit=backoff,
         pod_failure_policy=policy, template=pod,
     ))  # fmt: skip

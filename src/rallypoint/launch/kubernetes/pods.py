@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rallypoint.launch import environment
 from rallypoint.launch.commands.by_hand import FAILED
 from rallypoint.launch.kubernetes import objects as k
 from rallypoint.launch.kubernetes.shape import (
+    CERTIFICATES,
     CODE,
     COORDINATOR_PORT,
     FOLDER,
@@ -17,6 +19,7 @@ from rallypoint.launch.kubernetes.shape import (
     Shape,
     Size,
 )
+from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 
 LEFT_STATUS = 143  # of who was told to go: 128 + SIGTERM. With 0 its pod would count as done, and nobody replace it
 GPU = "nvidia.com/gpu"
@@ -34,13 +37,15 @@ class Pods:
 
     Attributes:
         shape: the job.
-        host: the name under which the coordinator is found.
+        host: the name under which the coordinator is found. ``$(NAME)`` in it is one of `env`.
         folder: the volume with the job's folder. None: whoever starts the pods adds one that is called `JOB`.
+        env: variables that each pod has besides.
     """
 
     shape: Shape
     host: str
     folder: k.Volume | None
+    env: Sequence[k.Env] = ()
 
     def coordinator(self) -> k.PodTemplate:
         """Return the coordinator's pod. Told to go, it ends at once: another goes on with its journal."""
@@ -76,7 +81,8 @@ class Pods:
         return self._template("worker", container, restart="OnFailure", grace=max(shape.grace, shape.save))
 
     def _access(self) -> tuple[str, ...]:
-        return f"--token-file={TOKEN_FILE}", f"--health={_HEALTH}"
+        tls = (f"--tls={CERTIFICATES}",) if self.shape.tls else ()
+        return f"--token-file={TOKEN_FILE}", *tls, f"--health={_HEALTH}"
 
     def _container(self, role: str, command: tuple[str, ...], *, port: int = 0, size: Size = _ANY) -> k.Container:
         gpus = {GPU: str(size.gpus)} if size.gpus else {}
@@ -86,8 +92,9 @@ class Pods:
         return k.Container(
             name=role, image=self.shape.image, image_pull_policy=self.shape.pull_policy, command=list(command),
             env=[
-                k.Env(name=environment.ID, value_from=_field("metadata.name")),
-                k.Env(name="POD_IP", value_from=_field("status.podIP")),
+                *self.env,
+                k.Env(name=environment.ID, value_from=field("metadata.name")),
+                k.Env(name="POD_IP", value_from=field("status.podIP")),
                 k.Env(name=environment.LEFT_STATUS, value=str(LEFT_STATUS)),
             ],
             ports=[
@@ -135,6 +142,11 @@ class Pods:
         )
         volumes = [k.Volume(name="token", secret=token)]
         mounts = [k.Mount(name="token", mount_path=TOKEN_FILE.rpartition("/")[0], read_only=True)]
+        if shape.tls:
+            items = [k.KeyToPath(key=certificate_key(role, file), path=file) for file in (CA, CERTIFICATE, KEY)]
+            own = k.SecretSource(secret_name=shape.tls, default_mode=0o440, items=items)
+            volumes.append(k.Volume(name="tls", secret=own))
+            mounts.append(k.Mount(name="tls", mount_path=CERTIFICATES, read_only=True))
         if role == "worker" and shape.code:
             volumes.append(k.Volume(name="code", config_map=k.ConfigMapSource(name=shape.name)))
             mounts.append(k.Mount(name="code", mount_path=CODE, read_only=True))
@@ -145,6 +157,11 @@ class Pods:
             volumes.append(k.Volume(name="saved", empty_dir=k.EmptyDir()))
             mounts.append(k.Mount(name="saved", mount_path=FOLDER))
         return volumes, mounts
+
+
+def certificate_key(role: str, file: str) -> str:
+    """Return the key in a Secret of one of a role's files, as ``server-cert.pem``. The CA's is everybody's."""
+    return file if file == CA else f"{role}-{file}"
 
 
 def claimed(shape: Shape) -> k.Volume:
@@ -163,7 +180,8 @@ def what_ends_the_coordinator() -> k.PodFailurePolicy:
     ])  # fmt: skip
 
 
-def _field(path: str) -> k.EnvSource:
+def field(path: str) -> k.EnvSource:
+    """Return the source of a variable whose value is a field of its pod."""
     return k.EnvSource(field_ref=k.FieldRef(field_path=path))
 
 
