@@ -94,7 +94,7 @@ def test_a_worker_that_dies_is_no_matter_for_the_agents(tmp_path: Path, undistur
         for name in ("worker1", "worker2", "server-2", "coordinator"):
             both[name].kill()
         assert started.ended() == undisturbed
-        assert [agent.wait(PATIENCE_S) for agent in started.agents] == [0, 0]
+        assert [agent.wait(PATIENCE_S) for agent in started.agents] == [0, 0], started.said()
         assert len(supervisors) == 4
         for name in ("worker1", "worker2", "server-2", "coordinator"):
             assert f"{name} was killed (SIGKILL): starting another" in started.said()

@@ -67,7 +67,7 @@ def look(place: Place, patience: float = PATIENCE_S) -> Found:
             found = msgspec.json.decode(text, type=Found)
             if found.token_file:
                 check_own(Path(found.token_file))
-            if _listens(found.coordinator):  # it may be that of an earlier start
+            if listens(found.coordinator):  # it may be that of an earlier start
                 return found
         if time.monotonic() - said > _SAY_S:
             said = time.monotonic()
@@ -201,7 +201,8 @@ def _file_name(attempt: str) -> str:
     return "".join(c if c.isalnum() or c in "-_." else "-" for c in attempt)
 
 
-def _listens(address: str) -> bool:
+def listens(address: str) -> bool:
+    """True if somebody accepts connections there."""
     try:
         TcpTransport().connect(address, _CONNECT_S).close()
     except LinkError:

@@ -23,7 +23,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.commands.by_hand import shown
 from rallypoint.launch.console import RunConsole, Screen
-from rallypoint.launch.discovery.boards import Found, board_of, private_folder
+from rallypoint.launch.discovery.boards import Found, board_of, listens, private_folder
 from rallypoint.launch.discovery.coordination import again, coordinator_arguments
 from rallypoint.launch.discovery.entry import Duties
 from rallypoint.launch.discovery.upkeep import Upkeep
@@ -38,6 +38,7 @@ from rallypoint.net.keys import role_token
 _POLL_S = 0.05
 _LEAVE_S = 10.0  # seconds after SIGTERM in which a worker may hand over
 _AFTER_ERROR_S = 10.0  # seconds in which the coordinator may tell the others why a worker has failed
+_ASK_S = 0.5
 _EMPTY_S = 20.0  # seconds without any worker, after ours has ended well, until the job counts as left
 _CLI = (sys.executable, "-m", "rallypoint.cli")
 
@@ -62,7 +63,10 @@ class Supervisor:
         self._coordinator: tuple[str, ...] = ()  # its arguments
         self._console: RunConsole | None = None
         self._status: int | None = None  # the worker's
-        self._ended_at = 0.0
+        self._coordinators_status: int | None = None
+        self._ended_at = self._ask_at = 0.0
+        self._again: set[str] = set()  # processes that were started in the place of others
+        self._late = False  # the worker that has ended was one of them: it may have come after the job's end
         self._empty_since: float | None = None
 
     def watch(self) -> int:
@@ -157,6 +161,9 @@ class Supervisor:
         if not how.died:
             if command.role == "worker":
                 self._status, self._ended_at = how.status, now
+                self._late = command.name in self._again
+            elif command.role == "coordinator":
+                self._coordinators_status = how.status
             return
         pause = self._upkeep.died(command.role, now - child.started)
         if pause is None:
@@ -173,23 +180,35 @@ class Supervisor:
             return self._command(command.name, command.role, (*_CLI, "coordinator", *arguments))
         first = command.name.partition("+")[0]
         self._names[first] = self._names.get(first, 0) + 1
-        return self._command(f"{first}+{self._names[first]}", command.role, command.argv)  # a name is never used twice
+        name = f"{first}+{self._names[first]}"  # a name is never used twice
+        self._again.add(name)
+        return self._command(name, command.role, command.argv)
 
     def _over(self) -> int | None:
         """Return the exit status if there is nothing left to do.
 
         A worker that has ended well leaves servers and the coordinator to others until they end by themselves. After an
-        error they get a moment, in which the coordinator tells the others.
+        error they get a moment, in which the coordinator tells the others. A worker that was started again and found
+        no job any more has not failed.
         """
-        others = [*self._children.values(), *self._start_at]
+        alone = not (self._children or self._start_at)
         if self._status is None:
             working = any(child.process.command.role == "worker" for child in self._children.values())
             return None if working or self._start_at else 1
-        if not others:
-            return self._status
-        if self._status != 0:
+        if self._status and self._late and self._job_is_over():
+            self._status = 0
+        if self._status and (not alone or self._late):
             return self._status if time.monotonic() - self._ended_at > _AFTER_ERROR_S else None
-        return self._deserted()
+        return self._status if alone else self._deserted()
+
+    def _job_is_over(self) -> bool:
+        """True if the coordinator has ended well, or, where others have it, has ended."""
+        if self._duties.found is None:
+            return self._coordinators_status == 0
+        if time.monotonic() < self._ask_at:
+            return False
+        self._ask_at = time.monotonic() + _ASK_S
+        return not listens(self._address)
 
     def _deserted(self) -> int | None:
         """Return 1 if every worker has ended, and the job is not over: the coordinator would wait for ever."""
