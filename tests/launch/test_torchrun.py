@@ -28,22 +28,29 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     return alone(tmp_path_factory.mktemp("alone"))
 
 
-class Agents:
-    """Two agents of torchrun on this machine, with two processes each. The first has torchrun's store and rank 0."""
+LATE = """
+import os, pathlib, sys, time
+while "+" in os.environ.get("RALLYPOINT_ID", "") and not pathlib.Path(sys.argv[1]).with_name("over").exists():
+    time.sleep(0.01)
+"""  # a process that is started again begins when the job is over
 
-    def __init__(self, folder: Path) -> None:
+
+class Agents:
+    """Agents of torchrun on this machine, with two processes each. The first has torchrun's store and rank 0."""
+
+    def __init__(self, folder: Path, count: int, script: str) -> None:
         self.folder, self.gate = folder, folder / "gate"
-        (folder / "train.py").write_text(SCRIPT)
+        (folder / "train.py").write_text(script)
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
             port = sock.getsockname()[1]
         argv = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"),
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job", "train.py"),
         ]
-        options = {"RALLYPOINT_OPTIONS": f"--replication 2 --snapshot-steps 4 --folder {folder / 'run'}"}
+        options = {"RALLYPOINT_OPTIONS": f"--replication {count} --snapshot-steps 4 --folder {folder / 'run'}"}
         self.agents = []
-        for number in range(2):
+        for number in range(count):
             with (folder / f"output{number}").open("w") as output:
                 self.agents.append(subprocess.Popen(
                     [*argv, str(self.gate)], cwd=folder, env={**ENV, **options}, stdin=subprocess.DEVNULL,
@@ -71,8 +78,8 @@ def _listens(port: int) -> bool:
 
 
 @contextmanager
-def agents(folder: Path) -> Iterator[Agents]:
-    started = Agents(folder)
+def agents(folder: Path, count: int = 2, script: str = SCRIPT) -> Iterator[Agents]:
+    started = Agents(folder, count, script)
     everybody: list[psutil.Process] = []
     try:
         yield started
@@ -98,6 +105,18 @@ def test_a_worker_that_dies_is_no_matter_for_the_agents(tmp_path: Path, undistur
         assert len(supervisors) == 4
         for name in ("worker1", "worker2", "server-2", "coordinator"):
             assert f"{name} was killed (SIGKILL): starting another" in started.said()
+
+
+@pytest.mark.parametrize("worker", ["worker0", "worker1"])
+def test_a_worker_that_is_back_only_when_the_job_is_over_has_not_failed(
+    tmp_path: Path, undisturbed: str, worker: str
+) -> None:
+    with agents(tmp_path, count=1, script=LATE + SCRIPT) as started:
+        started.until_step(AT - 1)
+        named(psutil.Process(started.agents[0].pid))[worker].kill()
+        assert started.ended() == undisturbed
+        (tmp_path / "over").touch()
+        assert started.agents[0].wait(PATIENCE_S) == 0, started.said()
 
 
 @pytest.mark.parametrize("children", ["killed", "left"])

@@ -193,13 +193,20 @@ class Supervisor:
         """
         alone = not (self._children or self._start_at)
         if self._status is None:
-            working = any(child.process.command.role == "worker" for child in self._children.values())
-            return None if working or self._start_at else 1
+            workers = [name for name, child in self._children.items() if child.process.command.role == "worker"]
+            if workers and self._coordinators_status == 0 and self._never_joined(workers[0]):
+                return 0
+            return None if workers or self._start_at else 1
         if self._status and self._late and self._job_is_over():
             self._status = 0
         if self._status and (not alone or self._late):
             return self._status if time.monotonic() - self._ended_at > _AFTER_ERROR_S else None
         return self._status if alone else self._deserted()
+
+    def _never_joined(self, worker: str) -> bool:
+        """True if a worker that was started again is not in the job's last view: there is nothing left for it."""
+        members = self._console.members if self._console else None
+        return worker in self._again and members is not None and worker not in (*members.workers, *members.standby)
 
     def _job_is_over(self) -> bool:
         """True if the coordinator has ended well, or, where others have it, has ended."""
