@@ -10,7 +10,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup train test test-all quick simulate chaos check format bench clean
+.PHONY: help setup train test test-all quick simulate chaos check format bench dist clean
 
 help: ## Show what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -58,5 +58,9 @@ bench: setup ## Run the benchmarks one after another (root: they use network nam
 	$(BIN)/python benchmarks/train.py --goals --json benchmarks/train.json
 	$(BIN)/python benchmarks/recovery.py --json benchmarks/recovery.json
 
+dist: setup ## Build the wheel and the source distribution in dist/
+	@rm -rf dist
+	@$(BIN)/python -m build $(ARGS)
+
 clean: ## Remove the environment and caches, not the runs
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

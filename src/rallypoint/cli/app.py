@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
+
+import rallypoint
 
 app = typer.Typer(
     help="Data-parallel training for PyTorch: workers compute gradients, servers own the parameters, any of them may "
@@ -21,7 +22,7 @@ PANELS = (START, RUNNING, AFTER, BY_HAND)  # in the order of `rallypoint --help`
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(f"rallypoint {version('rallypoint')}")
+        print(f"rallypoint {rallypoint.__version__}")
         raise typer.Exit
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
 SNAPSHOTS = "snapshots"
+HERE = "{host}"  # in --bind: an engine replaces it by the address of the machine that it has chosen
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +27,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         standby: how many more are started, imported and connected.
         aggregators: how many aggregators are started.
         folder: the run's folder.
-        bind: ``host:port`` at which the coordinator listens. Servers listen at the same host, each at a free port.
+        bind: ``host:port`` at which the coordinator listens; see HERE and `server_arguments`.
         advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
         resume: the snapshot to continue from; "" for a new run.
         engine: what starts the processes: see `engines.choice`.
@@ -144,15 +146,28 @@ def join_info_of(plan: Launch) -> dict[str, Any]:
 
 
 def server_arguments(plan: Launch) -> tuple[str, ...]:
-    """Return the arguments of ``rallypoint server`` and ``aggregator``: it listens at a free port of the coordinator's
-    host."""
-    advertise = _host(plan.advertise) if plan.advertise else ""
-    return ("--bind", f"{_host(plan.bind)}:0", *(["--advertise", advertise] if advertise else []))
+    """Return the arguments of ``rallypoint server`` and ``aggregator``: it listens at a free port.
+
+    On this machine that is at the coordinator's host. On machines of an engine it is at the machine's own address: HERE
+    if the coordinator's is, else every interface, of which it advertises the one that leads to the coordinator.
+    """
+    host = _host(plan.bind)
+    if plan.engine == "local" or host == HERE or _is_loopback(host):
+        advertise = _host(plan.advertise) if plan.advertise and plan.engine == "local" else ""
+        return ("--bind", f"{host}:0", *(["--advertise", advertise] if advertise else []))
+    return ("--bind", "[::]:0" if ":" in host else "0.0.0.0:0")
 
 
 def _bind_again(bind: str, address: str) -> str:
     """Return where a coordinator listens that takes over from one that members reached at `address`."""
     return bind if not bind.endswith(":0") else f"{_host(bind)}:{address.rpartition(':')[2]}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _host(address: str) -> str:
