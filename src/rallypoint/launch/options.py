@@ -18,7 +18,7 @@ from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.folder import new_folder
-from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
+from rallypoint.launch.plan import HERE, SNAPSHOTS, Launch, parse_workers
 from rallypoint.store.retention import Retention
 
 _CLUSTER, _SNAPSHOTS, _FILES = "Cluster", "Snapshots", "Settings and files"
@@ -154,8 +154,16 @@ class RunOptions(CoordinatorOptions):
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
     engine: Annotated[str, _option(
-        metavar="NAME", panel=_CLUSTER, help="What starts the processes: local, on this machine.",
+        metavar="NAME", panel=_CLUSTER,
+        help="What starts the processes: local, on this machine; ray, on the nodes of a Ray cluster.",
     )] = "local"  # fmt: skip
+    address: Annotated[str, _option(
+        metavar="ADDRESS", panel=_CLUSTER, show_default=False,
+        help="Of the Ray cluster: auto (the default) is the one of this machine, local starts one here.",
+    )] = ""  # fmt: skip
+    gpus: Annotated[float, _option(
+        min=0, metavar="N", panel=_CLUSTER, help="GPUs of each worker, as Ray counts them.",
+    )] = 0.0  # fmt: skip
     overwrite: Annotated[bool, _option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
@@ -170,6 +178,10 @@ class RunOptions(CoordinatorOptions):
         """Return the plan of a run with workers of this argv: see `plan`. `more_settings` come after the options'."""
         both = replace(self, sets=[*(self.sets or []), *(more_settings or [])])
         check_engine(self.engine)
+        if self.engine == "local" and (self.address or self.gpus):
+            raise ConfigError(f"{'--address' if self.address else '--gpus'} is for --engine ray")
+        if self.engine != "local" and self.bind == RunOptions.bind:
+            both = replace(both, bind=f"{HERE}:0")
         steps = _steps(self.trace_steps)
         return msgspec.structs.replace(both.plan(worker), script=script, trace=str(self.trace or ""), trace_steps=steps)
 
@@ -177,7 +189,7 @@ class RunOptions(CoordinatorOptions):
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "engine", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "address", "gpus", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

@@ -31,6 +31,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
         resume: the snapshot to continue from; "" for a new run.
         engine: what starts the processes: see `engines.choice`.
+        address: where the engine is; "": where it is by default.
+        gpus: how many each worker gets of an engine that counts them.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -60,6 +62,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     trace_steps: tuple[int, int] = (5, 7)
     resume: str = ""
     engine: str = "local"
+    address: str = ""
+    gpus: float = 0.0
     changes: tuple[str, ...] = ()
 
 

@@ -9,7 +9,7 @@ from rallypoint.errors import UsageError, meant
 from rallypoint.launch.engines.cluster import Cluster
 from rallypoint.launch.plan import Launch
 
-ENGINES = ("local",)
+ENGINES = ("local", "ray")
 
 
 def check_engine(name: str) -> None:
@@ -24,6 +24,12 @@ def cluster_of(plan: Launch) -> Iterator[Cluster]:
     """While in the body, the cluster that the plan names. At the end of the body none of its processes is left."""
     check_engine(plan.engine)
     match plan.engine:
+        case "ray":
+            from rallypoint.launch.engines.ray import RayCluster
+
+            where, cpus = plan.address or "auto", float(plan.threads)
+            with RayCluster(where, folder=plan.folder, servers=plan.servers, cpus=cpus, gpus=plan.gpus) as cluster:
+                yield cluster
         case _:
             from rallypoint.launch.engines.local import LocalCluster
 

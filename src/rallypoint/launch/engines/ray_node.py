@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import socket
 import sys
 import tempfile
 import threading
@@ -50,6 +51,15 @@ class Driver:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """Where a process was started: the node's id and host name, and its process id there; 0 if it could not be."""
+
+    node: str
+    host: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
 class More:
     """What a process printed from line number `first` on, and how it ended. The exit comes after all lines."""
 
@@ -71,20 +81,20 @@ class NodeProcess:
         self._cluster = LocalCluster()
         self._process: LocalProcess | None = None
 
-    def start(self, command: Command, driver: Driver, code: bytes = b"") -> str:
-        """Start the process; it must not have been started yet. Returns the node's id.
+    def start(self, command: Command, driver: Driver, code: bytes = b"") -> Begun:
+        """Start the process, unless that was done before.
 
         `code`: the run's code as a zip file. A command that cannot be started ends at once with a line that says why.
         """
-        import ray
-
         if not self._node:
+            import ray
+
             self._node = ray.get_runtime_context().get_node_id()
             self._address = ray.util.get_node_ip_address()
         with self._changed:
             if self._process is None and self._exit is None:
                 self._start(command, driver, code)
-        return self._node
+        return Begun(self._node, socket.gethostname(), self._process.process.pid if self._process is not None else 0)
 
     def more(self, after: int) -> More:
         """Return what is new after the first `after` lines. Waits for it, at most PATIENCE_S. Lines before are dropped."""

@@ -1,0 +1,337 @@
+"""Processes on the nodes of a Ray cluster, each supervised by an actor on its node (`ray_node.NodeProcess`).
+
+Ray chooses the nodes, counts CPUs and GPUs, and tells which node is gone or about to go. Nothing of the job itself
+passes through Ray: the processes have sockets of their own.
+
+=============  =========================================================================================
+coordinator    on the driver's node: beside the run's folder, and it cannot be lost without the driver
+servers        in one placement group with SPREAD: their resources are there before workers take them all,
+               and as many nodes hold them as there are. Servers that a resize adds have the strategy SPREAD
+others         strategy SPREAD: a node that is lost takes few workers with it
+=============  =========================================================================================
+
+No actor is restarted by Ray: the `Supervisor` starts another process, which may have other arguments. None is detached:
+all end with the driver, as when `ray job stop` ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rallypoint.errors import UsageError
+from rallypoint.launch.code import runner
+from rallypoint.launch.code.kept import CODE
+from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.ray_node import Begun, Driver, More, NodeProcess, pack
+
+NAMESPACE = "rallypoint"
+GONE, DRAINED, LOST = "its node is gone", "its node is about to go", "its Ray actor is gone"
+_POLL_S = 0.1  # seconds until a process that was just started is looked after
+_LOOK_S = 1.0  # seconds between looks at draining nodes, and at processes that wait for room
+_WAITS_S = 5.0  # seconds after which a process that waits for room is named
+_AGAIN_S = 1.0  # seconds until an actor that could not be reached is asked again
+_END_S = 10.0  # seconds in which killed processes report their exits
+
+
+class RayProcess:
+    """A process on a node of Ray; see `Handle`."""
+
+    def __init__(self, command: Command, output: Callable[[str], None], actor: Any, answer: Any) -> None:
+        self.command, self.output = command, output
+        self.actor: Any = actor
+        self.answer: Any = answer  # what the actor was asked last
+        self.begun: Begun | None = None  # where it runs; None as long as Ray has found no room for it
+        self.taken = 0  # lines that have come
+        self.since, self.named = time.monotonic(), False
+        self.drained = False
+        self._exit: Exit | None = None
+
+    def exit(self) -> Exit | None:
+        """Return None while the process runs, or waits for room; see `Handle.exit`."""
+        return self._exit
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to its children. One that waits for room is given up, if that would end it.
+        """
+        if self._exit is not None:
+            return
+        if self.begun is not None:
+            self.actor.signal.remote(number)
+        elif number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            self.ended(Exit(128 + number, signal.Signals(number).name, "it waited for room in the Ray cluster"))
+
+    def ended(self, how: Exit) -> None:
+        """It has ended: let Ray have its resources back."""
+        self._exit = self._exit or how
+        ray = _ray()
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(self.actor)
+
+
+@dataclass(slots=True)
+class _Counts:
+    """What has been started: how often under each name, and which servers stand in the placement group."""
+
+    names: Counter[str] = field(default_factory=Counter)
+    reserved: list[RayProcess] = field(default_factory=list)
+
+
+class RayCluster:
+    """Starts processes on the nodes of a Ray cluster; a context manager that leaves none behind.
+
+    >>> with RayCluster(gpus=1) as cluster:
+    ...     cluster.start(command, print)
+    """
+
+    def __init__(
+        self, address: str = "auto", *, folder: str = "", servers: int = 0, cpus: float = 1.0, gpus: float = 0.0
+    ) -> None:  # fmt: skip
+        """Connect to the Ray cluster at `address`, unless this process is connected already.
+
+        address: ``auto`` is the cluster that this machine belongs to; ``local`` starts one on this machine, which ends
+            with the run.
+        folder: the run's folder. Nodes get the code that it has kept.
+        servers: for how many servers room is reserved together.
+        cpus, gpus: what each worker needs. A server or an aggregator needs one CPU, the coordinator none.
+
+        Raises UsageError when there is no Ray, or no such cluster.
+        """
+        ray = _ray()
+        self._own = not ray.is_initialized()
+        if self._own:
+            _connect(address)
+        context = ray.get_runtime_context()
+        code = Path(folder) / CODE if folder else None
+        self._driver = Driver(
+            node=context.get_node_id(), python=sys.executable, runner=runner.__file__, cwd=os.getcwd(),
+            code=str(code.resolve()) if code is not None else "",
+        )  # fmt: skip
+        self._run = Path(folder).resolve().name or "run"
+        self._needs = {"worker": (cpus, gpus), "coordinator": (0.0, 0.0)}
+        self._room = _reserved(servers, f"rallypoint/{self._run}/servers") if servers else None
+        self._servers = servers
+        self._packed: Any = None
+        self._counts = _Counts()
+        self._processes: list[RayProcess] = []
+        self._ended = False
+        self._looked = 0.0
+        self._watch = threading.Thread(target=self._look_after, name="processes on Ray", daemon=True)
+        self._watch.start()
+
+    def __enter__(self) -> RayCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def start(self, command: Command, output: Callable[[str], None]) -> RayProcess:
+        """Start a process; see `Cluster.start`. It waits until a node has room for it."""
+        if self._ended:
+            raise UsageError("this cluster has been ended")
+        ray = _ray()
+        cpus, gpus = self._needs.get(command.role, (1.0, 0.0))
+        self._counts.names[command.name] += 1
+        again = f"#{n}" if (n := self._counts.names[command.name]) > 1 else ""
+        reserved = self._has_reserved(command)
+        actor = ray.remote(NodeProcess).options(
+            name=f"rallypoint/{self._run}/{command.name}{again}-{os.getpid()}", namespace=NAMESPACE,
+            num_cpus=cpus, num_gpus=gpus, max_concurrency=4, max_restarts=0,
+            scheduling_strategy=self._strategy(command, reserved),
+        ).remote()  # fmt: skip
+        code = self._code() if command.role == "worker" else b""
+        process = RayProcess(command, output, actor, actor.start.remote(command, self._driver, code))
+        if reserved:
+            self._counts.reserved.append(process)
+        self._processes = [*self._processes, process]
+        return process
+
+    def end(self) -> None:
+        """Kill every process that still runs, and wait until all have ended. Leaves the Ray cluster if it joined it."""
+        if self._ended:
+            return
+        ray = _ray()
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        deadline = time.monotonic() + _END_S
+        while any(process.exit() is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(_POLL_S / 10)
+        self._ended = True
+        self._watch.join()
+        for process in self._processes:
+            process.ended(Exit(128 + signal.SIGKILL, "SIGKILL"))
+        if self._room is not None:
+            ray.util.remove_placement_group(self._room)
+        if self._own:
+            ray.shutdown()
+
+    # ---- where ----
+
+    def _strategy(self, command: Command, reserved: bool) -> Any:
+        from ray.util import scheduling_strategies as strategies
+
+        if command.role == "coordinator":
+            return strategies.NodeAffinitySchedulingStrategy(self._driver.node, soft=False)
+        if reserved:
+            return strategies.PlacementGroupSchedulingStrategy(self._room)
+        return "SPREAD"
+
+    def _has_reserved(self, command: Command) -> bool:
+        """Is there room in the placement group for this process?"""
+        if command.role != "server":
+            return False
+        self._counts.reserved = [process for process in self._counts.reserved if process.exit() is None]
+        return len(self._counts.reserved) < self._servers
+
+    def _code(self) -> Any:
+        """Return the code that the run has kept, as Ray passes it on: it is the same for all workers."""
+        if self._packed is None:
+            there = bool(self._driver.code) and Path(self._driver.code).is_dir()
+            self._packed = _ray().put(pack(Path(self._driver.code))) if there else b""
+        return self._packed
+
+    # ---- the thread that looks after the processes ----
+
+    def _look_after(self) -> None:
+        ray = _ray()
+        while not self._ended:
+            asked = {process.answer: process for process in self._processes if process.exit() is None}
+            ready = ray.wait(list(asked), timeout=_POLL_S)[0] if asked else time.sleep(_POLL_S) or []
+            for answer in ready:
+                self._answered(asked[answer])
+            if time.monotonic() - self._looked > _LOOK_S:
+                self._looked = time.monotonic()
+                self._processes = [process for process in self._processes if process.exit() is None]
+                self._drain()
+                self._name_those_that_wait()
+
+    def _answered(self, process: RayProcess) -> None:
+        """The actor has answered, or is gone."""
+        ray = _ray()
+        try:
+            news = ray.get(process.answer)
+        except ray.exceptions.ActorUnavailableError:  # it may be back, or Ray finds out that it is gone
+            time.sleep(_AGAIN_S)
+        except ray.exceptions.RayError as error:
+            process.ended(Exit(128 + signal.SIGKILL, "SIGKILL", _reason(process, error)))
+            return
+        else:
+            if isinstance(news, More):
+                self._show(process, news)
+            else:
+                process.begun = news
+        if process.exit() is None:
+            process.answer = process.actor.more.remote(process.taken)
+
+    def _show(self, process: RayProcess, news: More) -> None:
+        for number, line in enumerate(news.lines, news.first):
+            if number >= process.taken:
+                process.output(line)
+                process.taken = number + 1
+        if (how := news.exit) is not None:
+            if process.drained and how.status == 0:
+                how = Exit(128 + signal.SIGTERM, "SIGTERM", DRAINED)  # another one is wanted elsewhere
+            process.ended(how)
+
+    def _drain(self) -> None:
+        """Tell the processes on nodes that are about to go to hand over and exit."""
+        going = _draining()
+        for process in self._processes:
+            there = process.begun is not None and process.begun.node in going
+            if there and not process.drained and process.command.role != "coordinator":
+                process.drained = True
+                process.signal(signal.SIGTERM)
+
+    def _name_those_that_wait(self) -> None:
+        now = time.monotonic()
+        waiting = [p for p in self._processes if p.begun is None and now - p.since > _WAITS_S]
+        new = [process for process in waiting if not process.named]
+        for process in waiting:
+            process.named = True
+        if new:
+            names = ", ".join(process.command.name for process in new)
+            cpus, gpus = self._needs.get(new[0].command.role, (1.0, 0.0))
+            needs = f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
+            each = " each" if len(new) > 1 else ""
+            verb = "wait" if len(new) > 1 else "waits"
+            new[0].output(f"{names} {verb} for room in the Ray cluster ({needs}{each}): nothing needs to be done")
+
+
+def driver_address() -> str:
+    """Return the IP address of the driver's node. Call it when connected."""
+    return str(_ray().util.get_node_ip_address())
+
+
+def _ray() -> Any:
+    """Return Ray. Raises UsageError when it is not installed."""
+    try:
+        import ray
+        import ray.util
+        import ray.util.placement_group
+    except ImportError:
+        raise UsageError("there is no Ray here: pip install 'rallypoint[ray]'") from None
+    return ray
+
+
+def _connect(address: str) -> None:
+    """Connect to a Ray cluster, or start one. Ray's own handler of SIGTERM is not left in place."""
+    ray = _ray()
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
+    with _own_handlers():
+        try:
+            if address == "local":
+                ray.init(address="local", include_dashboard=False, **options)
+            else:
+                ray.init(address=address, **options)
+        except ConnectionError:
+            where = "on this machine" if address == "auto" else f"at {address}"
+            raise UsageError(
+                f"there is no Ray cluster {where}: start one with `ray start --head`, or add --address local"
+            ) from None
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Iterator[None]:
+    """In the body Ray may set handlers of signals; afterwards they are as before."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _reserved(servers: int, name: str) -> Any:
+    return _ray().util.placement_group([{"CPU": 1.0}] * servers, strategy="SPREAD", name=f"{name}-{os.getpid()}")
+
+
+def _draining() -> set[str]:
+    """Return the ids of the nodes that are about to go (a pre-emption notice, `ray drain-node`, the autoscaler)."""
+    import ray._private.state as state  # Ray's own libraries ask here too; there is no public way
+
+    return set(state.state.get_draining_nodes())
+
+
+def _reason(process: RayProcess, error: Exception) -> str:
+    """Return why an actor is gone, as a phrase."""
+    ray = _ray()
+    if process.drained:
+        return GONE
+    if any(process.begun and node["NodeID"] == process.begun.node and not node["Alive"] for node in ray.nodes()):
+        return GONE
+    text = str(error)
+    if "low on memory" in text:
+        return "Ray ended it for lack of memory on its node"
+    return GONE if "node has died" in text else LOST

@@ -1,0 +1,56 @@
+"""Ray on this machine for tests: several nodes, each a raylet of its own, and nothing left of them afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+
+STORE_BYTES = 80 * 2**20  # the least that Ray takes for its object store: nothing of ours goes through it
+_OFF = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+
+
+@contextmanager
+def ray_nodes(*cpus: float, connect: bool = True) -> Iterator[Any]:
+    """While in the body, a Ray cluster with a node for each number of CPUs. This process is on the first."""
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    folder = tempfile.mkdtemp(prefix="ray")  # a short path: Ray's sockets are in it
+    os.environ.update(_OFF, RAY_TMPDIR=folder)
+    known = set(psutil.Process().children(recursive=True))
+    cluster = Cluster(shutdown_at_exit=False)
+    try:
+        for number, count in enumerate(cpus):
+            head = {"include_dashboard": False} if number == 0 else {}
+            cluster.add_node(num_cpus=count, object_store_memory=STORE_BYTES, **head)
+        os.environ["RAY_ADDRESS"] = cluster.address
+        if connect:
+            _connect(cluster.address)
+        yield cluster
+    finally:
+        import ray
+
+        ray.shutdown()
+        cluster.shutdown()
+        cluster.global_state.disconnect()
+        ours = set(psutil.Process().children(recursive=True)) - known
+        left = psutil.wait_procs(ours, timeout=10)[1]
+        for process in left:
+            process.kill()
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+        assert not left, f"Ray has left {left}"
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR", namespace="rallypoint")
