@@ -92,6 +92,15 @@ class AggregatorService:
         wait_heeding_signals(self._views.over)
         return self._views.failure
 
+    def unready(self) -> str:
+        """Return why it serves nobody, "" while it is in the job. Any thread may call it, once it is started."""
+        return "its job is over" if self._views.over.is_set() else ""
+
+    @property
+    def busy_s(self) -> float:
+        """For how many seconds the owner of its parts has handled one event."""
+        return self._owner.busy_s
+
     @property
     def counts(self) -> tuple[int, int]:
         """How many contributions came from workers, and how many went upstream."""

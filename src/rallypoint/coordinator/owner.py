@@ -32,6 +32,7 @@ class Owner:
 
     def __init__(self, handle: Callable[[inbox.Event], None], tick_s: float) -> None:
         self._handle, self._tick_s = handle, tick_s
+        self._looked = time.monotonic()  # into the inbox, the last time
         self._inbox: queue.SimpleQueue[inbox.Event | inbox.Barrier | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="coordinate", daemon=True)
 
@@ -48,6 +49,11 @@ class Owner:
         self._inbox.put(None)
         self._thread.join()
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds since the thread looked into the inbox. It does so at least with every tick."""
+        return time.monotonic() - self._looked
+
     def is_alive(self) -> bool:
         """True while the thread runs."""
         return self._thread.is_alive()
@@ -55,7 +61,8 @@ class Owner:
     def _run(self) -> None:
         due, before_tick = time.monotonic(), 0
         while True:
-            left = due - time.monotonic()
+            self._looked = time.monotonic()
+            left = due - self._looked
             if left > 0:
                 before_tick = -1
             elif before_tick < 0:

@@ -119,6 +119,18 @@ class CoordinatorService:
         wait_heeding_signals(self._over)
         return self._failure
 
+    @property
+    def busy_s(self) -> float:
+        """For how many seconds it has handled one event."""
+        return self._owner.busy_s
+
+    def wait_for_scripts(self, longest_s: float) -> None:
+        """After `wait`: block until the workers' scripts have left the job too, for at most `longest_s` seconds. They
+        may be saving the model."""
+        workers = set(self._shell.machine.course.members.workers)
+        with self._changed:
+            self._changed.wait_for(lambda: all(worker not in self._shell.members for worker in workers), longest_s)
+
     def abort(self, reason: str) -> None:
         """End the job from outside (a child process died, Ctrl-C); all members are told why. Any thread may call it."""
         self._owner.put(inbox.Ended(reason))

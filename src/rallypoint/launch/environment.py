@@ -5,11 +5,24 @@ No settings.
 
 from __future__ import annotations
 
+import os
+
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
 TOKEN_FILE = "RALLYPOINT_TOKEN_FILE"
 ID = "RALLYPOINT_ID"
 NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
+HEALTH = "RALLYPOINT_HEALTH"  # where a worker answers health checks: see `launch.health`
+LEFT_STATUS = "RALLYPOINT_LEFT_STATUS"  # the exit status of a member that was told to go while its job goes on; 0
 LIFELINE = "RALLYPOINT_LIFELINE"
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready
+
+
+def left_status() -> int:
+    """Return the exit status of a member that was told to go while its job goes on: RALLYPOINT_LEFT_STATUS, or 0.
+
+    Kubernetes takes status 0 for work that is finished, and starts nobody in its place.
+    """
+    text = os.environ.get(LEFT_STATUS, "")
+    return int(text) if text.isdigit() and int(text) < 256 else 0

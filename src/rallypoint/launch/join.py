@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.launch.health import answering
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.net.transport import Transport
 from rallypoint.worker.loop.session import Job
@@ -33,14 +35,29 @@ def join() -> Job:
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
     access = access_of()
-    job = (_JoinedByHand if by_hand else Job)(
-        id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
-        token=access.token, transport=access.transport,
-        near=os.environ.get(environment.NEAR, ""),
-    )  # fmt: skip
+    with contextlib.ExitStack() as until_exit:
+        health = until_exit.enter_context(answering(os.environ.pop(environment.HEALTH, "")))
+        job = (_JoinedByHand if by_hand else Job)(
+            id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
+            token=access.token, transport=access.transport,
+            near=os.environ.get(environment.NEAR, ""),
+        )  # fmt: skip
+        health.joined()
+        atexit.register(until_exit.pop_all().close)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda number, frame: job.leave())
+        status = environment.left_status()
+        signal.signal(signal.SIGTERM, lambda number, frame: job.leave(status))
+        if status:
+            atexit.register(_exit_as_left, job, status)  # it runs after `_closed_at_exit`'s
     return _closed_at_exit(job)
+
+
+def _exit_as_left(job: Job, status: int) -> None:
+    """End this process with `status` if its worker was told to go before the job was over."""
+    if job.left:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _closed_at_exit(job: Job) -> Job:

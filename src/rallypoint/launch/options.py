@@ -42,6 +42,9 @@ JobAddress = Annotated[str, typer.Option(
 TokenFile = Annotated[str, typer.Option(
     metavar="FILE", help="The file that holds the job's token; by default RALLYPOINT_TOKEN_FILE or RALLYPOINT_TOKEN.",
 )]  # fmt: skip
+HealthAt = Annotated[str, typer.Option(
+    metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
+)]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
 

@@ -115,6 +115,15 @@ class ServerService:
         wait_heeding_signals(self._views.over)
         return self._views.failure
 
+    def unready(self) -> str:
+        """Return why it serves nobody, "" while it is in the job. Any thread may call it, once it is started."""
+        return "its job is over" if self._views.over.is_set() else ""
+
+    @property
+    def busy_s(self) -> float:
+        """For how many seconds the owner of its shards has handled one event."""
+        return self._owner.busy_s
+
     def leave(self) -> None:
         """Move this server's shards to other servers, then end. For example when a spot machine gets its notice.
 

@@ -22,6 +22,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import Access, read_token
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import Where, token_file
+from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.options import check_script
@@ -66,11 +67,13 @@ def described(plan: Launch) -> tuple[Terms, JoinInfo]:
 
 
 def run_coordinator(
-    terms: Terms, about: JoinInfo, access: Access, *, bind: str, advertise: str, resume: str
+    terms: Terms, about: JoinInfo, access: Access, health: Health, *, bind: str, advertise: str, resume: str,
+    linger: float = 0.0,
 ) -> int:  # fmt: skip
     """Run the coordinator of one job to its end. Returns the exit status.
 
-    Without a launcher it shows the job's progress, and the token if it had to make one; Ctrl-C ends the job then.
+    At a good end it waits up to `linger` seconds for the workers' scripts. Without a launcher it shows the job's
+    progress, and the token if it had to make one; Ctrl-C ends the job then.
     """
     by_hand, interrupted = not hold_lifeline(), False
     token = access.token or new_token()  # on loopback too: other users of this machine can connect
@@ -86,6 +89,7 @@ def run_coordinator(
         transport=access.transport,
     )  # fmt: skip
     service.start()
+    health.joined(stuck=lambda: stuck_for("the coordinator", service.busy_s))
     for change in changes:
         service.say(f"going on from {resume} with another setting: {change}")
     with contextlib.ExitStack() as stack:
@@ -108,6 +112,8 @@ def run_coordinator(
             failure = service.wait()
         if by_hand:
             told.wait(_LAST_WORD_S)
+        if failure is None:
+            service.wait_for_scripts(linger)
     if by_hand and failure is not None:
         print(f"failed: {failure}", flush=True)
     if interrupted:
@@ -115,13 +121,19 @@ def run_coordinator(
     return 0 if failure is None else FAILED
 
 
-def run_server(service: ServerService | AggregatorService, coordinator: str) -> int:
+def run_server(service: ServerService | AggregatorService, coordinator: str, health: Health) -> int:
     """Run one server or aggregator to the end of its job. Returns the exit status. On SIGTERM it leaves the job."""
     from rallypoint.optim.flat import import_for_optimizers  # torch, which a coordinator needs not
 
-    by_hand = not hold_lifeline()
-    signal.signal(signal.SIGTERM, lambda number, frame: service.leave())
+    by_hand, left = not hold_lifeline(), threading.Event()
+
+    def leave(number: int, frame: object) -> None:
+        left.set()
+        service.leave()
+
+    signal.signal(signal.SIGTERM, leave)
     service.start()
+    health.joined(service.unready, lambda: stuck_for(service.id, service.busy_s))
     try:
         if by_hand:
             where = f"listens at {service.address} and has joined the job at {coordinator}"
@@ -132,6 +144,8 @@ def run_server(service: ServerService | AggregatorService, coordinator: str) -> 
         service.close()
     if by_hand:
         print(f"{service.id}: " + ("the job is over" if failure is None else f"the job failed: {failure}"), flush=True)
+    if failure is None and left.is_set():
+        return environment.left_status()
     return 0 if failure is None else FAILED
 
 
@@ -156,7 +170,8 @@ def end_process(status: int) -> NoReturn:
 
 
 def start_worker(
-    script: Path, arguments: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int
+    script: Path, arguments: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int,
+    health: str = "",
 ) -> None:  # fmt: skip
     """Replace this process by ``python SCRIPT``, which joins the job at `coordinator` with `rallypoint.join`."""
     check_script(script)
@@ -167,6 +182,8 @@ def start_worker(
         **os.environ, environment.COORDINATOR: address, environment.ID: name,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
     }  # fmt: skip
+    if health:
+        env[environment.HEALTH] = health
     if token_file:
         env[environment.TOKEN] = read_token(Path(token_file))
     os.execve(sys.executable, [sys.executable, str(script), *arguments], env)

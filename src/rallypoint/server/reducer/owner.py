@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -34,9 +35,16 @@ class Owner(Generic[E]):
         self.reducer: Handler[E] | None = None  # set once, before any event of a job is put into the inbox
         self._failed = failed
         self._inbox: queue.SimpleQueue[E | None] = queue.SimpleQueue()
+        self._began: float | None = None  # to handle the event in progress
         self.put = self._inbox.put
         self.thread = threading.Thread(target=self._run, name="reduce", daemon=True)
         self.thread.start()
+
+    @property
+    def busy_s(self) -> float:
+        """For how many seconds the thread has handled one event; 0.0 while it waits for the next."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def stop(self) -> None:
         """End the thread, after the events that are already in the inbox."""
@@ -48,8 +56,10 @@ class Owner(Generic[E]):
     def _run(self) -> None:
         try:
             while (event := self._next()) is not None:
+                self._began = time.monotonic()
                 if self.reducer is not None:
                     self.reducer.handle(event)
+                self._began = None
         except Exception as error:  # after any error the shards can no longer be trusted: the job must end
             self._failed(error)
 

@@ -174,23 +174,31 @@ class Job:
         if (generation := self._done) is not None:
             self._link.send(Done(generation))
 
-    def leave(self) -> None:
+    @property
+    def left(self) -> bool:
+        """True if this worker was told to go, and the job goes on without it."""
+        return self._leaving and not self._finished
+
+    def leave(self, status: int = 0) -> None:
         """Give up this worker's replicas and end, for example on a spot machine's notice.
 
-        The loop ends with SystemExit.
+        The loop ends with SystemExit. Nothing happens when the job is over: the script may be saving the model.
 
-        Safe to call from a signal handler. The process exits after LEAVE_WITHIN_S, or one heartbeat if that is longer,
-        in any case: only an evaluation that takes longer is lost.
+        Safe to call from a signal handler. The process exits with `status` after LEAVE_WITHIN_S, or one heartbeat if
+        that is longer, in any case: only an evaluation that takes longer is lost.
         """
+        if self._finished:
+            return
         self._leaving = True
-        threading.Thread(target=self._leave, name="leave", daemon=True).start()
+        threading.Thread(target=self._leave, args=(status,), name="leave", daemon=True).start()
 
-    def _leave(self) -> None:
+    def _leave(self, status: int) -> None:
         self._link.send(Leaving())
         if self._exchange is not None:
             self._exchange.leave()
         time.sleep(max(LEAVE_WITHIN_S, self._link.welcome.heartbeat))
-        os._exit(0)
+        if not self._finished:
+            os._exit(status)
 
     def _leads(self) -> bool:
         if self._finished:

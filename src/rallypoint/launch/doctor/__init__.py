@@ -1,0 +1,1 @@
+"""``rallypoint doctor``: is this machine, is this cluster fit for a job? Facts, what they mean, what to do."""

@@ -1,0 +1,161 @@
+"""`/healthz` and `/readyz`: what a process says to whoever probes it, as Kubernetes does.
+
+``GET /healthz`` answers 200 while the process gets on, and ``GET /readyz`` while it takes part in its job. Otherwise
+the answer is 503, and its body one sentence. There is nothing else to ask, and nothing to change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import ThreadingMixIn
+from typing import Any
+
+from rallypoint.errors import AddressInUse, LinkError
+from rallypoint.net.tcp import split_address
+
+MOST_ASKED_AT_ONCE = 8  # connections; the next one is closed
+LONGEST_S = 3.0  # for one request and its answer
+STUCK_S = 60.0  # a thread that handles one event for so long does not get on
+_POLL_S = 0.25
+_NOT_JOINED = "it has not joined its job yet"
+
+
+@dataclass(slots=True)
+class Health:
+    """What a process says of itself. Each function returns "", or a sentence that says what is wrong.
+
+    Attributes:
+        stuck: why it does not get on. It should be started again then.
+        unready: why it takes no part in its job.
+        address: where it answers, ``host:port``; "" if nobody can ask it.
+    """
+
+    stuck: Callable[[], str] = lambda: ""
+    unready: Callable[[], str] = lambda: _NOT_JOINED
+    address: str = ""
+
+    def joined(self, unready: Callable[[], str] = lambda: "", stuck: Callable[[], str] = lambda: "") -> None:
+        """From now on it takes part in its job, but for what these functions say."""
+        self.unready, self.stuck = unready, stuck
+
+    def says(self, path: str) -> tuple[HTTPStatus, str]:
+        """Return the answer to ``GET path``."""
+        ask = {"/healthz": self.stuck, "/readyz": self.unready}.get(path.partition("?")[0])
+        if ask is None:
+            return HTTPStatus.NOT_FOUND, "ask for /healthz or /readyz"
+        why = ask()
+        return (HTTPStatus.SERVICE_UNAVAILABLE, why) if why else (HTTPStatus.OK, "ok")
+
+
+def stuck_for(what: str, busy_s: float) -> str:
+    """Return the sentence about `what`, which has handled one event for `busy_s` seconds; "" if it gets on."""
+    return f"{what} has not got on for {busy_s:.0f} s" if busy_s > STUCK_S else ""
+
+
+@contextlib.contextmanager
+def answering(at: str) -> Iterator[Health]:
+    """In the body, answer at ``host:port`` (port 0: any free one), and print where. Yields what is answered.
+
+    "": nobody can ask.
+
+    Raises AddressInUse when another process listens there, LinkError when it is no address of this machine.
+    """
+    health = Health()
+    if not at:
+        yield health
+        return
+    server = _Server(at, health)
+    thread = threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="health", daemon=True)
+    thread.start()
+    print(f"health checks are answered at {health.address}", flush=True)
+    try:
+        yield health
+    finally:
+        server.shutdown()
+        thread.join()
+        server.end()
+
+
+class _Server(ThreadingMixIn, HTTPServer):
+    """Answers each connection on a thread of its own, in bounded number and time: who sends slowly is cut off."""
+
+    daemon_threads = False  # they are waited for when it ends
+
+    def __init__(self, at: str, health: Health) -> None:
+        host, port = split_address(at)
+        self.health = health
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._open: dict[socket.socket, float] = {}  # until when each connection may last
+        self._lock = threading.Lock()
+        try:
+            super().__init__((host, port), _Request)
+        except OSError as error:
+            kind = AddressInUse if "in use" in str(error) else LinkError
+            raise kind(f"the health checks cannot be answered at {at}: {error.strerror or error}") from None
+        name, port = self.server_address[:2]
+        health.address = f"[{name!s}]:{port}" if ":" in str(name) else f"{name!s}:{port}"
+
+    def server_bind(self) -> None:
+        """Bind. (The base class looks up this host's name in DNS, which may take long.)"""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = "", self.server_address[1]
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Take the connection if there are not too many."""
+        with self._lock:
+            if len(self._open) >= MOST_ASKED_AT_ONCE:
+                return False
+            self._open[request] = time.monotonic() + LONGEST_S
+            return True
+
+    def service_actions(self) -> None:
+        """Cut off who takes too long. Called by `serve_forever` each time that it looks around."""
+        self._cut_off(time.monotonic())
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection that was answered, or not taken."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def end(self) -> None:
+        """Cut off who is being answered, and wait for the threads."""
+        self._cut_off(float("inf"))
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: the other side has gone, or was cut off."""
+
+    def _cut_off(self, now: float) -> None:
+        with self._lock:
+            for request, until in self._open.items():
+                if now >= until:
+                    with contextlib.suppress(OSError):
+                        request.shutdown(socket.SHUT_RDWR)
+
+
+class _Request(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = LONGEST_S
+    server_version, sys_version = "rallypoint", ""
+
+    def do_GET(self) -> None:
+        status, sentence = self.server.health.says(self.path)
+        body = f"{sentence}\n".encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/plain; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing: probes come all the time."""

@@ -1,0 +1,253 @@
+"""What a process says to whoever probes it, and the exit status with which it makes room for another."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from rallypoint.coordinator import owner as coordinator_owner
+from rallypoint.errors import AddressInUse, UsageError
+from rallypoint.launch import health as module
+from rallypoint.launch.environment import LEFT_STATUS, left_status
+from rallypoint.launch.health import MOST_ASKED_AT_ONCE, STUCK_S, Health, answering, stuck_for
+from rallypoint.server.reducer.owner import Owner
+from rallypoint.testing.contracts.beside import until
+from rallypoint.testing.programs import Program
+
+LOCAL = "127.0.0.1:0"
+ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "200"}
+
+
+def get(address: str, path: str, method: str = "GET") -> tuple[int, str]:
+    connection = HTTPConnection(address, timeout=20.0)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode().strip()
+    finally:
+        connection.close()
+
+
+@pytest.fixture
+def health() -> Iterator[Health]:
+    with answering(LOCAL) as made:
+        yield made
+
+
+def test_it_is_alive_from_the_start_and_ready_once_it_has_joined(health: Health) -> None:
+    assert get(health.address, "/healthz") == (200, "ok")
+    assert get(health.address, "/readyz") == (503, "it has not joined its job yet")
+    health.joined()
+    assert get(health.address, "/readyz?verbose") == (200, "ok")
+    health.joined(lambda: "its job is over", lambda: "s0 has not got on for 61 s")
+    assert get(health.address, "/readyz") == (503, "its job is over")
+    assert get(health.address, "/healthz") == (503, "s0 has not got on for 61 s")
+
+
+def test_nothing_else_can_be_asked_and_nothing_be_changed(health: Health) -> None:
+    assert get(health.address, "/")[0] == 404
+    assert get(health.address, "/healthz/../metrics")[0] == 404
+    assert get(health.address, "/healthz", "POST")[0] == 501
+
+
+def test_without_an_address_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    with answering("") as made:
+        assert made.address == ""
+    assert capsys.readouterr().out == ""
+
+
+def test_a_wrong_address_or_one_in_use_is_one_sentence(health: Health) -> None:
+    with pytest.raises(UsageError, match="'8080' is not an address"), answering("8080"):
+        pass
+    with pytest.raises(AddressInUse, match=r"cannot be answered at 127\.0"), answering(health.address):
+        pass
+
+
+def test_who_says_nothing_or_trickles_is_cut_off_and_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_S", 0.5)
+    with answering(LOCAL) as made:
+        host, _, port = made.address.rpartition(":")
+        silent = socket.create_connection((host, int(port)), timeout=20.0)
+        trickling = socket.create_connection((host, int(port)), timeout=20.0)
+        with silent, trickling:
+            stop = threading.Event()
+
+            def trickle() -> None:
+                while not stop.wait(0.01):
+                    try:
+                        trickling.send(b"G")
+                    except OSError:
+                        return
+
+            thread = threading.Thread(target=trickle)
+            thread.start()
+            try:
+                assert get(made.address, "/healthz") == (200, "ok")
+                assert silent.recv(1) == b""  # the end, within the socket's own 20 s
+                thread.join(20.0)
+                assert not thread.is_alive()
+            finally:
+                stop.set()
+                thread.join()
+
+
+def test_more_connections_than_it_takes_are_closed_at_once(health: Health) -> None:
+    host, _, port = health.address.rpartition(":")
+    taken = [socket.create_connection((host, int(port)), timeout=20.0) for _ in range(MOST_ASKED_AT_ONCE)]
+    try:
+        with socket.create_connection((host, int(port)), timeout=20.0) as one_more:
+            one_more.send(b"GET /healthz HTTP/1.0\r\n\r\n")
+            try:
+                answer = one_more.recv(1)
+            except ConnectionResetError:
+                answer = b""
+            assert answer == b""
+    finally:
+        for sock in taken:
+            sock.close()
+
+
+def test_a_thread_that_handles_one_event_for_long_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    handling, go_on = threading.Event(), threading.Event()
+
+    class _Handler:
+        def handle(self, event: str) -> None:
+            handling.set()
+            go_on.wait(20.0)
+
+        def idle_work(self) -> None:
+            """There is none."""
+
+        def close(self) -> None:
+            """There is nothing to close."""
+
+    owner = Owner[str](lambda error: None)
+    owner.reducer = _Handler()
+    try:
+        assert owner.busy_s == 0.0
+        owner.put("an event")
+        assert handling.wait(20.0)
+        later = time.monotonic() + STUCK_S + 1.0
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        assert stuck_for("s0", owner.busy_s).startswith("s0 has not got on for 6")
+    finally:
+        monkeypatch.undo()
+        go_on.set()
+        owner.stop()
+    assert stuck_for("s0", owner.busy_s) == ""
+
+
+def test_a_coordinator_that_looks_into_its_inbox_is_not_stuck() -> None:
+    owner = coordinator_owner.Owner(lambda event: None, tick_s=0.01)
+    owner.start()
+    try:
+        until(lambda: owner.busy_s < 0.5, lambda: f"{owner.busy_s} s")
+    finally:
+        owner.stop()
+
+
+@pytest.mark.parametrize(("text", "status"), [("", 0), ("143", 143), ("256", 0), ("-1", 0), ("x", 0)])
+def test_the_status_of_who_was_told_to_go(text: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEFT_STATUS, text)
+    assert left_status() == status
+
+
+# ---- real processes ----
+
+SCRIPT = """
+import pathlib, sys, time, torch, rallypoint as rp
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 4)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+with rp.join() as job:
+    for micro in job.train(model, data, replicas=2, batch=4, steps=int(sys.argv[1])):
+        with micro:
+            micro.backward(model(micro.batch[0]).square().mean())
+    print("the loop is over", flush=True)
+    while not pathlib.Path("gate").exists():
+        time.sleep(0.01)
+print("saved", flush=True)
+"""
+
+
+class Members:
+    """Programs that were started by hand in `folder`, each with health checks, and what each prints."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.started = folder, dict[str, Program]()
+        (folder / "train.py").write_text(SCRIPT)
+
+    def start(self, name: str, role: str, *arguments: str, **env: str) -> None:
+        argv = ["-m", "rallypoint.cli", role, "--health", LOCAL, *arguments]
+        self.started[name] = Program(argv, self.folder / name, {**ENV, "RALLYPOINT_ID": name, **env}, self.folder)
+
+    def until(self, name: str, pattern: str) -> str:
+        """Wait until `name` has printed the pattern. Returns its first group."""
+        found: list[re.Match[str]] = []
+
+        def said() -> bool:
+            file = self.folder / name
+            found[:] = re.finditer(pattern, file.read_text() if file.exists() else "")
+            return bool(found) or self.started[name].poll() is not None
+
+        until(said, lambda: (self.folder / name).read_text())
+        assert found, (self.folder / name).read_text()
+        return found[0].group(1)
+
+    def asks(self, name: str, path: str) -> tuple[int, str]:
+        return get(self.until(name, r"health checks are answered at (\S+)\n"), path)
+
+    def coordinator(self, *arguments: str) -> str:
+        self.start("coordinator", "coordinator", *arguments)
+        return self.until("coordinator", r"the coordinator listens at (\S+)\n")
+
+
+@pytest.fixture
+def members(tmp_path: Path) -> Iterator[Members]:
+    made = Members(tmp_path)
+    yield made
+    for program in made.started.values():
+        program.kill()
+        program.wait()
+
+
+@pytest.mark.programs
+def test_each_role_is_ready_when_it_has_joined_and_leaves_with_the_status_it_was_given(members: Members) -> None:
+    at = members.coordinator("--workers", "2", "--servers", "2")
+    members.start("s0", "server", "--coordinator", at)
+    members.start("s1", "server", "--coordinator", at, RALLYPOINT_LEFT_STATUS="143")
+    members.start("w0", "worker", "--coordinator", at, "train.py", str(10**9))
+    members.until("w0", r"(has joined the job)")
+    for name in ("coordinator", "s0", "w0"):
+        until(lambda: members.asks(name, "/readyz") == (200, "ok"), lambda: f"{name}: {members.asks(name, '/readyz')}")  # noqa: B023
+        assert members.asks(name, "/healthz") == (200, "ok")
+    members.start("w1", "worker", "--coordinator", at, "train.py", str(10**9), RALLYPOINT_LEFT_STATUS="143")
+    members.until("coordinator", r"(step \d+/)")
+    for name in ("w1", "s1"):
+        members.started[name].send_signal(signal.SIGTERM)
+        assert members.started[name].wait(60.0) == 143, (members.folder / name).read_text()
+    assert members.started["w0"].poll() is members.started["s0"].poll() is None
+
+
+@pytest.mark.programs
+def test_a_coordinator_that_lingers_waits_for_scripts_and_sigterm_does_not_end_one_that_saves(members: Members) -> None:
+    at = members.coordinator("--workers", "1", "--servers", "1", "--linger", "100")
+    members.start("s0", "server", "--coordinator", at)
+    members.start("w0", "worker", "--coordinator", at, "train.py", "3")
+    members.until("w0", r"(the loop is over)")
+    assert members.started["s0"].wait(60.0) == 0
+    members.started["w0"].send_signal(signal.SIGTERM)  # as an engine does that takes the job for over
+    assert members.started["coordinator"].poll() is None
+    (members.folder / "gate").touch()
+    assert members.started["w0"].wait(60.0) == 0
+    members.until("w0", r"(saved)")
+    assert members.started["coordinator"].wait(60.0) == 0
