@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,6 +49,28 @@ def ray_nodes(*cpus: float, connect: bool = True) -> Iterator[Any]:
             del os.environ[name]
         os.environ.update(before)
         assert not left, f"Ray has left {left}"
+
+
+def no_leaks() -> Iterator[None]:
+    """The body of a fixture: no thread and no process is left, but for Ray's own, which stay from test to test.
+
+    So do Ray's connections: sockets are not looked at.
+    """
+    before, threads = set(psutil.Process().children(recursive=True)), set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(2.0)
+    assert set(threading.enumerate()) <= threads
+    left = [child for child in psutil.Process().children(recursive=True) if child not in before and not _is_rays(child)]
+    assert psutil.wait_procs(left, timeout=10)[1] == []
+
+
+def _is_rays(child: psutil.Process) -> bool:
+    try:
+        words = " ".join(child.cmdline())
+    except psutil.Error:
+        return True
+    return not words or "ray::" in words or "/ray/" in words or "multiprocessing." in words
 
 
 def _connect(address: str) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import signal
+import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from ray_nodes import no_leaks
 
-from rallypoint.errors import UsageError
+from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.engines import guard, ray_node
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.ray_node import Driver, NodeProcess, argv_here, pack, unpack
+from rallypoint.launch.options import RunOptions
 from rallypoint.launch.plan import HERE
 from rallypoint.testing.contracts import cluster as cluster_contract
 from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
@@ -45,12 +47,20 @@ def test_code_comes_to_a_node_as_it_was(tmp_path: Path) -> None:
     assert not there.exists()
 
 
+def test_on_machines_of_an_engine_each_listens_at_its_own_address() -> None:
+    assert RunOptions(engine="ray").run(["x"]).bind == f"{HERE}:0"
+    assert RunOptions(engine="ray", bind="0.0.0.0:0", advertise="10.0.0.7").run(["x"]).bind == "0.0.0.0:0"
+    for given in (RunOptions(gpus=1.0), RunOptions(address="auto")):
+        with pytest.raises(ConfigError, match="is for --engine ray"):
+            given.run(["x"])
+
+
 SUPERVISED = """
 import os, sys
 from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.ray_node import Driver, NodeProcess
 code = "import subprocess, sys, time; argv = [sys.executable, '-c', 'import time; time.sleep(1000)']; "
-code += "print(subprocess.Popen(argv).pid, os.getpid(), flush=True); time.sleep(1000)".replace("os.", "__import__('os').")
+code += "print(subprocess.Popen(argv).pid, __import__('os').getpid(), flush=True); time.sleep(1000)"
 actor = NodeProcess("node")
 driver = Driver(node="head", python=sys.executable, runner="", cwd="/nowhere")
 actor.start(Command(name="worker0", role="worker", argv=(sys.executable, "-c", code)), driver)
@@ -61,8 +71,6 @@ os.kill(os.getpid(), 9)
 
 def test_a_process_and_its_children_end_with_their_actor() -> None:
     """Though they hold no lifeline: the guard ends them."""
-    import subprocess
-
     said = subprocess.run([sys.executable, "-c", SUPERVISED], capture_output=True, text=True, timeout=PATIENCE_S)
     gone = [psutil.Process(int(pid)) for pid in said.stdout.split() if psutil.pid_exists(int(pid))]
     assert len(said.stdout.split()) == 2, said.stderr
@@ -96,12 +104,8 @@ def ray() -> Iterator[Any]:
 class TestRayCluster(ClusterContract):
     @pytest.fixture(autouse=True)
     def _leak_police(self, ray: Any) -> Iterator[None]:
-        """Instead of that of all tests: Ray's own processes and connections stay from test to test."""
-        threads = set(threading.enumerate())
-        yield
-        assert set(threading.enumerate()) <= threads
-        left = [child for child in psutil.Process().children(recursive=True) if not _is_rays(child)]
-        assert psutil.wait_procs(left, timeout=PATIENCE_S)[1] == []
+        """Instead of that of all tests."""
+        yield from no_leaks()
 
     @pytest.fixture
     def cluster(self, ray: Any) -> Any:
@@ -139,6 +143,7 @@ class TestRayCluster(ClusterContract):
         large.handle.signal(signal.SIGTERM)
         assert large.exit() == Exit(143, "SIGTERM", "it waited for room in the Ray cluster")
 
+    @pytest.mark.slow
     def test_servers_find_room_though_workers_want_everything(self, ray: Any) -> None:
         from rallypoint.launch.engines.ray import RayCluster
 
@@ -149,10 +154,7 @@ class TestRayCluster(ClusterContract):
             for n in range(2):
                 argv = (sys.executable, "-c", code)
                 cluster.start(Command(name=f"server{n}", role="server", argv=argv), said.append)
-            while len(said) < 2:
-                os.sched_yield()
-                threading.Event().wait(0.01)
-            assert sum(worker.handle.begun is None for worker in workers) == 1  # type: ignore[attr-defined]
+            until(lambda: len(said) == 2 and [w.handle.begun for w in workers].count(None) == 1)  # type: ignore[attr-defined]
 
     def test_after_its_end_nothing_can_be_started(self, running: Any) -> None:
         running.end()
@@ -160,9 +162,9 @@ class TestRayCluster(ClusterContract):
             Started(running, "pass")
 
 
-def _is_rays(child: psutil.Process) -> bool:
-    try:
-        words = " ".join(child.cmdline())
-    except psutil.Error:
-        return True
-    return not words or "ray::" in words or "/ray/" in words
+def until(true: Callable[[], bool]) -> None:
+    """Wait until this is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -5,10 +5,13 @@ passes through Ray: the processes have sockets of their own.
 
 =============  =========================================================================================
 coordinator    on the driver's node: beside the run's folder, and it cannot be lost without the driver
-servers        in one placement group with SPREAD: their resources are there before workers take them all,
-               and as many nodes hold them as there are. Servers that a resize adds have the strategy SPREAD
+servers        in one placement group with SPREAD: on as many nodes as there are, and the room of one that
+               dies is kept for the next. Those that a resize adds, and those that leave a node that is
+               about to go (its part of the group stays there), have the strategy SPREAD
 others         strategy SPREAD: a node that is lost takes few workers with it
 =============  =========================================================================================
+
+While a server waits for room, no worker does: otherwise those that waited before could take all the room that comes.
 
 No actor is restarted by Ray: the `Supervisor` starts another process, which may have other arguments. None is detached:
 all end with the driver, as when `ray job stop` ends it.
@@ -24,7 +27,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from rallypoint.launch.engines.ray_node import Begun, Driver, More, NodeProcess,
 
 NAMESPACE = "rallypoint"
 GONE, DRAINED, LOST = "its node is gone", "its node is about to go", "its Ray actor is gone"
+_ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.1  # seconds until a process that was just started is looked after
 _LOOK_S = 1.0  # seconds between looks at draining nodes, and at processes that wait for room
 _WAITS_S = 5.0  # seconds after which a process that waits for room is named
@@ -46,13 +49,13 @@ _END_S = 10.0  # seconds in which killed processes report their exits
 class RayProcess:
     """A process on a node of Ray; see `Handle`."""
 
-    def __init__(self, command: Command, output: Callable[[str], None], actor: Any, answer: Any) -> None:
+    def __init__(self, command: Command, output: Callable[[str], None]) -> None:
         self.command, self.output = command, output
-        self.actor: Any = actor
-        self.answer: Any = answer  # what the actor was asked last
+        self.actor: Any = None  # None: Ray has not been asked for it yet
+        self.answer: Any = None  # what the actor was asked last
         self.begun: Begun | None = None  # where it runs; None as long as Ray has found no room for it
         self.taken = 0  # lines that have come
-        self.since, self.named = time.monotonic(), False
+        self.asked_at, self.named = time.monotonic(), False
         self.drained = False
         self._exit: Exit | None = None
 
@@ -65,25 +68,23 @@ class RayProcess:
         """
         if self._exit is not None:
             return
-        if self.begun is not None:
-            self.actor.signal.remote(number)
-        elif number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        actor = self.actor
+        if self.begun is not None and actor is not None:
+            actor.signal.remote(number)
+        elif self.begun is None and number in _ENDING:
             self.ended(Exit(128 + number, signal.Signals(number).name, "it waited for room in the Ray cluster"))
 
     def ended(self, how: Exit) -> None:
         """It has ended: let Ray have its resources back."""
         self._exit = self._exit or how
-        ray = _ray()
-        with contextlib.suppress(ray.exceptions.RayError):
-            ray.kill(self.actor)
+        self.withdraw()
 
-
-@dataclass(slots=True)
-class _Counts:
-    """What has been started: how often under each name, and which servers stand in the placement group."""
-
-    names: Counter[str] = field(default_factory=Counter)
-    reserved: list[RayProcess] = field(default_factory=list)
+    def withdraw(self) -> None:
+        """End the actor, if there is one."""
+        ray, actor, self.actor, self.answer = _ray(), self.actor, None, None
+        if actor is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
 
 
 class RayCluster:
@@ -121,7 +122,9 @@ class RayCluster:
         self._room = _reserved(servers, f"rallypoint/{self._run}/servers") if servers else None
         self._servers = servers
         self._packed: Any = None
-        self._counts = _Counts()
+        self._names: Counter[str] = Counter()  # how often each name was given
+        self._reserved: list[RayProcess] = []  # the servers in the placement group
+        self._going: set[str] = set()  # the nodes that are about to go
         self._processes: list[RayProcess] = []
         self._ended = False
         self._looked = 0.0
@@ -138,20 +141,8 @@ class RayCluster:
         """Start a process; see `Cluster.start`. It waits until a node has room for it."""
         if self._ended:
             raise UsageError("this cluster has been ended")
-        ray = _ray()
-        cpus, gpus = self._needs.get(command.role, (1.0, 0.0))
-        self._counts.names[command.name] += 1
-        again = f"#{n}" if (n := self._counts.names[command.name]) > 1 else ""
-        reserved = self._has_reserved(command)
-        actor = ray.remote(NodeProcess).options(
-            name=f"rallypoint/{self._run}/{command.name}{again}-{os.getpid()}", namespace=NAMESPACE,
-            num_cpus=cpus, num_gpus=gpus, max_concurrency=4, max_restarts=0,
-            scheduling_strategy=self._strategy(command, reserved),
-        ).remote()  # fmt: skip
-        code = self._code() if command.role == "worker" else b""
-        process = RayProcess(command, output, actor, actor.start.remote(command, self._driver, code))
-        if reserved:
-            self._counts.reserved.append(process)
+        process = RayProcess(command, output)
+        self._place(process)
         self._processes = [*self._processes, process]
         return process
 
@@ -176,21 +167,34 @@ class RayCluster:
 
     # ---- where ----
 
-    def _strategy(self, command: Command, reserved: bool) -> Any:
+    def _place(self, process: RayProcess) -> None:
+        """Ask Ray for an actor that starts this process."""
+        ray, command = _ray(), process.command
+        cpus, gpus = self._needs.get(command.role, (1.0, 0.0))
+        self._names[command.name] += 1
+        again = f"#{n}" if (n := self._names[command.name]) > 1 else ""
+        process.actor = ray.remote(NodeProcess).options(
+            name=f"rallypoint/{self._run}/{command.name}{again}-{os.getpid()}", namespace=NAMESPACE,
+            num_cpus=cpus, num_gpus=gpus, max_concurrency=4, max_restarts=0,
+            scheduling_strategy=self._strategy(process),
+        ).remote()  # fmt: skip
+        self._ask(process, process.actor)
+
+    def _strategy(self, process: RayProcess) -> Any:
         from ray.util import scheduling_strategies as strategies
 
-        if command.role == "coordinator":
+        if process.command.role == "coordinator":
             return strategies.NodeAffinitySchedulingStrategy(self._driver.node, soft=False)
-        if reserved:
+        if process.command.role == "server" and self._has_room_reserved():
+            self._reserved.append(process)
             return strategies.PlacementGroupSchedulingStrategy(self._room)
         return "SPREAD"
 
-    def _has_reserved(self, command: Command) -> bool:
-        """Is there room in the placement group for this process?"""
-        if command.role != "server":
-            return False
-        self._counts.reserved = [process for process in self._counts.reserved if process.exit() is None]
-        return len(self._counts.reserved) < self._servers
+    def _has_room_reserved(self) -> bool:
+        """Is there room in the placement group? A node that is about to go keeps its part of it until it is gone."""
+        lost = [p for p in self._reserved if p.begun is not None and p.begun.node in self._going]
+        self._reserved = [process for process in self._reserved if process.exit() is None or process in lost]
+        return len(self._reserved) < self._servers
 
     def _code(self) -> Any:
         """Return the code that the run has kept, as Ray passes it on: it is the same for all workers."""
@@ -204,21 +208,26 @@ class RayCluster:
     def _look_after(self) -> None:
         ray = _ray()
         while not self._ended:
-            asked = {process.answer: process for process in self._processes if process.exit() is None}
-            ready = ray.wait(list(asked), timeout=_POLL_S)[0] if asked else time.sleep(_POLL_S) or []
-            for answer in ready:
-                self._answered(asked[answer])
+            asked = {process.answer: process for process in self._processes if process.answer is not None}
+            if asked:
+                for answer in ray.wait(list(asked), timeout=_POLL_S)[0]:
+                    self._answered(asked[answer], answer)
+            else:
+                time.sleep(_POLL_S)
             if time.monotonic() - self._looked > _LOOK_S:
                 self._looked = time.monotonic()
                 self._processes = [process for process in self._processes if process.exit() is None]
                 self._drain()
+                self._servers_first()
                 self._name_those_that_wait()
 
-    def _answered(self, process: RayProcess) -> None:
+    def _answered(self, process: RayProcess, answer: Any) -> None:
         """The actor has answered, or is gone."""
-        ray = _ray()
+        ray, actor = _ray(), process.actor
+        if actor is None or process.answer is not answer:
+            return  # another thread has ended the process meanwhile
         try:
-            news = ray.get(process.answer)
+            news = ray.get(answer)
         except ray.exceptions.ActorUnavailableError:  # it may be back, or Ray finds out that it is gone
             time.sleep(_AGAIN_S)
         except ray.exceptions.RayError as error:
@@ -230,7 +239,15 @@ class RayCluster:
             else:
                 process.begun = news
         if process.exit() is None:
-            process.answer = process.actor.more.remote(process.taken)
+            self._ask(process, actor)
+
+    def _ask(self, process: RayProcess, actor: Any) -> None:
+        """Ask the actor for news, or first to start the process."""
+        if process.begun is None:
+            code = self._code() if process.command.role == "worker" else b""
+            process.answer = actor.start.remote(process.command, self._driver, code)
+        else:
+            process.answer = actor.more.remote(process.taken)
 
     def _show(self, process: RayProcess, news: More) -> None:
         for number, line in enumerate(news.lines, news.first):
@@ -244,16 +261,25 @@ class RayCluster:
 
     def _drain(self) -> None:
         """Tell the processes on nodes that are about to go to hand over and exit."""
-        going = _draining()
+        self._going = _draining()
         for process in self._processes:
-            there = process.begun is not None and process.begun.node in going
+            there = process.begun is not None and process.begun.node in self._going
             if there and not process.drained and process.command.role != "coordinator":
                 process.drained = True
                 process.signal(signal.SIGTERM)
 
+    def _servers_first(self) -> None:
+        """While a server waits for room, withdraw the workers that do; afterwards ask for them again."""
+        waiting = [process for process in self._processes if process.begun is None and process.exit() is None]
+        now = time.monotonic()
+        held = any(p.command.role == "server" and now - p.asked_at > _LOOK_S for p in waiting)
+        for process in waiting:
+            if process.command.role == "worker" and held == (process.actor is not None):
+                process.withdraw() if held else self._place(process)
+
     def _name_those_that_wait(self) -> None:
         now = time.monotonic()
-        waiting = [p for p in self._processes if p.begun is None and now - p.since > _WAITS_S]
+        waiting = [p for p in self._processes if p.begun is None and now - p.asked_at > _WAITS_S]
         new = [process for process in waiting if not process.named]
         for process in waiting:
             process.named = True

@@ -97,7 +97,10 @@ class NodeProcess:
         return Begun(self._node, socket.gethostname(), self._process.process.pid if self._process is not None else 0)
 
     def more(self, after: int) -> More:
-        """Return what is new after the first `after` lines. Waits for it, at most PATIENCE_S. Lines before are dropped."""
+        """Return what is new after the first `after` lines. Waits for it, at most PATIENCE_S.
+
+        Lines before are dropped.
+        """
         deadline = time.monotonic() + PATIENCE_S
         with self._changed:
             while self._first < after:
