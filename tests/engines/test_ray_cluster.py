@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import psutil
 import pytest
 from ray_nodes import no_leaks
 
-from rallypoint.errors import ConfigError, UsageError
+from rallypoint.errors import UsageError
 from rallypoint.launch.engines import guard, ray_node
 from rallypoint.launch.engines.cluster import Command, Exit
 from rallypoint.launch.engines.ray_node import Driver, NodeProcess, argv_here, pack, unpack
@@ -51,7 +52,7 @@ def test_on_machines_of_an_engine_each_listens_at_its_own_address() -> None:
     assert RunOptions(engine="ray").run(["x"]).bind == f"{HERE}:0"
     assert RunOptions(engine="ray", bind="0.0.0.0:0", advertise="10.0.0.7").run(["x"]).bind == "0.0.0.0:0"
     for given in (RunOptions(gpus=1.0), RunOptions(address="auto")):
-        with pytest.raises(ConfigError, match="is for --engine ray"):
+        with pytest.raises(UsageError, match="is for --engine ray"):
             given.run(["x"])
 
 
@@ -136,9 +137,9 @@ class TestRayCluster(ClusterContract):
         from rallypoint.launch.engines import ray as engine
 
         monkeypatch.setattr(engine, "_WAITS_S", 0.0)
-        running._needs["worker"] = (100.0, 0.0)
+        running._needs["worker"], running._say = (100.0, 0.0), (said := queue.SimpleQueue[str]()).put
         large = Started(running, "pass")
-        assert large.line() == "worker0 waits for room in the Ray cluster (100 CPU): nothing needs to be done"
+        assert said.get(timeout=PATIENCE_S) == "worker0 waits for room in the Ray cluster (100 CPU)"
         assert large.handle.exit() is None
         large.handle.signal(signal.SIGTERM)
         assert large.exit() == Exit(143, "SIGTERM", "it waited for room in the Ray cluster")

@@ -48,8 +48,8 @@ def coordinator(
         about = decoded(join_info or "{}", JoinInfo, "--join-info")
     with answering(health) as told:
         status = run_coordinator(
-            known, about, access_of(token_file), told, bind=options.bind, advertise=options.advertise, resume=resume,
-            linger=linger,
+            known, about, access_of(token_file, "coordinator"), told, bind=options.bind, advertise=options.advertise,
+            resume=resume, linger=linger,
         )  # fmt: skip
     end_process(status)
 
@@ -71,7 +71,7 @@ def server(
     from rallypoint.launch.health import answering
     from rallypoint.server.service import ServerService
 
-    access, address = access_of(token_file), address_of(coordinator)
+    access, address = access_of(token_file, "server"), address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=bind, advertise=advertise, transport=access.transport,
@@ -127,7 +127,7 @@ def aggregator(
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering
 
-    access, address = access_of(token_file), address_of(coordinator)
+    access, address = access_of(token_file, "aggregator"), address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
         token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=bind,

@@ -42,7 +42,7 @@ def doctor(
     from rallypoint.launch.doctor.doctor import listen as be_a_probe
     from rallypoint.launch.doctor.findings import Level
 
-    screen, access = Screen(highlight=False), access_of(token_file)
+    screen, access = Screen(highlight=False), access_of(token_file, "observer")
     if listen:
         be_a_probe(access, listen, screen)
         return

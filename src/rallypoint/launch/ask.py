@@ -12,6 +12,7 @@ from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointErro
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
 from rallypoint.net.handshake import Identity
+from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
@@ -93,10 +94,10 @@ def _count(number: int, what: str) -> str:
 def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     where = read_where(run)
     answers: Answers = queue.SimpleQueue()
+    me = Identity("observer", id, role_token(where.token, "observer"))
     link = CoordinatorLink(
-        transport=TcpTransport(), address=where.coordinator, me=Identity("observer", id, where.token),
-        handlers=Handlers(answers.put, answers.put),
-    )  # fmt: skip
+        transport=TcpTransport(), address=where.coordinator, me=me, handlers=Handlers(answers.put, answers.put)
+    )
     link.start()
     try:
         yield link, answers

@@ -34,7 +34,7 @@ def join() -> Job:
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
-    access = access_of()
+    access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
         health = until_exit.enter_context(answering(os.environ.pop(environment.HEALTH, "")))
         job = (_JoinedByHand if by_hand else Job)(

@@ -24,6 +24,7 @@ from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
 from rallypoint.net.tcp import TcpTransport
@@ -199,7 +200,7 @@ class ClusterRun:
                 argv = (sys.executable, "-m", "rallypoint.cli", role, *server_arguments(self.plan))
             case _:
                 argv = self._worker_argv(name)
-        env = _environment(name, self._address, self._token, self.plan.threads)
+        env = _environment(name, self._address, role_token(self._token, role), self.plan.threads)
         command = Command(name=name, role=role, argv=argv, env=env)
         try:
             self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
@@ -232,7 +233,7 @@ class ClusterRun:
         with contextlib.suppress(LinkError, AccessDenied):  # (somebody else may listen there meanwhile)
             observer = CoordinatorLink(
                 transport=TcpTransport(), address=self._address,
-                me=Identity("observer", "launcher", self._token),
+                me=Identity("observer", "launcher", role_token(self._token, "observer")),
                 handlers=Handlers(self.console.show, self._on_lost), patience=0.0,
             )  # fmt: skip
             observer.start()

@@ -19,7 +19,7 @@ from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
-from rallypoint.launch.access import Access, read_token
+from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import Where, token_file
 from rallypoint.launch.health import Health, stuck_for
@@ -28,6 +28,7 @@ from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.transport import Transport
@@ -180,12 +181,12 @@ def start_worker(
     print(f"{name} runs {script} for the job at {address}", flush=True)
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name,
+        environment.TOKEN: access_of(token_file, "worker").token,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
     }  # fmt: skip
+    env.pop(environment.TOKEN_FILE, None)  # it may hold the job's token, which is no worker's business
     if health:
         env[environment.HEALTH] = health
-    if token_file:
-        env[environment.TOKEN] = read_token(Path(token_file))
     os.execve(sys.executable, [sys.executable, str(script), *arguments], env)
 
 
@@ -216,10 +217,10 @@ def _shown(where: Where, transport: Transport) -> Iterator[threading.Event]:
         if isinstance(message, Finished | Aborted):
             told.set()
 
+    me = Identity("observer", "console", role_token(where.token, "observer"))
     link = CoordinatorLink(
-        transport=transport, address=where.coordinator, me=Identity("observer", "console", where.token),
-        handlers=Handlers(show, _ended),
-    )  # fmt: skip
+        transport=transport, address=where.coordinator, me=me, handlers=Handlers(show, _ended)
+    )
     link.start()
     try:
         yield told

@@ -95,7 +95,8 @@ class RayCluster:
     """
 
     def __init__(
-        self, address: str = "auto", *, folder: str = "", servers: int = 0, cpus: float = 1.0, gpus: float = 0.0
+        self, address: str = "auto", *, folder: str = "", servers: int = 0, cpus: float = 1.0, gpus: float = 0.0,
+        say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         """Connect to the Ray cluster at `address`, unless this process is connected already.
 
@@ -104,6 +105,7 @@ class RayCluster:
         folder: the run's folder. Nodes get the code that it has kept.
         servers: for how many servers room is reserved together.
         cpus, gpus: what each worker needs. A server or an aggregator needs one CPU, the coordinator none.
+        say: gets a sentence about processes for which Ray has no room yet; called from a thread.
 
         Raises UsageError when there is no Ray, or no such cluster.
         """
@@ -120,7 +122,7 @@ class RayCluster:
         self._run = Path(folder).resolve().name or "run"
         self._needs = {"worker": (cpus, gpus), "coordinator": (0.0, 0.0)}
         self._room = _reserved(servers, f"rallypoint/{self._run}/servers") if servers else None
-        self._servers = servers
+        self._servers, self._say = servers, say
         self._packed: Any = None
         self._names: Counter[str] = Counter()  # how often each name was given
         self._reserved: list[RayProcess] = []  # the servers in the placement group
@@ -289,7 +291,7 @@ class RayCluster:
             needs = f"{cpus:g} CPU" + (f" and {gpus:g} GPU" if gpus else "")
             each = " each" if len(new) > 1 else ""
             verb = "wait" if len(new) > 1 else "waits"
-            new[0].output(f"{names} {verb} for room in the Ray cluster ({needs}{each}): nothing needs to be done")
+            self._say(f"{names} {verb} for room in the Ray cluster ({needs}{each})")
 
 
 def driver_address() -> str:
