@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
 import threading
@@ -23,7 +24,8 @@ def ray_nodes(*cpus: float, connect: bool = True) -> Iterator[Any]:
 
     before = dict(os.environ)
     folder = tempfile.mkdtemp(prefix="ray")  # a short path: Ray's sockets are in it
-    os.environ.update(_OFF, RAY_TMPDIR=folder)
+    # With a token of its own, or Ray writes one to the home folder
+    os.environ.update(_OFF, RAY_TMPDIR=folder, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16))
     known = set(psutil.Process().children(recursive=True))
     cluster = Cluster(shutdown_at_exit=False)
     try:

@@ -56,6 +56,17 @@ def test_on_machines_of_an_engine_each_listens_at_its_own_address() -> None:
             given.run(["x"])
 
 
+def test_a_server_on_a_node_that_does_not_see_the_snapshots_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    driver = Driver(
+        node="head", python="", runner="", cwd="/nowhere", marker=str(tmp_path / "snapshots" / ".seen")
+    )  # fmt: skip
+    actor = NodeProcess("other", "10.0.0.8")
+    assert actor.start(Command(name="server0", role="server", argv=("true",)), driver).pid == 0
+    news = actor.more(0)
+    assert news.lines[0].startswith(f"error: the node 10.0.0.8 does not see {tmp_path}/snapshots, where snapshots would")
+    assert news.exit == Exit(127)
+
+
 SUPERVISED = """
 import os, sys
 from rallypoint.launch.engines.cluster import Command

@@ -31,8 +31,8 @@ def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
             from rallypoint.launch.engines.ray import RayCluster
 
             with RayCluster(
-                plan.address or "auto", folder=plan.folder, servers=plan.servers, cpus=plan.threads, gpus=plan.gpus,
-                say=say,
+                plan.address or "auto", folder=plan.folder, snapshots=plan.snapshots, servers=plan.servers,
+                cpus=plan.threads, gpus=plan.gpus, say=say,
             ) as nodes:  # fmt: skip
                 yield nodes
         case "ssh":

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -95,14 +96,15 @@ class RayCluster:
     """
 
     def __init__(
-        self, address: str = "auto", *, folder: str = "", servers: int = 0, cpus: float = 1.0, gpus: float = 0.0,
-        say: Callable[[str], None] = print,
+        self, address: str = "auto", *, folder: str = "", snapshots: str = "", servers: int = 0, cpus: float = 1.0,
+        gpus: float = 0.0, say: Callable[[str], None] = print,
     ) -> None:  # fmt: skip
         """Connect to the Ray cluster at `address`, unless this process is connected already.
 
         address: ``auto`` is the cluster that this machine belongs to; ``local`` starts one on this machine, which ends
             with the run.
         folder: the run's folder. Nodes get the code that it has kept.
+        snapshots: where the run's snapshots are. If that is a folder, nodes with servers have to see it.
         servers: for how many servers room is reserved together.
         cpus, gpus: what each worker needs. A server or an aggregator needs one CPU, the coordinator none.
         say: gets a sentence about processes for which Ray has no room yet; called from a thread.
@@ -117,7 +119,7 @@ class RayCluster:
         code = Path(folder) / CODE if folder else None
         self._driver = Driver(
             node=context.get_node_id(), python=sys.executable, runner=runner.__file__, cwd=os.getcwd(),
-            code=str(code.resolve()) if code is not None else "",
+            code=str(code.resolve()) if code is not None else "", marker=_marker(snapshots),
         )  # fmt: skip
         self._run = Path(folder).resolve().name or "run"
         self._needs = {"worker": (cpus, gpus), "coordinator": (0.0, 0.0)}
@@ -162,6 +164,8 @@ class RayCluster:
         self._watch.join()
         for process in self._processes:
             process.ended(Exit(128 + signal.SIGKILL, "SIGKILL"))
+        if self._driver.marker:
+            Path(self._driver.marker).unlink(missing_ok=True)
         if self._room is not None:
             ray.util.remove_placement_group(self._room)
         if self._own:
@@ -320,6 +324,11 @@ def _connect(address: str) -> None:
                 ray.init(address="local", include_dashboard=False, **options)
             else:
                 ray.init(address=address, **options)
+        except ray.exceptions.AuthenticationError as error:
+            raise UsageError(
+                "the Ray cluster wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN unless it is in "
+                f"~/.ray/auth_token ({str(error).splitlines()[0]})"
+            ) from None
         except ConnectionError:
             where = "on this machine" if address == "auto" else f"at {address}"
             raise UsageError(
@@ -339,6 +348,19 @@ def _own_handlers() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _marker(snapshots: str) -> str:
+    """Make a file among the snapshots by which a node sees that it shares their folder. "": they are no folder."""
+    if not snapshots or "://" in snapshots:
+        return ""
+    folder = Path(snapshots).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (marker := folder / f".seen-{secrets.token_hex(8)}").touch()
+    except OSError as error:
+        raise UsageError(f"{snapshots} cannot be written: {error.strerror}") from None
+    return str(marker)
 
 
 def _reserved(servers: int, name: str) -> Any:

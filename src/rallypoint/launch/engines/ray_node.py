@@ -41,6 +41,7 @@ class Driver:
         runner: its copy of `rallypoint.launch.code.runner`.
         cwd: its current folder. Where a node has it too, processes run in it.
         code: the folder of the code that the run has kept; "" if there is none.
+        marker: a file among the run's snapshots; "" if they are no folder. A node that has it shares that folder.
     """
 
     node: str
@@ -48,6 +49,7 @@ class Driver:
     runner: str
     cwd: str
     code: str = ""
+    marker: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,12 @@ class NodeProcess:
             process.signal(number)
 
     def _start(self, command: Command, driver: Driver, code: bytes) -> None:
+        if command.role == "server" and driver.marker and not os.path.exists(driver.marker):
+            self._refuse(
+                f"the node {self._address} does not see {os.path.dirname(driver.marker)}, where snapshots would be: "
+                "give --snapshots a URL (s3://...), or a folder that all nodes share, or none"
+            )
+            return
         unpacked = "" if driver.node == self._node or not code else unpack(code)
         self._guard = start_guard(unpacked)
         if os.path.isdir(driver.cwd):
@@ -129,11 +137,14 @@ class NodeProcess:
         try:
             self._process = self._cluster.start(here, self._print)
         except RallypointError as error:
-            self._lines.append(f"error: {error}")
-            self._exit = Exit(_NOT_STARTED)
+            self._refuse(str(error))
             return
         self._tell_guard(self._process.process.pid)
         threading.Thread(target=self._wait, args=(self._process,), name="exit", daemon=True).start()
+
+    def _refuse(self, why: str) -> None:
+        self._lines.append(f"error: {why}")
+        self._exit = Exit(_NOT_STARTED)
 
     def _print(self, line: str) -> None:
         with self._changed:
