@@ -267,6 +267,8 @@ def has_ended(caller: Caller) -> bool:
 class Slow:
     """A transport whose `connect` takes as long as the test wants, as to a host that has died."""
 
+    secure = False
+
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.connecting, self.goes_on = threading.Semaphore(0), threading.Event()

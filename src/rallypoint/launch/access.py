@@ -13,6 +13,8 @@ from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import ROLES, role_token
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.tls.files import TlsFiles
+from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import Transport
 
 _LONGEST = 4096  # bytes of a token file
@@ -31,18 +33,28 @@ class Access:
     transport: Transport = field(default_factory=TcpTransport)
 
 
-def access_of(token_file: str = "", role: str = "") -> Access:
-    """Return the access that a process was given: by this file, or else by the environment. "": no file.
+def access_of(token_file: str = "", role: str = "", tls: str = "") -> Access:
+    """Return the access that a process was given: by this file and folder, or else by the environment. "": none.
 
     RALLYPOINT_TOKEN holds the token itself, RALLYPOINT_TOKEN_FILE names a file that does. With a `role`, its token
-    follows from the job's, which is not kept then. UsageError if a file that is named cannot be read, or holds no
-    token, or the token is of another role.
+    follows from the job's, which is not kept then. `tls` is the folder of the role's certificate, or the one above it,
+    as in RALLYPOINT_TLS. UsageError if a file that is named cannot be read, or holds no token or no usable certificate,
+    or one of another role.
     """
     token = "" if token_file else os.environ.get(environment.TOKEN, "")
     path = token_file or os.environ.get(environment.TOKEN_FILE, "")
     if not token and path:
         token = read_token(Path(path))
-    return Access(role_token(token, role) if role else token)
+    folder = tls or os.environ.get(environment.TLS, "")
+    return Access(role_token(token, role) if role else token, transport_of(folder, role) if role else TcpTransport())
+
+
+def transport_of(tls: str, role: str) -> Transport:
+    """Return what links of this role are made with: TLS with the certificates in this folder; "": TCP alone.
+
+    UsageError if they cannot be used, or are another role's.
+    """
+    return TlsTransport(TlsFiles(Path(tls), role)) if tls else TcpTransport()
 
 
 def token_for(role: str, token_file: str) -> str:

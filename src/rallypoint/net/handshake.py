@@ -36,7 +36,7 @@ from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, Header, Kind, pa
 from rallypoint.net.keys import ROLES, LinkKeys, TokenKeys, dialers_keys, role_token, token_keys
 from rallypoint.net.keys import ticket as ticket_for
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
-from rallypoint.net.transport import Connection, Transport, receive_bytes
+from rallypoint.net.transport import Connection, Secured, Transport, receive_bytes
 from rallypoint.observe.lines import printable
 
 GREETING_TIMEOUT_S = 10.0  # for the whole handshake: a peer that sends slowly cannot hold a connection
@@ -44,6 +44,7 @@ FIRST_VIEW = ViewNumber()
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 _MIN_TOKEN = 16
+_TLS = b"\x16\x03"  # how TLS's handshake begins
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +116,22 @@ def new_token() -> str:
 
 
 def check_exposure(transport: Transport, address: str, token: str) -> None:
-    """UsageError if other machines can reach `address` and the token has fewer than 16 characters."""
-    if not transport.private(address) and len(token) < _MIN_TOKEN:
+    """UsageError if other machines can reach `address`, there is no TLS, and the token has fewer than 16 characters."""
+    if not (transport.private(address) or transport.secure) and len(token) < _MIN_TOKEN:
         raise UsageError(
             f"{address} can be reached from other machines: set a job token of at least {_MIN_TOKEN} characters "
-            "(RALLYPOINT_TOKEN), the same for every member"
+            "(RALLYPOINT_TOKEN), the same for every member, or give each TLS (--tls; `rallypoint certs` makes "
+            "certificates)"
         )
+
+
+def check_role(secured: Secured, role: str, who: str) -> None:
+    """AccessDenied if there is TLS, and the other side's certificate is not for this role. `who` names it.
+
+    The coordinator may also observe: its own console does.
+    """
+    if secured.role not in ("", role) and (secured.role, role) != ("coordinator", "observer"):
+        raise AccessDenied(f"{who} shows the certificate of a {secured.role}, which cannot be a {role}")
 
 
 class Greeting:
@@ -166,7 +177,13 @@ def greet(connection: Connection, me: Identity) -> Greeting:
         raise AccessDenied(f"{connection.peer} came {_how_wrong(transcript, hello, me, ticket)}")
     if hello.to != (me.role, me.id, me.incarnation) or len(hello.nonce) != NONCE_BYTES:
         raise ProtocolError(f"{_named(hello.role, hello.id)} means {_named(*hello.to[:2])}, and this is {me}")
-    return Greeting(transcript, hello)
+    greeting = Greeting(transcript, hello)
+    try:
+        check_role(connection.secured, hello.role, _named(hello.role, hello.id))
+    except AccessDenied as error:
+        greeting.refuse(str(error))
+        raise AccessDenied(f"{connection.peer}: {error}") from None
+    return greeting
 
 
 def _keys(hello: Hello, token: str, ticket: bytes) -> TokenKeys:
@@ -212,6 +229,7 @@ def introduce(
     connection.set_deadline(GREETING_TIMEOUT_S)
     transcript, me = _Transcript(connection, _keys(hello, token, ticket)), _named(hello.role, hello.id)
     try:
+        check_role(connection.secured, hello.to[0], connection.peer)
         _find(transcript, hello)
         hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
@@ -219,7 +237,7 @@ def introduce(
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
             raise ProtocolError(f"{connection.peer} answered the greeting with a {header.kind.name} frame")
         data = transcript.receive(header)
-    except ProtocolError as error:
+    except (ProtocolError, AccessDenied) as error:
         raise UnprovenPeer(str(error)) from None
     if not transcript.proved(transcript.keys.listener):
         answers = "refuses" if header.kind is Kind.REFUSE else "welcomes"
@@ -245,7 +263,8 @@ def _find(transcript: _Transcript, hello: Hello) -> None:
     """Receive the Challenge. ProtocolError if it says that somebody else listens there. It is proved later."""
     peer, header = transcript.connection.peer, transcript.receive_header()
     if header.kind is not Kind.CHALLENGE:
-        raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE")
+        tls = ": it may expect TLS, so give this member --tls" * (header.kind is Kind.REFUSE)
+        raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE{tls}")
     challenge = expect(transcript.receive(header, proof=False), Challenge)
     who = challenge.role, challenge.id, challenge.incarnation
     if who != hello.to or len(challenge.nonce) != NONCE_BYTES:
@@ -257,13 +276,14 @@ def _find(transcript: _Transcript, hello: Hello) -> None:
 class _Transcript:
     """Sends and receives greeting frames, and digests all of their bytes. `digest` is the digest up to now.
 
-    A listener sets `keys` when it knows who connects.
+    With TLS it digests first what binds the greeting to the connection: a man in the middle has another one with each
+    side. A listener sets `keys` when it knows who connects.
     """
 
     def __init__(self, connection: Connection, keys: TokenKeys | None = None) -> None:
         self.connection = connection
         self._keys = keys
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256(connection.secured.binding)
         self._claim = b"", b""  # the last proof that came, and the digest of what it is to prove
 
     @property
@@ -297,7 +317,11 @@ class _Transcript:
         try:
             self.connection.recv_into(memoryview(head))
         except LinkError as error:
+            if isinstance(error, UnprovenPeer):
+                raise  # it says all
             raise LinkError(f"no greeting from {self.connection.peer}: {error}") from None
+        if head.startswith(_TLS):
+            raise ProtocolError(f"{self.connection.peer} speaks TLS, and this member without: give this one --tls")
         header = unpack(head)
         self._hash.update(head)
         return header

@@ -77,7 +77,8 @@ def run_coordinator(
     progress, and the token if it had to make one; Ctrl-C ends the job then.
     """
     by_hand, interrupted = not hold_lifeline(), False
-    token = access.token or new_token()  # on loopback too: other users of this machine can connect
+    # On loopback too: other users of this machine can connect. With TLS a certificate is enough
+    token = access.token or ("" if access.transport.secure else new_token())
     if about.folder:
         Path(about.folder).mkdir(parents=True, exist_ok=True)
     start, changes = None, list[Change]()
@@ -97,7 +98,7 @@ def run_coordinator(
         stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
         _announce(service.address)
         where = Where(service.address, token)
-        if not access.token:
+        if not access.token and token:
             print(stack.enter_context(token_file(Path(about.folder or "."), where)), flush=True)
         if by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
@@ -172,7 +173,7 @@ def end_process(status: int) -> NoReturn:
 
 def start_worker(
     script: Path, arguments: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int,
-    health: str = "",
+    health: str = "", tls: str = "",
 ) -> None:  # fmt: skip
     """Replace this process by ``python SCRIPT``, which joins the job at `coordinator` with `rallypoint.join`."""
     check_script(script)
@@ -181,10 +182,12 @@ def start_worker(
     print(f"{name} runs {script} for the job at {address}", flush=True)
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name,
-        environment.TOKEN: access_of(token_file, "worker").token,
+        environment.TOKEN: access_of(token_file, "worker", tls).token,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
     }  # fmt: skip
     env.pop(environment.TOKEN_FILE, None)  # it may hold the job's token, which is no worker's business
+    if tls:
+        env[environment.TLS] = str(Path(tls).resolve())
     if health:
         env[environment.HEALTH] = health
     os.execve(sys.executable, [sys.executable, str(script), *arguments], env)
