@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import tempfile
 import threading
@@ -14,7 +13,7 @@ from typing import Any
 import psutil
 
 STORE_BYTES = 80 * 2**20  # the least that Ray takes for its object store: nothing of ours goes through it
-_OFF = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+_OFF = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_AUTH_MODE": "disabled"}
 
 
 @contextmanager
@@ -24,14 +23,12 @@ def ray_nodes(*cpus: float, connect: bool = True) -> Iterator[Any]:
 
     before = dict(os.environ)
     folder = tempfile.mkdtemp(prefix="ray")  # a short path: Ray's sockets are in it
-    # With a token of its own, or Ray writes one to the home folder
-    os.environ.update(_OFF, RAY_TMPDIR=folder, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(16))
+    os.environ.update(_OFF, RAY_TMPDIR=folder)
     known = set(psutil.Process().children(recursive=True))
     cluster = Cluster(shutdown_at_exit=False)
     try:
         for number, count in enumerate(cpus):
-            head = {"include_dashboard": False} if number == 0 else {}
-            cluster.add_node(num_cpus=count, object_store_memory=STORE_BYTES, **head)
+            add_node(cluster, count, **({"include_dashboard": False} if number == 0 else {}))
         os.environ["RAY_ADDRESS"] = cluster.address
         if connect:
             _connect(cluster.address)
@@ -51,6 +48,11 @@ def ray_nodes(*cpus: float, connect: bool = True) -> Iterator[Any]:
             del os.environ[name]
         os.environ.update(before)
         assert not left, f"Ray has left {left}"
+
+
+def add_node(cluster: Any, cpus: float, **options: Any) -> None:
+    """Start one more node, on loopback."""
+    cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, **options)
 
 
 def no_leaks() -> Iterator[None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray_nodes import STORE_BYTES, no_leaks, ray_nodes
+from ray_nodes import add_node, no_leaks, ray_nodes
 from rich.console import Console
 
 from rallypoint.launch import launcher
@@ -105,7 +105,7 @@ def test_a_node_lost_without_grace_changes_no_byte_and_restarts_nobody_else(tmp_
             gone = sorted(nodes.worker_nodes, key=lambda node: node.node_id)[0]
             lost.append(gone.node_id)
             nodes.remove_node(gone, allow_graceful=False)
-            nodes.add_node(num_cpus=3, object_store_memory=STORE_BYTES)
+            add_node(nodes, 3)
         elif before and len(now := places(run, *roles)) == 7 and not any(node in lost for node, _ in now.values()):
             after.update(now)
             members = run.console.members
@@ -133,7 +133,7 @@ def test_a_node_that_is_about_to_go_hands_over_and_a_killed_coordinator_comes_ba
             going.append(min(node.node_id for node in nodes.worker_nodes))
             told.extend(name for name, (node, _) in places(run, "server", "worker").items() if node in going)
             drain(going[0])
-            nodes.add_node(num_cpus=3, object_store_memory=STORE_BYTES)
+            add_node(nodes, 3)
         members = run.console.members
         here = set() if members is None else {*members.workers, *members.servers}
         return not going or not {"worker4", "worker5", "server2"} <= here or bool(here & set(told))
