@@ -21,6 +21,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import Identity, check_exposure, introduce
+from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
@@ -465,7 +466,7 @@ def test_an_expired_certificate_that_is_renewed_lets_the_same_member_in(
     Member(transport, door, opened)
 
 
-@pytest.mark.parametrize("change", ["no key", "another key", "garbage"])
+@pytest.mark.parametrize("change", ["no key", "another key", "garbage", "another role"])
 def test_files_that_are_half_renewed_are_told_of_and_the_old_ones_count(
     certificates: Path, tmp_path: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -481,6 +482,9 @@ def test_files_that_are_half_renewed_are_told_of_and_the_old_ones_count(
             shutil.copy(folder / "server" / KEY, key)
         case "garbage":
             (folder / "worker" / CERTIFICATE).write_text("half a fi")
+        case "another role":
+            for name in (CERTIFICATE, KEY):
+                shutil.copy(folder / "server" / name, folder / "worker" / name)
     Member(transport, door, opened)
     assert "new connections use the certificate from before" in caplog.text
 
@@ -616,6 +620,21 @@ def test_both_directions_at_once_under_load_keep_their_order(certificates: Path,
         check(far)
         for thread in (one, two, three):
             thread.raise_if_failed()
+
+
+def test_frames_arrive_through_tls(certificates: Path, opened: contextlib.ExitStack) -> None:
+    transport = tls(certificates, "server")
+    listener = transport.listen("127.0.0.1:0")
+    opened.callback(listener.close)
+    keys = LinkKeys(b"a" * 32, b"b" * 32)
+    near, far = connected(transport, listener)
+    sends, receives = Channel(near, "far", keys), Channel(far, "near", keys.other_side())
+    opened.callback(sends.close)
+    opened.callback(receives.close)
+    payload = os.urandom(300_000)
+    for length in (0, 300_000):
+        sends.send(Header(Kind.VERSION, length=length), memoryview(payload)[:length])
+        assert receives.receive_bytes(receives.receive_header()) == payload[:length]
 
 
 def test_a_connection_that_failed_to_shake_hands_is_closed(certificates: Path, opened: contextlib.ExitStack) -> None:

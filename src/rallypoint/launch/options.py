@@ -41,10 +41,15 @@ Sets = Annotated[list[str] | None, typer.Option(
     "--set", metavar="KEY=VALUE", rich_help_panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
 )]  # fmt: skip
 JobAddress = Annotated[str, typer.Option(
-    metavar="HOST:PORT", help="Where the job's coordinator listens; by default RALLYPOINT_COORDINATOR.",
+    metavar="PLACES", help="Where the job's coordinator may listen: host:port, several of them with commas between, "
+    "file:PATH with one a line, or srv+dns://NAME; by default RALLYPOINT_COORDINATOR.",
 )]  # fmt: skip
 TokenFile = Annotated[str, typer.Option(
-    metavar="FILE", help="The file that holds the job's token; by default RALLYPOINT_TOKEN_FILE or RALLYPOINT_TOKEN.",
+    metavar="FILE", help="The file that holds the job's token, or that of this role; by default RALLYPOINT_TOKEN_FILE "
+    "or RALLYPOINT_TOKEN. `rallypoint token` makes them.",
+)]  # fmt: skip
+Interface = Annotated[str, typer.Option(
+    metavar="NAME", help="Listen at the address of this network interface, as eth0, in place of the host in --bind.",
 )]  # fmt: skip
 HealthAt = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
@@ -165,7 +170,7 @@ class RunOptions(CoordinatorOptions):
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
     engine: Annotated[str, _option(
-        metavar="NAME", panel=_CLUSTER, help="What starts the processes: local (this machine) or ssh.",
+        metavar="NAME", panel=_CLUSTER, help="What starts the processes: local (this machine), ray or ssh.",
     )] = "local"  # fmt: skip
     hosts: Annotated[str, _option(
         metavar="FILE|A,B", panel=_CLUSTER, help="Run on these machines over ssh: a file with one a line, or a list.",
@@ -173,6 +178,13 @@ class RunOptions(CoordinatorOptions):
     ssh: Annotated[str, _option(
         metavar="COMMAND", panel=_CLUSTER, help="The ssh client, with its options: 'ssh -F my_config'.",
     )] = "ssh"  # fmt: skip
+    address: Annotated[str, _option(
+        metavar="ADDRESS", panel=_CLUSTER, show_default=False,
+        help="The Ray cluster: auto, of this machine (the default); local, a new one here; or HOST:PORT.",
+    )] = ""  # fmt: skip
+    gpus: Annotated[float, _option(
+        min=0, metavar="N", panel=_CLUSTER, help="GPUs of each worker, as Ray counts them.",
+    )] = 0.0  # fmt: skip
     tls: Annotated[str, _option(
         metavar="FOLDER|auto", panel=_CLUSTER,
         help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
@@ -210,27 +222,27 @@ class RunOptions(CoordinatorOptions):
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""
         check_engine(self.engine)
+        if self.engine != "ray" and (self.address or self.gpus):
+            raise UsageError(f"{'--address' if self.address else '--gpus'} is for --engine ray")
+        bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
         if not self.hosts:
             if self.engine == "ssh":
                 raise UsageError("--engine ssh on which machines? give --hosts, a file with one a line or a list")
-            return {}
+            return {"bind": bind} if self.engine == "ray" else {}
         if self.engine not in ("local", "ssh"):
             raise UsageError(f"--hosts is for ssh, not for --engine {self.engine}")
-        bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
         return {"engine": "ssh", "hosts": hosts_of(self.hosts), "ssh": self.ssh, "bind": bind}
 
 
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "engine", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "address", "gpus", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 
-def with_options(
-    kind: type[CoordinatorOptions], defaults: CoordinatorOptions | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:  # fmt: skip
-    """Give a command all options of `kind`, as one argument, `options`."""
+def with_options(kind: type[Any], defaults: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command all options of `kind`, a dataclass of them, as one argument, `options`."""
     start = defaults or kind()
     hints = get_type_hints(kind, include_extras=True)
 

@@ -25,8 +25,8 @@ from rallypoint.net.tls.files import Loaded, TlsFiles, role_of
 from rallypoint.net.tls.records import Records
 from rallypoint.net.transport import Secured
 
-_PIECE = 64 << 10  # bytes that are encrypted at once: what a payload needs of spare memory
-_ROOM = 128 << 10  # bytes that are received at once
+_PIECE = 128 << 10  # bytes that are encrypted at once: what a payload needs of spare memory
+_ROOM = 256 << 10  # bytes that are received at once; with less, a receiver wakes up more often
 _GREETING_ROOM = 4 << 10  # less for a peer that has not proved anything
 _FIRST_WORD_S = 2.0  # a dialer with TLS speaks first, at once; one without waits to be greeted
 _LABEL = b"rallypoint/tls"
@@ -69,6 +69,10 @@ class TlsConnection:
 
     @property
     def secured(self) -> Secured:
+        return self._ensure_secured()
+
+    def _ensure_secured(self) -> Secured:
+        """Shake hands if that has not been done. Threads that come meanwhile wait."""
         if self._secured is None:
             with self._shaking:
                 if self._secured is None:
@@ -82,7 +86,7 @@ class TlsConnection:
     # ---- bytes ----
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
-        assert self.secured
+        self._ensure_secured()
         for pieces in _pieces(head, payload):
             with self._lock:
                 try:
@@ -94,7 +98,7 @@ class TlsConnection:
             self._stream.send(data)
 
     def recv_into(self, view: memoryview) -> None:
-        assert self.secured
+        self._ensure_secured()
         while len(view):
             if self._closed:
                 raise LinkError(f"the link to {self.peer} is closed")
