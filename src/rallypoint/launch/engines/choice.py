@@ -9,7 +9,7 @@ from rallypoint.errors import UsageError, meant
 from rallypoint.launch.engines.cluster import Cluster
 from rallypoint.launch.plan import Launch
 
-ENGINES = ("local", "ssh")
+ENGINES = ("local", "ray", "ssh")
 
 
 def check_engine(name: str) -> None:
@@ -27,6 +27,14 @@ def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
     """
     check_engine(plan.engine)
     match plan.engine:
+        case "ray":
+            from rallypoint.launch.engines.ray import RayCluster
+
+            with RayCluster(
+                plan.address or "auto", folder=plan.folder, snapshots=plan.snapshots, servers=plan.servers,
+                cpus=plan.threads, gpus=plan.gpus, say=say,
+            ) as nodes:  # fmt: skip
+                yield nodes
         case "ssh":
             from rallypoint.launch.engines.ssh.cluster import SshCluster
 
