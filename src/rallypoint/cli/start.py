@@ -33,7 +33,7 @@ def run(
     script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
     options: RunOptions,
 ) -> None:
-    """Run a script on a cluster of processes on this machine.
+    """Run a script on a cluster of processes on this machine, or with --hosts on others.
 
     Processes that die are started again. Ctrl-C ends all of them; [bold]rallypoint resume[/bold] goes on from the last
     snapshot. Workers run a copy of the script and of the modules beside it, so editing them does not touch the run.

@@ -43,8 +43,11 @@ def launch(
 
 
 def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edited: list[str]) -> int:
+    def warn(text: str) -> None:
+        console.say(f"[yellow]{escape(text)}[/yellow]")
+
     try:
-        with raised(), cluster_of(plan) as cluster, ClusterRun(plan, console, cluster, edited) as run:
+        with raised(), cluster_of(plan, warn) as cluster, ClusterRun(plan, console, cluster, edited) as run:
             status = run.watch(intervene)
         if status == 0:
             console.console.print(f"[dim]everything of this run: {escape(plan.folder)}[/dim]", soft_wrap=True)

@@ -17,11 +17,13 @@ from rallypoint.config.keys import check_keys
 from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.engines.choice import check_engine
+from rallypoint.launch.engines.ssh.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
-from rallypoint.launch.plan import SNAPSHOTS, Launch, parse_workers
+from rallypoint.launch.plan import HERE, SNAPSHOTS, Launch, parse_workers
 from rallypoint.store.retention import Retention
 
 _CLUSTER, _SNAPSHOTS, _FILES = "Cluster", "Snapshots", "Settings and files"
+_ON_LOOPBACK = "127.0.0.1:0"
 _COMPRESSIONS = ("zstd", "zstd-planes", "none")
 Bind = Annotated[str, typer.Option(
     metavar="HOST:PORT", rich_help_panel=_CLUSTER,
@@ -86,7 +88,7 @@ class CoordinatorOptions:
         "--backup-tasks", metavar=None, panel=_CLUSTER,
         help="Give a slow worker's replica to an idle worker too; the first result counts.",
     )] = False  # fmt: skip
-    bind: Bind = "127.0.0.1:0"
+    bind: Bind = _ON_LOOPBACK
     advertise: Advertise = ""
     snapshot_seconds: Annotated[float, _option(
         min=0, metavar="S", panel=_SNAPSHOTS, help="Take a snapshot every so many seconds; 0: not by time.",
@@ -157,8 +159,14 @@ class RunOptions(CoordinatorOptions):
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
     engine: Annotated[str, _option(
-        metavar="NAME", panel=_CLUSTER, help="What starts the processes: local, on this machine.",
+        metavar="NAME", panel=_CLUSTER, help="What starts the processes: local (this machine) or ssh.",
     )] = "local"  # fmt: skip
+    hosts: Annotated[str, _option(
+        metavar="FILE|A,B", panel=_CLUSTER, help="Run on these machines over ssh: a file with one a line, or a list.",
+    )] = ""  # fmt: skip
+    ssh: Annotated[str, _option(
+        metavar="COMMAND", panel=_CLUSTER, help="The ssh client, with its options: 'ssh -F my_config'.",
+    )] = "ssh"  # fmt: skip
     overwrite: Annotated[bool, _option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
@@ -172,9 +180,23 @@ class RunOptions(CoordinatorOptions):
     def run(self, worker: list[str], *, script: str = "", more_settings: list[str] | None = None) -> Launch:
         """Return the plan of a run with workers of this argv: see `plan`. `more_settings` come after the options'."""
         both = replace(self, sets=[*(self.sets or []), *(more_settings or [])])
-        check_engine(self.engine)
         steps = _steps(self.trace_steps)
-        return msgspec.structs.replace(both.plan(worker), script=script, trace=str(self.trace or ""), trace_steps=steps)
+        plan = both.plan(worker)
+        return msgspec.structs.replace(
+            plan, script=script, trace=str(self.trace or ""), trace_steps=steps, **self._machines(plan)
+        )
+
+    def _machines(self, plan: Launch) -> dict[str, Any]:
+        """Return what differs in the plan of a run that is not on this machine only."""
+        check_engine(self.engine)
+        if not self.hosts:
+            if self.engine == "ssh":
+                raise UsageError("--engine ssh on which machines? give --hosts, a file with one a line or a list")
+            return {}
+        if self.engine not in ("local", "ssh"):
+            raise UsageError(f"--hosts is for ssh, not for --engine {self.engine}")
+        bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
+        return {"engine": "ssh", "hosts": hosts_of(self.hosts), "ssh": self.ssh, "bind": bind}
 
 
 # Options that a plan has under the same name, with the same meaning.

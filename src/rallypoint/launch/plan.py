@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.errors import ConfigError, DataError, UsageError
+from rallypoint.launch.engines.ssh.hosts import Host
 from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
@@ -31,6 +32,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
         resume: the snapshot to continue from; "" for a new run.
         engine: what starts the processes: see `engines.choice`.
+        hosts, ssh: the machines of the engine "ssh", and the command that is its client.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -60,6 +62,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     trace_steps: tuple[int, int] = (5, 7)
     resume: str = ""
     engine: str = "local"
+    hosts: tuple[Host, ...] = ()
+    ssh: str = "ssh"
     changes: tuple[str, ...] = ()
 
 
@@ -152,7 +156,7 @@ def server_arguments(plan: Launch) -> tuple[str, ...]:
     if the coordinator's is, else every interface, of which it advertises the one that leads to the coordinator.
     """
     host = _host(plan.bind)
-    if plan.engine == "local" or host == HERE or _is_loopback(host):
+    if plan.engine == "local" or host == HERE or is_loopback(host):
         advertise = _host(plan.advertise) if plan.advertise and plan.engine == "local" else ""
         return ("--bind", f"{host}:0", *(["--advertise", advertise] if advertise else []))
     return ("--bind", "[::]:0" if ":" in host else "0.0.0.0:0")
@@ -163,7 +167,8 @@ def _bind_again(bind: str, address: str) -> str:
     return bind if not bind.endswith(":0") else f"{_host(bind)}:{address.rpartition(':')[2]}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """True for an address that only processes of the same machine can connect to."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rallypoint.errors import UsageError, meant
 from rallypoint.launch.engines.cluster import Cluster
 from rallypoint.launch.plan import Launch
 
-ENGINES = ("local",)
+ENGINES = ("local", "ssh")
 
 
 def check_engine(name: str) -> None:
@@ -20,10 +20,18 @@ def check_engine(name: str) -> None:
 
 
 @contextlib.contextmanager
-def cluster_of(plan: Launch) -> Iterator[Cluster]:
-    """While in the body, the cluster that the plan names. At the end of the body none of its processes is left."""
+def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
+    """While in the body, the cluster that the plan names. At the end of the body none of its processes is left.
+
+    `say` gets a sentence about each machine that cannot be used.
+    """
     check_engine(plan.engine)
     match plan.engine:
+        case "ssh":
+            from rallypoint.launch.engines.ssh.cluster import SshCluster
+
+            with SshCluster(plan, say) as machines:
+                yield machines
         case _:
             from rallypoint.launch.engines.local import LocalCluster
 

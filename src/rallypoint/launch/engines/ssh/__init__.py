@@ -1,0 +1,1 @@
+"""Processes on machines that ``ssh`` reaches."""

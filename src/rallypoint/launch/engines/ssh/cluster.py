@@ -1,0 +1,137 @@
+"""Processes on machines that the system's ``ssh`` reaches: the cluster of ``rallypoint run --hosts``.
+
+Nothing of ours runs there before: ``ssh`` starts `remote`, which starts the processes, and ends with the connection.
+What a process is told (its token, too) goes through the connection, never onto a command line, which others can read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rallypoint.errors import UsageError
+from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.ssh.hosts import Host, coordinators_host
+from rallypoint.launch.engines.ssh.link import HostLink, SshProcess
+from rallypoint.launch.engines.ssh.messages import PACKAGE, Begin
+from rallypoint.launch.engines.ssh.placement import place
+from rallypoint.launch.engines.ssh.sharing import Sharing
+from rallypoint.launch.plan import HERE, Launch, is_loopback
+
+_CONNECT_S = 30.0  # seconds in which the hosts must be ready when a run begins
+_AGAIN_S = 20.0  # seconds after which a host that was gone is tried again, when a process is to be started
+_END_S = 10.0  # seconds in which the hosts may end their processes
+
+
+class SshCluster:
+    """Starts processes on the plan's hosts; a context manager that leaves none behind."""
+
+    def __init__(self, plan: Launch, say: Callable[[str], None]) -> None:
+        """`say` gets a sentence about each host that is left out. Raises UsageError when the folders cannot be written.
+        """
+        self._hosts = tuple(host if host.python else replace(host, python=sys.executable) for host in plan.hosts)
+        if not self._hosts:
+            raise UsageError("which machines? give --hosts a file with one host a line, or a list as a,b,c")
+        self._say, self._bind = say, plan.bind
+        self._sharing = Sharing(plan, self._hosts)
+        folder, package = str(Path(plan.folder).resolve()), str(PACKAGE)
+        self._links = {
+            host: HostLink(
+                host, plan.ssh,
+                Begin(folder, host.folder or os.getcwd(), self._sharing.markers, sys.executable, package, HERE),
+                self._sharing.judge,
+            )
+            for host in self._hosts
+        }  # fmt: skip
+        self._numbers = itertools.count(1)
+        self._started: list[SshProcess] = []
+        self._left_out: set[Host] = set()
+        self._ended = False
+
+    def __enter__(self) -> SshCluster:
+        """Connect to every host. Raises UsageError if the coordinator's cannot be used."""
+        try:
+            self._connect()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def start(self, command: Command, output: Callable[[str], None]) -> SshProcess:
+        """Start a process; see `Cluster.start`. Raises UsageError when no host takes its role."""
+        if self._ended:
+            raise UsageError("this cluster has been ended")
+        self._try_again()
+        self._started = [process for process in self._started if process.exit() is None]
+        up = [host for host, link in self._links.items() if link.up]
+        host = place(command.role, self._hosts, up, self._running())
+        if host is None:
+            raise UsageError(f"{command.name} has no host: none in --hosts takes the role {command.role}")
+        process = SshProcess(command, next(self._numbers), self._links[host], output)
+        self._started.append(process)
+        self._links[host].run(process)
+        return process
+
+    def end(self) -> None:
+        """Kill every process that still runs, and wait until all have ended."""
+        self._ended = True
+        for link in self._links.values():
+            link.close()
+        deadline = time.monotonic() + _END_S
+        for link in self._links.values():
+            link.join(deadline)
+        self._sharing.close()
+
+    def _connect(self) -> None:
+        deadline = time.monotonic() + _CONNECT_S
+        for link in self._links.values():
+            link.connect()
+        first = coordinators_host(self._hosts)
+        for host, link in self._links.items():
+            if not link.settled(max(0.0, deadline - time.monotonic())):
+                link.close()
+            if link.up:
+                continue
+            why = link.problem or f"it was not ready within {_CONNECT_S:.0f} s"
+            if host == first:
+                raise UsageError(f"{host}, where the coordinator is to run, cannot be used: {why}")
+            self._leave_out(host, why)
+        self._check_addresses(self._links[first])
+
+    def _check_addresses(self, first: HostLink) -> None:
+        """Raise UsageError if the coordinator would listen at an address that other hosts cannot connect to."""
+        far = next((k for k in self._links.values() if k.up and not is_loopback(k.address)), None)
+        if self._bind.startswith(HERE) and is_loopback(first.address) and far is not None:
+            raise UsageError(
+                f"{first.host} is reached at {first.address}, where {far.host} cannot connect to its coordinator: name "
+                "it in --hosts by an address that all hosts can connect to"
+            )
+
+    def _leave_out(self, host: Host, why: str) -> None:
+        if host not in self._left_out:
+            self._left_out.add(host)
+            self._say(f"{host} is left out: {why}; it is tried again now and then")
+
+    def _try_again(self) -> None:
+        """Connect again to hosts that have been away for a while. The next process may be placed there."""
+        for host, link in self._links.items():
+            if link.up:
+                self._left_out.discard(host)
+            elif link.failed_at is not None:
+                self._leave_out(host, link.problem)
+                if time.monotonic() - link.failed_at > _AGAIN_S:
+                    link.connect()
+
+    def _running(self) -> dict[Host, list[str]]:
+        running: dict[Host, list[str]] = {host: [] for host in self._hosts}
+        for process in self._started:
+            running[process.host].append(process.command.role)
+        return running

@@ -1,0 +1,281 @@
+"""One host of an `SshCluster`: the ssh client that leads there, and the processes that run behind it.
+
+    idle --connect()--> connecting --Ready, Unpacked--> up --the connection ends--> idle
+                            |                                                        ^
+                            +---------- refused, unreachable, not usable ------------+
+
+Each host has one connection, whatever runs there. So a host that dies is one event, and many processes need no more
+logins than one (sshd refuses some of those that come at once). What is to run there while the link is connecting
+starts when it is up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+import msgspec
+
+from rallypoint.errors import UsageError
+from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.ssh.hosts import Host
+from rallypoint.launch.engines.ssh.messages import (
+    GREETING,
+    Begin,
+    Ended,
+    FromHost,
+    Line,
+    Ready,
+    Run,
+    Signal,
+    ToHost,
+    Unpack,
+    Unpacked,
+)
+
+_REMOTE = "rallypoint.launch.engines.ssh.remote"
+_LOST = signal.SIGHUP  # how a process ends whose connection is gone
+_END_S = 5.0  # seconds in which a host may end its processes and say so
+OPTIONS = (
+    "BatchMode=yes",  # ask nobody for a password
+    "ConnectTimeout=10",
+    "ServerAliveInterval=3",  # a machine that has died is noticed within 9 s
+    "ServerAliveCountMax=3",
+    "EscapeChar=none",
+)
+
+
+class SshProcess:
+    """A process on another machine; see `Handle`."""
+
+    def __init__(self, command: Command, number: int, link: HostLink, output: Callable[[str], None]) -> None:
+        self.command, self.link = command, link
+        self.number, self.output = number, output
+        self._exit: Exit | None = None
+
+    @property
+    def host(self) -> Host:
+        """The machine that it runs on."""
+        return self.link.host
+
+    def exit(self) -> Exit | None:
+        """Return None while the process runs; see `Handle.exit`."""
+        return self._exit
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and to its children."""
+        if self._exit is None:
+            self.link.send(Signal(self.number, number))
+
+    def ended(self, how: Exit) -> None:
+        """Note how it ended."""
+        self._exit = how
+
+
+class HostLink:
+    """The connection to one host. Its methods may be called from any thread."""
+
+    def __init__(
+        self, host: Host, ssh: str, begin: Begin, judge: Callable[[Host, Ready], str | Unpack | None]
+    ) -> None:  # fmt: skip
+        """`judge` returns why a host that is ready cannot be used, or what it has to unpack, or None."""
+        self.host, self._begin, self._judge = host, begin, judge
+        self._argv = ssh_command(ssh, host)
+        self._lock = threading.RLock()
+        self._client: subprocess.Popen[bytes] | None = None
+        self._threads: list[threading.Thread] = []
+        self._waiting: list[ToHost] = []  # for the link to be up
+        self._processes: dict[int, SshProcess] = {}
+        self._settled = threading.Event()  # up, or failed
+        self._errors: list[str] = []
+        self._problem = ""
+        self.address = ""
+        self.up = False
+        self.failed_at: float | None = None  # on the clock of time.monotonic; None while there is hope
+
+    @property
+    def problem(self) -> str:
+        """Why there is no connection, as a phrase; "" while there is one."""
+        return self._problem
+
+    def connect(self) -> None:
+        """Begin to connect, and return at once. Does nothing if that is done, or under way.
+
+        Raises UsageError if there is no ssh client.
+        """
+        with self._lock:
+            if self._client is not None:
+                return
+            self._settled.clear()
+            self._errors, self._problem, self.failed_at = [], "", None
+            self._client = client = _started(self._argv)
+            self._write(self._begin)
+            assert client.stdout is not None
+            assert client.stderr is not None
+            errors = threading.Thread(
+                target=self._note_errors, args=(client.stderr,), name=f"errors of {self.host}", daemon=True
+            )
+            reader = threading.Thread(
+                target=self._read, args=(client, client.stdout, errors), name=f"link to {self.host}", daemon=True
+            )
+            self._threads = [errors, reader]
+            for thread in self._threads:
+                thread.start()
+
+    def settled(self, timeout: float) -> bool:
+        """Wait until the link is up or has failed. Returns False if neither happens in so many seconds."""
+        return self._settled.wait(timeout)
+
+    def run(self, process: SshProcess) -> None:
+        """Start a process, now or as soon as the link is up. If there will be no link, the process ends as lost."""
+        command = process.command
+        with self._lock:  # so that the link cannot be lost in between
+            self.connect()
+            self._processes[process.number] = process
+            self.send(Run(process.number, command.name, command.role, command.argv, dict(command.env)))
+
+    def send(self, message: ToHost) -> None:
+        """Send a message, now or as soon as the link is up. Without a link it is dropped."""
+        with self._lock:
+            if self.up:
+                self._write(message)
+            elif self._client is not None:
+                self._waiting.append(message)
+
+    def close(self) -> None:
+        """End the input of the far end, which kills its processes. Returns at once; see `join`."""
+        with self._lock:
+            self._end_input()
+            if self._client is not None and not self.up:  # nothing runs there; ssh may still wait for an answer
+                self._client.terminate()
+
+    def join(self, deadline: float) -> None:
+        """Wait until the connection has ended. At `deadline` (time.monotonic) the ssh client is killed."""
+        client, threads = self._client, self._threads
+        if client is None:
+            return
+        try:
+            client.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            client.kill()
+        for thread in threads:
+            thread.join()
+
+    # ---- the threads ----
+
+    def _write(self, message: ToHost) -> None:
+        """Write to the host. The lock is held."""
+        assert self._client is not None
+        assert self._client.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # broken or closed: the reader notices it
+            self._client.stdin.write(msgspec.json.encode(message) + b"\n")
+            self._client.stdin.flush()
+
+    def _end_input(self) -> None:
+        """End the input of the far end. The lock is held."""
+        if self._client is not None and self._client.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._client.stdin.close()
+
+    def _note_errors(self, lines: BinaryIO) -> None:
+        with lines:
+            for line in lines:
+                if text := line.decode(errors="replace").strip():
+                    self._errors = [*self._errors[-9:], text]
+
+    def _read(self, client: subprocess.Popen[bytes], stream: BinaryIO, errors: threading.Thread) -> None:
+        decoder = msgspec.json.Decoder[FromHost](FromHost)
+        greeted = False
+        try:
+            with stream:
+                for line in stream:
+                    if greeted:
+                        self._handle(decoder.decode(line))
+                    greeted = greeted or line.rstrip().endswith(GREETING.encode())
+        except msgspec.DecodeError as error:
+            self._problem = f"it sends what is no message: {error}"
+        with self._lock:
+            self._end_input()
+        try:
+            client.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            client.kill()
+        errors.join()
+        self._lost(client.wait(), greeted)
+
+    def _handle(self, message: FromHost) -> None:
+        match message:
+            case Ready():
+                self.address = message.address
+                match self._judge(self.host, message):
+                    case None:
+                        self._is_up()
+                    case str(problem):
+                        self._refuse(problem)
+                    case unpack:
+                        with self._lock:
+                            self._write(unpack)
+            case Unpacked(problem=problem):
+                if problem:
+                    self._refuse(problem)
+                else:
+                    self._is_up()
+            case Line(process=number, text=text):
+                if (process := self._processes.get(number)) is not None:
+                    process.output(text)
+            case Ended():
+                if (process := self._processes.pop(message.process, None)) is not None:
+                    process.ended(Exit(message.status, message.signal, message.reason))
+
+    def _is_up(self) -> None:
+        with self._lock:
+            self.up = True
+            for message in self._waiting:
+                self._write(message)
+            self._waiting = []
+        self._settled.set()
+
+    def _refuse(self, problem: str) -> None:
+        self._problem = problem
+        self.close()
+
+    def _lost(self, status: int, greeted: bool) -> None:
+        """The connection is gone, and with it all processes: the far end kills them when its input ends."""
+        with self._lock:
+            self._problem = self._problem or self._why(status, greeted)
+            self.up, self._client, self._waiting = False, None, []
+            self.failed_at = time.monotonic()
+            lost, self._processes = self._processes, {}
+        self._settled.set()
+        how = Exit(128 + _LOST, _LOST.name, f"{self.host}: {self._problem}")
+        for process in lost.values():
+            process.ended(how)
+
+    def _why(self, status: int, greeted: bool) -> str:
+        """Return why the connection ended, from what ssh has printed last."""
+        said = self._errors[-1] if self._errors else f"the connection ended (ssh's status is {status})"
+        if greeted or status == 255:  # ssh's own failures
+            return said
+        return f"{said} (write python=PATH after the host, if Rallypoint is in another Python there)"
+
+
+def _started(argv: list[str]) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    try:  # in a session of its own: Ctrl-C is for the launcher only
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+    except OSError as error:
+        raise UsageError(f"{argv[0]} cannot be started: {error.strerror}; install an ssh client") from None
+
+
+def ssh_command(ssh: str, host: Host) -> list[str]:
+    """Return the command that starts the far end on a host. `ssh`: the client, as ``ssh -F my_config``."""
+    options = [word for option in OPTIONS for word in ("-o", option)]
+    port = ["-p", str(host.port)] if host.port else []
+    program = shlex.join([host.python, "-m", _REMOTE])
+    return [*shlex.split(ssh), "-T", *options, *port, "--", host.name, f"exec {program}"]

@@ -1,0 +1,164 @@
+"""The far end of `SshCluster`: ``python -m rallypoint.launch.engines.ssh.remote``, started over ssh on each host.
+
+It reads messages from standard input, starts processes as `LocalCluster` does, and writes what they print and how they
+end to standard output. When its input ends (the connection or the launcher is gone) it kills every process that it has
+started, and ends.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import sys
+import tarfile
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from rallypoint.errors import RallypointError
+from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.local import LocalCluster, LocalProcess
+from rallypoint.launch.engines.ssh.messages import (
+    GREETING,
+    PACKAGE,
+    Begin,
+    Ended,
+    FromHost,
+    Line,
+    Ready,
+    Run,
+    Signal,
+    ToHost,
+    Unpack,
+    Unpacked,
+)
+
+_CONNECTION = "SSH_CONNECTION"  # sshd sets it: the client's address and port, this host's address and port
+
+
+class Remote:
+    """The processes on this host, and the stream on which the launcher hears of them."""
+
+    def __init__(self, output: BinaryIO, cluster: LocalCluster) -> None:
+        self._output, self._cluster = output, cluster
+        self._lock = threading.Lock()
+        self._processes: dict[int, LocalProcess] = {}
+        self._threads: list[threading.Thread] = []
+        self._begin: Begin | None = None
+
+    def greet(self) -> None:
+        """Write the line that tells this program's output from that of the shell before it."""
+        self._write(GREETING.encode())
+
+    def handle(self, message: ToHost) -> None:
+        """Do what the launcher says."""
+        match message:
+            case Begin():
+                self._begin = message
+                self._send(_prepared(message))
+            case Unpack(archive=archive):
+                assert self._begin is not None
+                self._send(Unpacked(_unpacked(archive, Path(self._begin.folder))))
+            case Run():
+                self._run(message)
+            case Signal(process=process, number=number):
+                if (running := self._processes.get(process)) is not None:
+                    running.signal(number)
+
+    def wait(self) -> None:
+        """Wait until the end of every process has been told."""
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, run: Run) -> None:
+        assert self._begin is not None
+        argv = translated(run.argv, self._begin)
+        if run.role != "worker":  # a script's own arguments are left as they are
+            here = self._begin.here
+            argv = tuple(address_here() + w.removeprefix(here) if w.startswith(here) else w for w in argv)
+        command = Command(name=run.name, role=run.role, argv=argv, env=run.env)
+        try:
+            process = self._cluster.start(command, lambda text: self._send(Line(run.number, text)))
+        except RallypointError as error:
+            self._send(Ended(run.number, 127, reason=str(error)))
+            return
+        self._processes[run.number] = process
+        thread = threading.Thread(target=self._wait, args=(run.number, process), name=f"end of {run.name}")
+        self._threads = [*(t for t in self._threads if t.is_alive()), thread]
+        thread.start()
+
+    def _wait(self, number: int, process: LocalProcess) -> None:
+        how = process.wait()
+        self._processes.pop(number, None)
+        self._send(Ended(number, how.status, how.signal, how.reason))
+
+    def _send(self, message: FromHost) -> None:
+        self._write(msgspec.json.encode(message))
+
+    def _write(self, line: bytes) -> None:
+        try:
+            with self._lock:
+                self._output.write(line + b"\n")
+                self._output.flush()
+        except OSError:
+            pass  # nobody hears us any more: our input ends too
+
+
+def translated(argv: tuple[str, ...], begin: Begin) -> tuple[str, ...]:
+    """Return a command line of the launcher's machine as it is here: another Python, another folder of this package."""
+    words = list(argv)
+    if words[0] == begin.python:
+        words[0] = sys.executable
+    if len(words) > 1 and words[1].startswith(f"{begin.package}/"):  # the program that runs a script's kept copy
+        words[1] = str(PACKAGE) + words[1].removeprefix(begin.package)
+    return tuple(words)
+
+
+def address_here() -> str:
+    """Return the address at which this host is reached from the launcher's. In brackets if it is one of IPv6."""
+    words = os.environ.get(_CONNECTION, "").split()
+    address = words[2] if len(words) == 4 else socket.gethostname()
+    address = address.removeprefix("::ffff:") if "." in address else address
+    return f"[{address}]" if ":" in address else address
+
+
+def _prepared(begin: Begin) -> Ready:
+    sees = tuple(Path(marker).exists() for marker in begin.markers)
+    try:
+        Path(begin.folder).mkdir(parents=True, exist_ok=True)
+        os.chdir(begin.working if Path(begin.working).is_dir() else Path.home())
+    except OSError as error:
+        why = f"{error.filename}: {error.strerror}; choose a --folder that every host can make"
+        return Ready(sees, address_here(), why)
+    return Ready(sees, address_here())
+
+
+def _unpacked(archive: bytes, folder: Path) -> str:
+    """Unpack an archive. Returns what is wrong, or ""."""
+    try:
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as tar:
+            tar.extractall(folder, filter="data")
+    except (OSError, tarfile.TarError) as error:
+        return f"the script's copy cannot be unpacked in {folder}: {error}"
+    return ""
+
+
+def main() -> None:
+    """Serve the launcher at the other end of standard input and output."""
+    decoder = msgspec.json.Decoder[ToHost](ToHost)
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may stand between our lines
+    with LocalCluster() as cluster:
+        remote = Remote(output, cluster)
+        remote.greet()
+        for line in sys.stdin.buffer:
+            remote.handle(decoder.decode(line))
+        cluster.end()
+        remote.wait()
+
+
+if __name__ == "__main__":
+    main()
