@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 
-from rallypoint.cli import by_hand, doctor, running, start  # noqa: F401 (they register their commands)
+from rallypoint.cli import by_hand, doctor, running, slurm, start  # noqa: F401 (they register their commands)
 from rallypoint.cli.app import PANELS, app
 from rallypoint.errors import RallypointError
 

@@ -19,7 +19,7 @@ class Batch:
 
     Attributes:
         name: the job's name.
-        servers, workers: how many processes; `aggregators` too. Workers above the least are asked for at once.
+        servers, aggregators, workers: how many processes; of 2:8 workers, 8.
         together: one component, with servers on the workers' nodes; else a heterogeneous job of two.
         server_cpus, worker_cpus: cores of each process.
         gpus: of each worker.
@@ -59,9 +59,12 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
         "--output=%x-%j.out",
         "--open-mode=append",  # a job that is run again goes on with its log
         "--requeue",
-        "--no-kill",  # a node that dies takes its processes along, not the job
         f"--signal=B:USR1@{batch.lead}",
+    ]
+    each = [
+        "--no-kill",  # a node that dies takes its processes along, not the job
         *([f"--time={batch.time}"] if batch.time else []),
+        *batch.lines,
     ]
     comment = "# "
     text = [
@@ -73,15 +76,15 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
     if batch.together:
         both = batch.workers + batch.servers + batch.aggregators
         text += _sbatch(_resources(both, max(batch.server_cpus, batch.worker_cpus), batch.gpus, batch.partition))
-        text += _sbatch(batch.lines)
+        text += _sbatch(each)
     else:
         servers = batch.servers + batch.aggregators
         text += [f"{comment}The first component: coordinator and servers. They need no GPU."]
         text += _sbatch(_resources(servers, batch.server_cpus, 0, batch.server_partition or batch.partition))
-        text += _sbatch(batch.lines)
+        text += _sbatch(each)
         text += ["#SBATCH hetjob", f"{comment}The second component: workers."]
         text += _sbatch(_resources(batch.workers, batch.worker_cpus, batch.gpus, batch.partition))
-        text += _sbatch(batch.lines)
+        text += _sbatch(each)
     text += ["", *batch.setup, *([""] if batch.setup else [])]
     text += [
         f"{comment}Seconds before the limit ({batch.lead}), at `scancel --batch --signal=USR1 JOB`, the launcher takes",

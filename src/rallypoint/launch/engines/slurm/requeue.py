@@ -7,7 +7,6 @@ import signal
 import subprocess
 
 AGAIN = (signal.SIGUSR1, signal.SIGUSR2)  # what asks a job to end and to be run again
-PATIENCE_S = 60.0  # for the last snapshot: Slurm gives this notice well before it ends the job
 _SCONTROL_S = 60.0
 
 
