@@ -36,7 +36,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, Identity, introduce
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import ticket
+from rallypoint.net.keys import job_secret, ticket
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
     Aborted,
@@ -63,7 +63,6 @@ from rallypoint.net.messages import (
     Skipped,
     StepDone,
     Waiting,
-    decode,
     expect,
 )
 from rallypoint.store import closing
@@ -132,7 +131,7 @@ class House:
     def call(self, role: str, id: str, incarnation: int = 0) -> Channel:
         """A bare connection: it has said hello, and nothing speaks for it."""
         connection = self.transport.connect(self.coordinator.address, PATIENCE_S)
-        secret = ticket(self.coordinator._journal.secret, role, id, incarnation) if incarnation else b""
+        secret = ticket(job_secret(self.coordinator._journal.secret, ""), role, id, incarnation) if incarnation else b""
         hello = Hello(role, id, "here", incarnation=incarnation, to=COORDINATOR)
         _, keys = introduce(connection, hello, "", secret)
         connection.set_timeout(PATIENCE_S)
@@ -222,10 +221,10 @@ def test_a_process_that_comes_again_before_it_was_missed_takes_the_place_of_its_
     """Its link broke unnoticed, as when a switch dies: no end has come to us."""
     house.open(workers_start=2)
     first = house.call("worker", "worker0")
-    admitted = decode(first.receive_bytes(first.receive_header()))
+    admitted = first.receive_message(first.receive_header())
     assert isinstance(admitted, Admitted)
     again = house.call("worker", "worker0", incarnation=admitted.incarnation)
-    assert isinstance(decode(again.receive_bytes(again.receive_header())), Admitted)
+    assert isinstance(again.receive_message(again.receive_header()), Admitted)
     until(lambda: first.connection._incoming._ended)  # type: ignore[attr-defined]
     house.settle()
     assert set(house.coordinator._shell.members) == {"worker0"}, "the old connection's end is not its end"
@@ -382,7 +381,7 @@ def test_the_last_word_reaches_everybody_and_whoever_comes_after_it(house: House
         assert member.next(Finished) == Finished("worker0")
     assert coordinator.wait() is None
     late = house.call("worker", "worker9")
-    assert decode(late.receive_bytes(late.receive_header())) == Finished("worker0")
+    assert late.receive_message(late.receive_header()) == Finished("worker0")
 
 
 def test_a_job_that_is_ended_from_outside_tells_everybody_why(house: House) -> None:
@@ -410,7 +409,7 @@ def test_a_process_that_comes_under_a_taken_name_after_the_end_hears_of_the_end(
     coordinator.abort("somebody pulled the plug")
     worker.next(Aborted)
     other = house.call("worker", "worker0")
-    assert decode(other.receive_bytes(other.receive_header())) == Aborted("somebody pulled the plug")
+    assert other.receive_message(other.receive_header()) == Aborted("somebody pulled the plug")
 
 
 @pytest.mark.parametrize("word", [Finish("worker0"), Abort("worker0 gave up")], ids=["finished", "aborted"])
@@ -426,7 +425,7 @@ def test_a_last_word_that_died_with_its_coordinator_is_said_by_the_next(
     house.__init__()  # type: ignore[misc]
     second = house.open(join_info=folder, heartbeat=0.5)
     member = house.call("worker", "worker0", incarnation=1)
-    said = decode(member.receive_bytes(member.receive_header()))
+    said = member.receive_message(member.receive_header())
     assert said == (Finished("worker0") if isinstance(word, Finish) else Aborted("worker0 gave up"))
     second.wait()  # after a heartbeat: whoever has not come by then does not come any more
 
@@ -445,7 +444,7 @@ def test_a_coordinator_that_ends_the_job_before_it_has_taken_over_tells_who_has_
     member = house.call("worker", "worker0", incarnation=worker.link.incarnation)
     until(lambda: bool(second._shell._take_over and second._shell._take_over.waiting))
     second.abort("somebody pulled the plug")
-    assert decode(member.receive_bytes(member.receive_header())) == Aborted("somebody pulled the plug")
+    assert member.receive_message(member.receive_header()) == Aborted("somebody pulled the plug")
     assert second.wait() == "somebody pulled the plug"
 
 

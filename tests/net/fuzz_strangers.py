@@ -18,7 +18,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, _Transcript, introduce
 from rallypoint.net.inproc import InprocConnection, _Pipe
-from rallypoint.net.keys import LinkKeys, ticket, token_keys
+from rallypoint.net.keys import LinkKeys, role_token, ticket, token_keys
 from rallypoint.net.seal import Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport
 
@@ -81,7 +81,7 @@ class Stranger:
 
     def _greet_badly(self, connection: TcpConnection, hello: messages.Hello) -> None:
         rng = self.rng
-        keys = token_keys(TOKEN, b"")
+        keys = token_keys(role_token(TOKEN, hello.role))
         transcript = _Transcript(connection, keys)
         transcript.receive(transcript.receive_header(), proof=False)
         data = messages.encode(hello)
@@ -153,7 +153,7 @@ class Stranger:
             role, member.id, "nowhere", incarnation=member.incarnation, view=view,
             to=("server", me.id, me.incarnation),
         )  # fmt: skip
-        return introduce(connection, hello, TOKEN, ticket(me.secret, role, member.id, member.incarnation))[1]
+        return introduce(connection, hello, ticket=ticket(me.secret, role, member.id, member.incarnation))[1]
 
     def _throw(self, connection: TcpConnection, sealer: Sealer, frame: Frame) -> None:
         if not self._is_harmless(frame.header):
@@ -200,7 +200,7 @@ class _Answered(InprocConnection):
 
 
 class Liar:
-    """A listener with the token whose side of the greeting is mutated."""
+    """A listener with the token, or the dialer's ticket, whose side of the greeting is mutated."""
 
     def __init__(self, corpus: Corpus, seed: int) -> None:
         self.rng, self.corpus, self.thrown = random.Random(seed), corpus, 0
@@ -208,7 +208,9 @@ class Liar:
 
     def greet(self) -> None:
         """One greeting. Anything but a RallypointError in the dialer is a fault."""
-        rng, to, keys = self.rng, self.rng.choice([("coordinator", "", 0), ("server", "server0", 3)]), token_keys(TOKEN)
+        rng = self.rng
+        to, ticket = rng.choice([(COORDINATOR, b""), (("server", "server0", 3), b"a ticket")])
+        keys = token_keys("" if ticket else role_token(TOKEN, "worker"), ticket)
         there, here = _Pipe(), _Pipe()
         dialer, listener = _Answered(there, here, "a liar"), InprocConnection(here, there, "a dialer")
         transcript = _Transcript(listener, keys)
@@ -224,7 +226,7 @@ class Liar:
             self._say(transcript, Kind.CHALLENGE, messages.Challenge(rng.randbytes(32), *to), true=0.7)
             listener.set_timeout(0.0)
             dialer.set_timeout(0.0)
-            introduce(dialer, messages.Hello("worker", "worker0", "nowhere", to=to), TOKEN)
+            introduce(dialer, messages.Hello("worker", "worker0", "nowhere", to=to), TOKEN, ticket)
 
     def _say(self, transcript: _Transcript, kind: Kind, message: messages.Message, *, true: float = 0.0) -> None:
         rng, key = self.rng, None if kind is Kind.CHALLENGE else transcript.keys.listener

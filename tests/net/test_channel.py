@@ -10,12 +10,13 @@ from collections.abc import Iterator
 
 import pytest
 
+from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.keys import dialers_keys, token_keys
-from rallypoint.net.messages import Done, Refused, Say, decode, expect
+from rallypoint.net.messages import Admitted, Done, Message, NewView, Refused, Say, decode, encode, expect
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.seal import SEALED_BYTES, Sealer
 from rallypoint.net.transport import FIRST_PIECE
@@ -53,6 +54,45 @@ class Stuck:
         self.broken = True
         for _ in range(100):
             self.release.release()
+
+
+class Heard:
+    """A connection on which somebody listens."""
+
+    peer = "heard"
+
+    def __init__(self) -> None:
+        self.bytes, self.came = b"", threading.Event()
+
+    def send(self, head: bytes, payload: memoryview | None = None) -> None:
+        self.bytes += head + bytes(payload or b"")
+        self.came.set()
+
+    def close(self) -> None:
+        pass
+
+
+SECRET = b"a secret, or a ticket: 32 bytes."
+
+
+@pytest.mark.parametrize(
+    "message", [Admitted(7, SECRET), NewView(View(ViewNumber(), ViewNumber(), (), (), (), {}), {"server0": SECRET})]
+)
+def test_secrets_are_encrypted_on_their_way(message: Message) -> None:
+    """Else who reads the network could act in a member's name: between members no token is asked for."""
+    heard = Heard()
+    channel = Channel(heard, "w0", KEYS)  # type: ignore[arg-type]
+    channel.send_message(message)
+    assert heard.came.wait(PATIENCE_S)
+    channel.close()
+    assert SECRET[:8] not in heard.bytes
+    assert len(heard.bytes) == SEALED_BYTES + len(encode(message)) + 28
+
+
+def test_secrets_arrive(pair: tuple[Channel, Channel]) -> None:
+    one, other = pair
+    one.send_message(Admitted(7, SECRET))
+    assert other.receive_message(other.receive_header()) == Admitted(7, SECRET)
 
 
 @pytest.fixture

@@ -38,11 +38,11 @@ class Host:
 
     transport: Transport
     address: str
-    token: str = TOKEN
+    secret: bytes = SECRET
     came: queue.SimpleQueue[tuple[Channel, Hello]] = field(default_factory=queue.SimpleQueue)
 
     def __post_init__(self) -> None:
-        me = Identity("server", "server0", self.token, secret=SECRET)
+        me = Identity("server", "server0", TOKEN, secret=self.secret)
         self.gate = Gate(self.transport, self.address, me, lambda hello: Welcome(), self._serve)
         self.address = self.gate.address
 
@@ -218,10 +218,10 @@ def test_a_host_that_restarts_is_found_again(transport: Transport, host: Host, c
 
 
 def test_a_refusal_is_why_there_is_no_connection(transport: Transport) -> None:
-    host = Host(transport, "127.0.0.1:0", token="the right token of this job")
+    host = Host(transport, "127.0.0.1:0", secret=b"of a server with the same name")
     caller = Caller(transport, host.address)
     caller.dialer.start()
-    until_trouble(caller, "refuses worker worker0 without proving that it knows the job token")
+    until_trouble(caller, "refuses worker worker0 without proving that it knows the ticket of worker worker0")
     caller.dialer.close()
     assert caller.calls.empty()
     host.close()
@@ -266,6 +266,8 @@ def has_ended(caller: Caller) -> bool:
 
 class Slow:
     """A transport whose `connect` takes as long as the test wants, as to a host that has died."""
+
+    secure = False
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport

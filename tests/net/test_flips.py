@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.optimizer import AdamW
 from rallypoint.errors import RallypointError
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.tls.files import TlsFiles
+from rallypoint.net.tls.making import make_certificates
+from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.transport import Transport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
@@ -100,8 +105,11 @@ class Flips:
     servers: float = 0.0
 
 
-def run(flips: Flips, seed: int = 1) -> tuple[str, int]:
-    """The weights' hash of the job, and how many bits flipped. Raises what the worker raises."""
+def run(flips: Flips, seed: int = 1, tls: Path | None = None) -> tuple[str, int]:
+    """The weights' hash of the job, and how many bits flipped. Raises what the worker raises.
+
+    tls: the certificates; None: without TLS.
+    """
     with contextlib.ExitStack() as stack:
 
         def behind(target: str, every: float) -> str:
@@ -112,9 +120,8 @@ def run(flips: Flips, seed: int = 1) -> tuple[str, int]:
             return relays[-1].address
 
         relays: list[Flipper] = []
-        transport = TcpTransport()
         terms = Terms(servers=len(SERVERS), replication=2, heartbeat=PATIENCE_S)
-        coordinator = CoordinatorService(terms=terms, token=TOKEN, transport=transport)
+        coordinator = CoordinatorService(terms=terms, token=TOKEN, transport=_transport(tls, "coordinator"))
         coordinator.start()
         stack.callback(coordinator.close)
         address = behind(coordinator.address, flips.coordinator)
@@ -123,12 +130,12 @@ def run(flips: Flips, seed: int = 1) -> tuple[str, int]:
                 bind = f"127.0.0.1:{free.getsockname()[1]}"
             server = ServerService(
                 id=id, coordinator=address, token=TOKEN, bind=bind, advertise=behind(bind, flips.servers),
-                transport=transport,
+                transport=_transport(tls, "server"),
             )  # fmt: skip
             server.start()
             stack.callback(server.close)
         found: list[str | BaseException] = []
-        worker = threading.Thread(target=lambda: found.append(_work(address, transport)), name="the worker")
+        worker = threading.Thread(target=lambda: found.append(_work(address, _transport(tls, "worker"))), name="worker")
         worker.start()
         worker.join(PATIENCE_S)
         alive = worker.is_alive()
@@ -141,7 +148,11 @@ def run(flips: Flips, seed: int = 1) -> tuple[str, int]:
         return found[0], sum(relay.flips for relay in relays)
 
 
-def _work(address: str, transport: TcpTransport) -> str | BaseException:
+def _transport(tls: Path | None, role: str) -> Transport:
+    return TcpTransport() if tls is None else TlsTransport(TlsFiles(tls, role))
+
+
+def _work(address: str, transport: Transport) -> str | BaseException:
     try:
         with Job(id="worker0", coordinator=address, token=TOKEN, transport=transport) as job:
             torch.manual_seed(1)
@@ -189,5 +200,13 @@ def test_bits_that_flip_anywhere_give_the_same_bytes_or_an_error(undisturbed: st
     found, flips = undisturbed, 1
     with contextlib.suppress(RallypointError):
         found, flips = run(Flips(coordinator=6_000, servers=60_000), seed)
+    assert flips > 0
+    assert found == undisturbed
+
+
+def test_with_tls_a_job_ends_with_the_same_bytes_also_when_bits_flip(undisturbed: str, tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    assert run(Flips(), tls=tmp_path)[0] == undisturbed
+    found, flips = run(Flips(servers=60_000), tls=tmp_path)
     assert flips > 0
     assert found == undisturbed

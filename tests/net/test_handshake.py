@@ -32,7 +32,7 @@ from rallypoint.net.handshake import (
     new_token,
 )
 from rallypoint.net.inproc import InprocTransport
-from rallypoint.net.keys import LinkKeys, ticket, token_keys
+from rallypoint.net.keys import ROLES, LinkKeys, role_token, ticket, token_keys
 from rallypoint.net.messages import Challenge, Hello, Welcome, encode
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Connection, Transport
@@ -56,7 +56,7 @@ class Tapped:
     flips: int = -1  # the number of the received byte that is changed; -1: none
 
     def __post_init__(self) -> None:
-        self.peer = self.inner.peer
+        self.peer, self.secured = self.inner.peer, self.inner.secured
         self.set_timeout, self.set_deadline = self.inner.set_timeout, self.inner.set_deadline
         self.limit_in_flight, self.close = self.inner.limit_in_flight, self.inner.close
 
@@ -144,8 +144,8 @@ def test_the_keys_of_two_connections_differ() -> None:
 
 
 @pytest.mark.parametrize(("incarnation", "known"), [
-    (0, "9400dfa39592828fdb8f8d09b200e29e3b55f43accf9100d39d095abfc46bb52"),
-    (7, "011a2e0f952e78ae84e0b876803f20b001aefd98c6e42718d45bcc74c3132165"),
+    (0, "671a5d18a032302310c1fc00f1d428d4f8ac2a120c935d9ab79ee4dac7371e3c"),
+    (7, "348c5a762c48248f176000f406937017d18d1042cf8e999ecd66d705991c4277"),
 ], ids=["somebody new", "with a ticket"])  # fmt: skip
 def test_the_greeting_is_byte_for_byte_what_the_documents_say(
     ends: tuple[Tapped, Tapped], monkeypatch: pytest.MonkeyPatch, incarnation: int, known: str
@@ -162,7 +162,8 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
     def expand(key: bytes, info: bytes) -> bytes:  # one block of HKDF-Expand
         return mac(key, info + b"\x01")
 
-    root = mac(b"rallypoint/10", TOKEN.encode())
+    of_workers = "worker:" + expand(mac(b"rallypoint's tokens", TOKEN.encode()), b"worker").hex()
+    root = mac(b"rallypoint/11", of_workers.encode())
     known_ticket = b""
     if incarnation:
         known_ticket = expand(SECRET, b"ticket" + bytes([0x93, 0xA6]) + b"worker" + bytes([0xA2]) + b"w0" + bytes([7]))
@@ -247,7 +248,7 @@ def test_a_listener_that_is_not_meant_is_left_before_anything_is_proved(ends: tu
     near, far = ends
     with Beside(Listener(far, SERVER)) as listening:
         with pytest.raises(UnprovenPeer, match=r"^gate is server server1, not server server0$"):
-            join(near, hello=Hello("worker", "w0", "here", to=("server", "server0", 1)))
+            join(near, hello=Hello("worker", "w0", "here", to=("server", "server0", 1)), ticket=b"for server0")
         near.close()
         assert isinstance(listening.outcome(), LinkError)
     assert near.sent == b""
@@ -275,10 +276,10 @@ def test_who_has_the_ticket_comes_in(ends: tuple[Tapped, Tapped], listens: Ident
 @pytest.mark.parametrize(
     "known",
     [
-        b"", bytes(32), ticket(SECRET, "worker", "w1", 7), ticket(SECRET, "worker", "w0", 6),
+        bytes(32), ticket(SECRET, "worker", "w1", 7), ticket(SECRET, "worker", "w0", 6),
         ticket(SECRET, "server", "w0", 7), ticket(b"another server's", "worker", "w0", 7),
     ],
-    ids=["none", "zeros", "another worker's", "an earlier incarnation's", "another role's", "for another server"],
+    ids=["zeros", "another worker's", "an earlier incarnation's", "another role's", "for another server"],
 )  # fmt: skip
 def test_the_token_alone_is_not_enough_to_be_a_member(
     ends: tuple[Tapped, Tapped], listens: Identity, known: bytes
@@ -286,25 +287,89 @@ def test_the_token_alone_is_not_enough_to_be_a_member(
     near, far = ends
     hello = msgspec.structs.replace(W0, to=(listens.role, listens.id, listens.incarnation))
     with Beside(Listener(far, listens)) as listening:
-        with pytest.raises(UnprovenPeer, match=r"refuses worker w0 without proving that it knows the job token"):
+        with pytest.raises(UnprovenPeer, match=r"refuses worker w0 without proving that it knows the"):
             join(near, hello=hello, ticket=known)
         denied = listening.outcome()
     assert isinstance(denied, AccessDenied)
-    assert str(denied).endswith("came with a wrong token or ticket")
+    assert str(denied).endswith("came with a wrong " + ("ticket" if listens is SERVER else "token or ticket"))
 
 
-def test_nobody_comes_to_a_server_as_somebody_new(ends: tuple[Tapped, Tapped]) -> None:
+@pytest.mark.parametrize("incarnation", [0, 7])
+@pytest.mark.parametrize("token", ["", role_token(TOKEN, "worker"), TOKEN], ids=["nothing", "the role's", "the job's"])
+def test_who_has_no_ticket_is_nobody_to_a_server(ends: tuple[Tapped, Tapped], token: str, incarnation: int) -> None:
+    """Between members no token counts: its holders are of different roles. That of nobody least of all."""
     near, far = ends
+    hello = msgspec.structs.replace(W0, incarnation=incarnation, nonce=bytes(NONCE_BYTES))
+    with pytest.raises(LinkError, match=r"^no ticket for server1"):
+        join(near, hello=hello)
     with Beside(Listener(far, SERVER)) as listening:
-        with pytest.raises(UnprovenPeer):
-            join(near, hello=msgspec.structs.replace(W0, incarnation=0))
-        assert isinstance(listening.outcome(), AccessDenied)
+        transcript = _Transcript(near, token_keys(token))
+        transcript.receive(transcript.receive_header(), proof=False)
+        transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
+        denied = listening.outcome()
+    assert isinstance(denied, AccessDenied)
+    assert str(denied).endswith("came with a wrong ticket")
+
+
+# ---- a token for each role -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_role_s_token_is_enough_for_that_role(ends: tuple[Tapped, Tapped], role: str) -> None:
+    near, far = ends
+    with Beside(listener := Listener(far)) as listening:
+        _, keys = join(near, role_token(TOKEN, role), msgspec.structs.replace(HELLO, role=role))
+        listening.raise_if_failed()
+    assert listener.hello is not None
+    assert listener.hello.role == role
+    assert listener.keys == keys.other_side()
+
+
+@pytest.mark.parametrize(("role", "other"), [(r, o) for r in ROLES for o in ROLES if r != o])
+def test_a_role_s_token_is_for_no_other_role(ends: tuple[Tapped, Tapped], role: str, other: str) -> None:
+    near, far = ends
+    hello = msgspec.structs.replace(HELLO, role=other, nonce=bytes(NONCE_BYTES))
+    with pytest.raises(UsageError, match=f"^this token is for the role {role}, and a token for the role {other} is"):
+        join(near, role_token(TOKEN, role), hello)
+    with Beside(Listener(far)) as listening:  # who does not care about that
+        transcript = _Transcript(near, token_keys(role_token(TOKEN, role)))
+        transcript.receive(transcript.receive_header(), proof=False)
+        transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
+        refused = transcript.receive(transcript.receive_header())
+        denied = listening.outcome()
+    assert b"the token is wrong" in bytes(refused)
+    assert not transcript.proved(transcript.keys.listener)
+    assert isinstance(denied, AccessDenied)
+    assert str(denied).endswith(f"came as {other} w0 with the token of the role {role}")
+
+
+def test_a_listener_with_a_role_s_token_takes_that_role_alone(ends: tuple[Tapped, Tapped]) -> None:
+    near, far = ends
+    with Beside(Listener(far, Identity("coordinator", "", role_token(TOKEN, "observer")))) as listening:
+        with pytest.raises(LinkError):
+            join(near)
+        assert "came in another role than this token is for" in str(listening.outcome())
+
+
+def test_a_role_s_token_does_not_make_a_coordinator_of_other_roles(ends: tuple[Tapped, Tapped]) -> None:
+    """A worker's machine that takes the coordinator's port is not believed by a server that joins."""
+    near, far = ends
+    hello = msgspec.structs.replace(HELLO, role="server")
+
+    def squat() -> None:
+        transcript = _Transcript(far, token_keys(role_token(TOKEN, "worker")))
+        transcript.send(Kind.CHALLENGE, Challenge(bytes(32), "coordinator", ""))
+        transcript.receive(transcript.receive_header())
+        transcript.send(Kind.WELCOME, WELCOME, transcript.keys.listener)
+
+    with Beside(squat), pytest.raises(UnprovenPeer, match=r"^gate welcomes server w0 without proving"):
+        join(near, role_token(TOKEN, "server"), hello)
 
 
 def test_a_token_holder_cannot_listen_as_a_server_or_as_the_coordinator_of_members(ends: tuple[Tapped, Tapped]) -> None:
     near, far = ends
     fake = Identity("server", "server1", TOKEN, incarnation=2, secret=b"made up")
-    with Beside(Listener(far, fake)), pytest.raises(UnprovenPeer, match="and what it is to know of worker w0"):
+    with Beside(Listener(far, fake)), pytest.raises(UnprovenPeer, match="that it knows the ticket of worker w0"):
         join(near, hello=W0, ticket=ticket(SECRET, "worker", "w0", 7))
 
 
@@ -574,7 +639,7 @@ def test_the_deadline_of_a_greeting_is_for_the_welcome_too(monkeypatch: pytest.M
             far.set_deadline(0.3)  # `welcome` takes it away, when it has come to its end
 
     with Beside(listen) as listening:
-        transcript = _Transcript(near, token_keys(TOKEN))
+        transcript = _Transcript(near, token_keys(role_token(TOKEN, "worker")))
         transcript.receive(transcript.receive_header(), proof=False)
         hello = msgspec.structs.replace(HELLO, nonce=bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)

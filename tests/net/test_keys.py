@@ -7,7 +7,18 @@ import itertools
 
 import pytest
 
-from rallypoint.net.keys import dialers_keys, expand, extract, ticket, token_keys
+from rallypoint.errors import UsageError
+from rallypoint.net.keys import (
+    ROLES,
+    dialers_keys,
+    expand,
+    extract,
+    job_secret,
+    role_of,
+    role_token,
+    ticket,
+    token_keys,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +78,38 @@ def test_keys_are_not_shown() -> None:
         for field in dataclasses.fields(shown):
             value = getattr(shown, field.name)
             assert not isinstance(value, bytes) or (repr(value) not in repr(shown) and value.hex() not in repr(shown))
+
+
+# ---- a token for each role -------------------------------------------------------------------------------------------
+
+
+def test_every_role_of_every_job_has_a_token_of_its_own() -> None:
+    found = [role_token(job, role) for job in ("a job's token", "another's") for role in ROLES]
+    assert len({token.partition(":")[2] for token in found}) == len(found)
+    assert [role_of(token) for token in found] == [*ROLES, *ROLES]
+    assert found[0] == role_token("a job's token", "worker"), "it does not change: it is in files"
+    assert found[0] == "worker:892b47b2a25d6a69627a677334fe0e3e30a28fa5924a8fe76985885c75ac8771"
+
+
+@pytest.mark.parametrize("token", ["", "a job's token", "worker:of a job", "worker:" + 63 * "0", "gambler:" + 64 * "0"])
+def test_what_is_no_role_s_token_is_a_job_s(token: str) -> None:
+    assert role_of(token) == ""
+    assert role_token(token, "coordinator") == token
+
+
+def test_a_role_s_token_gives_no_other_token() -> None:
+    token = role_token("a job's token", "worker")
+    assert role_token(token, "worker") == token
+    for other in ("server", "aggregator", "observer", "coordinator"):
+        with pytest.raises(UsageError, match=r"^this token is for the role worker"):
+            role_token(token, other)
+
+
+def test_a_job_without_a_token_has_none_for_a_role() -> None:
+    assert {role_token("", role) for role in (*ROLES, "coordinator")} == {""}
+
+
+def test_the_job_s_secret_needs_both_the_journal_and_the_token() -> None:
+    found = {job_secret(kept, token) for kept in (bytes(32), b"1" * 32) for token in ("", "a token", "another")}
+    assert len(found) == 6
+    assert bytes(32) not in found

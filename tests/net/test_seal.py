@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rallypoint.core.view import ViewNumber
-from rallypoint.errors import CorruptFrame, LinkError
+from rallypoint.errors import CorruptFrame, LinkError, ProtocolError
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.keys import LinkKeys
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
+from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, Secrets
 
 KEYS = LinkKeys(bytes(range(32)), bytes(range(32, 64)))
 WITH_PAYLOAD = sorted(set(Kind) - {
@@ -137,7 +137,7 @@ def test_a_frame_is_byte_for_byte_what_the_docstring_says() -> None:
         ).digest()
         assert sealer.seal(header, memoryview(payload)) == begin + tag
     assert gmac.tag.hex() == "36f767972d70e409451fc25cc8c0e982"
-    assert tag.hex() == "370687aec6a9dd5c7f7801c4a928b39b"
+    assert tag.hex() == "1e261d21ab653c23d339090321867141"
 
 
 def test_the_mac_is_that_of_the_gcm_specification() -> None:
@@ -162,3 +162,29 @@ def test_no_nonce_is_used_twice() -> None:
     for length in (4, 0, 4, 0, 0, 7):
         sealer.seal(Header(Kind.PUSH, length=length), memoryview(bytes(length)))
     assert [int.from_bytes(nonce, "little") for nonce in nonces] == [0, 2, 5]
+
+
+# ---- secrets in messages ---------------------------------------------------------------------------------------------
+
+
+def test_a_secret_is_read_by_the_other_side_of_its_connection_alone() -> None:
+    mine, secret = Secrets(KEYS), bytes(range(32))
+    hidden = mine.hide(secret)
+    assert len(hidden) == 60
+    assert secret[:4] not in hidden
+    assert hidden != mine.hide(secret), "the same secret looks different each time"
+    assert Secrets(KEYS.other_side()).reveal(hidden) == secret
+    elsewhere = Secrets(LinkKeys(bytes(32), bytes(32)))
+    for other in (mine, elsewhere):
+        with pytest.raises(ProtocolError, match=r"^a secret that was not encrypted for this connection$"):
+            other.reveal(hidden)
+
+
+@pytest.mark.parametrize("hidden", [b"x", bytes(12), bytes(28), bytes(60)])
+def test_what_is_no_hidden_secret_is_a_protocol_error(hidden: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Secrets(KEYS).reveal(hidden)
+
+
+def test_no_secret_stays_none() -> None:
+    assert Secrets(KEYS).hide(b"") == Secrets(KEYS).reveal(b"") == b""

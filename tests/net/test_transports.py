@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,20 @@ import pytest
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.tcp import TcpTransport, split_address
+from rallypoint.net.tls.files import TlsFiles
+from rallypoint.net.tls.making import make_certificates
+from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import LEAST_IN_FLIGHT, Transport, share_of
 from rallypoint.testing.contracts.transports import TransportContract
 
 PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder)
+    return folder
 
 
 class TestTcp(TransportContract):
@@ -36,6 +47,12 @@ class TestTcpOverIPv6(TestTcp):
         except LinkError as error:
             pytest.skip(f"no IPv6 loopback here: {error}")
         return "[::1]:0"
+
+
+class TestTls(TestTcp):
+    @pytest.fixture
+    def transport(self, certificates: Path) -> Transport:
+        return TlsTransport(TlsFiles(certificates, "server"))
 
 
 class TestInproc(TransportContract):

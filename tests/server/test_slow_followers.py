@@ -18,7 +18,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind, wants
 from rallypoint.net.handshake import COORDINATOR, FIRST_VIEW, introduce
 from rallypoint.net.keys import ticket
-from rallypoint.net.messages import Hello, NewView, Propose, decode
+from rallypoint.net.messages import Hello, NewView, Propose
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.server.reducer.reducer import Reducer
 from rallypoint.server.service import ServerService
@@ -55,7 +55,7 @@ class Cluster:
         for id in ("worker0", "worker1"):
             member = self.enter(coordinator.address, id)
             member.send_message(Propose(record(sync)))
-            while not isinstance(message := decode(member.receive_bytes(member.receive_header())), NewView):
+            while not isinstance(message := member.receive_message(member.receive_header()), NewView):
                 pass
             self.view = message.view
 

@@ -7,7 +7,8 @@ import logging
 import os
 import sys
 
-from rallypoint.cli import by_hand, doctor, running, slurm, start  # noqa: F401 (they register their commands)
+# They register their commands:
+from rallypoint.cli import by_hand, certs, doctor, kubernetes, running, slurm, start, tokens  # noqa: F401
 from rallypoint.cli.app import PANELS, app
 from rallypoint.errors import RallypointError
 
@@ -16,7 +17,7 @@ def main() -> None:
     """The entry point: errors of ours are one sentence."""
     logging.basicConfig(level=os.environ.get("RALLYPOINT_LOG", "WARNING"), format="%(message)s")
     app.registered_commands.sort(key=lambda command: PANELS.index(command.rich_help_panel))
-    for command in app.registered_commands:
+    for command in [*app.registered_commands, *kubernetes.k8s.registered_commands]:
         command.help = _unwrapped(inspect.getdoc(command.callback) or "")
     try:
         app(prog_name="rallypoint")

@@ -12,7 +12,15 @@ from rallypoint.cli.app import BY_HAND, PASS_ON, app
 from rallypoint.cli.given import refuse_option
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
-from rallypoint.launch.options import Advertise, CoordinatorOptions, HealthAt, JobAddress, TokenFile, with_options
+from rallypoint.launch.options import (
+    Advertise,
+    CoordinatorOptions,
+    HealthAt,
+    JobAddress,
+    Tls,
+    TokenFile,
+    with_options,
+)
 
 _ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
 
@@ -21,7 +29,7 @@ _ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
 @with_options(CoordinatorOptions, _ALONE)
 def coordinator(
     options: CoordinatorOptions,
-    token_file: TokenFile = "",
+    token_file: TokenFile = "", tls: Tls = "",
     resume: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to begin with, of --snapshots.")] = "",
     linger: Annotated[float, typer.Option(
         min=0, metavar="S", help="Seconds to wait at the end for workers whose scripts still run: they may be saving.",
@@ -48,8 +56,8 @@ def coordinator(
         about = decoded(join_info or "{}", JoinInfo, "--join-info")
     with answering(health) as told:
         status = run_coordinator(
-            known, about, access_of(token_file), told, bind=options.bind, advertise=options.advertise, resume=resume,
-            linger=linger,
+            known, about, access_of(token_file, "coordinator", tls), told, bind=options.bind,
+            advertise=options.advertise, resume=resume, linger=linger,
         )  # fmt: skip
     end_process(status)
 
@@ -57,7 +65,7 @@ def coordinator(
 @app.command(rich_help_panel=BY_HAND)
 def server(
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
-    coordinator: JobAddress = "", token_file: TokenFile = "",
+    coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
     advertise: Advertise = "", health: HealthAt = "",
 ) -> None:
@@ -71,7 +79,7 @@ def server(
     from rallypoint.launch.health import answering
     from rallypoint.server.service import ServerService
 
-    access, address = access_of(token_file), address_of(coordinator)
+    access, address = access_of(token_file, "server", tls), address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=bind, advertise=advertise, transport=access.transport,
@@ -85,7 +93,7 @@ def server(
 def worker(
     context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
-    coordinator: JobAddress = "", token_file: TokenFile = "",
+    coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or worker-PID.")] = "",
     threads: Annotated[int, typer.Option(
         min=1, metavar="N", help="Intra-op threads: as many as the other workers have, or the bytes differ.",
@@ -103,14 +111,14 @@ def worker(
     refuse_option(context, str(script), "script")
     start_worker(
         script, context.args, coordinator=coordinator, token_file=token_file, id=id, threads=threads,
-        health=health,
+        health=health, tls=tls,
     )  # fmt: skip
 
 
 @app.command(rich_help_panel=BY_HAND)
 def aggregator(
     bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
-    coordinator: JobAddress = "", token_file: TokenFile = "",
+    coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or aggregator-PID.")] = "",
     near: Annotated[str, typer.Option(
         metavar="PLACE", help="A host or a rack, by any name: for workers whose RALLYPOINT_NEAR is the same.",
@@ -127,7 +135,7 @@ def aggregator(
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering
 
-    access, address = access_of(token_file), address_of(coordinator)
+    access, address = access_of(token_file, "aggregator", tls), address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
         token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=bind,

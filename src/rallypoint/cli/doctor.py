@@ -8,7 +8,7 @@ import typer
 
 from rallypoint.cli.app import BY_HAND, app
 from rallypoint.launch.access import access_of
-from rallypoint.launch.options import TokenFile
+from rallypoint.launch.options import Tls, TokenFile
 
 
 @app.command(rich_help_panel=BY_HAND)
@@ -22,7 +22,7 @@ def doctor(
     coordinator: Annotated[str, typer.Option(
         metavar="HOST:PORT", help="A running job's coordinator: is it there, does it take the token?",
     )] = "",
-    token_file: TokenFile = "",
+    token_file: TokenFile = "", tls: Tls = "",
     snapshots: Annotated[str, typer.Option(
         metavar="URL", help="Where snapshots would go: can they, and is there room?",
     )] = "",
@@ -42,8 +42,10 @@ def doctor(
     from rallypoint.launch.doctor.doctor import listen as be_a_probe
     from rallypoint.launch.doctor.findings import Level
 
-    screen, access = Screen(highlight=False), access_of(token_file)
+    screen, access = Screen(highlight=False), access_of(token_file, "observer", tls)
     if listen:
+        if access.transport.secure:  # a probe listens as a coordinator does
+            access = access_of(token_file, "coordinator", tls)
         be_a_probe(access, listen, screen)
         return
     it = Doctor(screen, access, heartbeat)

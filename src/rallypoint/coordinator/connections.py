@@ -13,12 +13,12 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
-from rallypoint.net.messages import Hello, Refused, Welcome, decode, expect
+from rallypoint.net.keys import ROLES
+from rallypoint.net.messages import Hello, Refused, Welcome, expect
 from rallypoint.net.transport import Transport
 
 MOST_WAITING = 64  # messages of one connection that wait for the owner: then it is not read until they are handled
 _OWNER_S = 5.0  # the longest wait for the owner: it may have ended
-ROLES = ("worker", "server", "aggregator", "observer")
 
 
 class Connections:
@@ -61,7 +61,7 @@ class Connections:
                     raise LinkError(expect(channel.receive_bytes(header), Refused).reason)
                 if header.kind is not Kind.CONTROL:
                     raise ProtocolError(f"a {header.kind.name} frame from {hello.role} {hello.id}")
-                self._put(inbox.Received(channel, hello, checked(decode(channel.receive_bytes(header)), hello)))
+                self._put(inbox.Received(channel, hello, checked(channel.receive_message(header), hello)))
                 if number % MOST_WAITING == 0:
                     self._wait_for_owner()
         except CorruptFrame:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import Identity
+from rallypoint.net.keys import job_secret, role_token
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
@@ -79,13 +81,16 @@ class CoordinatorService:
     def start(self) -> None:
         """Begin to listen; return once the address is open.
 
-        Raises AddressInUse when another process listens there, DataError when the journal cannot be read.
+        Raises AddressInUse when another process listens there, DataError when the journal cannot be read, UsageError
+        when the token is not the job's own.
         """
+        me = Identity("coordinator", "", role_token(self._token, "coordinator"))
         self._journal = Journal(self._join_info.folder)
+        me = replace(me, secret=job_secret(self._journal.secret, me.token))
         self._persistence = Persistence(self._journal, lambda text: self._owner.put(inbox.Said(text)))
         self._shell = CoordinatorShell(
             self._terms, time.monotonic(), recovered=self._journal.load(), resume=self._resume,
-            secret=self._journal.secret,
+            secret=me.secret,
         )
         observed(self._shell.machine, "coordinator")
         self._log = EventLog(self._join_info.folder)
@@ -96,9 +101,8 @@ class CoordinatorService:
         self._owner.start()
         try:
             self._connections = Connections(
-                self._transport, self._bind, Identity("coordinator", "", self._token, secret=self._journal.secret),
-                put=self._owner.put, refusal=self._refusal, welcome=self._welcome(),
-            )  # fmt: skip
+                self._transport, self._bind, me, put=self._owner.put, refusal=self._refusal, welcome=self._welcome()
+            )
         except BaseException:
             self._stop()
             raise

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from rallypoint.errors import ConfigError, JobAborted, LinkError, RallypointError
+from rallypoint.launch.access import transport_of
 from rallypoint.launch.folder import read_where
 from rallypoint.launch.plan import read_plan
 from rallypoint.net.handshake import Identity
+from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Members, Message, Resize, Snapshotted, SnapshotWanted
-from rallypoint.net.tcp import TcpTransport
 
 _PATIENCE_S = 600.0
 
@@ -93,8 +94,9 @@ def _count(number: int, what: str) -> str:
 def _asking(run: Path, id: str) -> Iterator[tuple[CoordinatorLink, Answers]]:
     where = read_where(run)
     answers: Answers = queue.SimpleQueue()
+    me = Identity("observer", id, role_token(where.token, "observer"))
     link = CoordinatorLink(
-        transport=TcpTransport(), address=where.coordinator, me=Identity("observer", id, where.token),
+        transport=transport_of(where.tls, "observer"), address=where.coordinator, me=me,
         handlers=Handlers(answers.put, answers.put),
     )  # fmt: skip
     link.start()

@@ -10,6 +10,7 @@ import os
 COORDINATOR = "RALLYPOINT_COORDINATOR"
 TOKEN = "RALLYPOINT_TOKEN"
 TOKEN_FILE = "RALLYPOINT_TOKEN_FILE"
+TLS = "RALLYPOINT_TLS"  # the folder of the certificates
 ID = "RALLYPOINT_ID"
 NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
 HEALTH = "RALLYPOINT_HEALTH"  # where a worker answers health checks: see `launch.health`

@@ -17,7 +17,7 @@ from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
-from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, read_plan
+from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, TLS, read_plan
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
@@ -27,10 +27,12 @@ _EVENTS = "events.jsonl"
 
 
 class Where(msgspec.Struct, frozen=True):
-    """The address of a running job: the coordinator's address and the job's token."""
+    """How to reach a running job: the coordinator's address, the job's token, the folder of the certificates ("": no
+    TLS)."""
 
     coordinator: str
     token: str
+    tls: str = ""
 
 
 def new_folder(parent: Path) -> Path:
@@ -164,7 +166,7 @@ def clear(folder: Path) -> str:
         (folder / name).unlink(missing_ok=True)
     for trace in folder.glob("trace-*.json"):
         trace.unlink()
-    for name in (SNAPSHOTS, CODE):
+    for name in (SNAPSHOTS, CODE, TLS):
         remove(folder / name)
     if not elsewhere:
         return ""

@@ -26,7 +26,7 @@ def join() -> Job:
     """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
     The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN (or
-    RALLYPOINT_TOKEN_FILE) and (where there are aggregators) RALLYPOINT_NEAR.
+    RALLYPOINT_TOKEN_FILE), RALLYPOINT_TLS (with TLS) and (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
@@ -34,7 +34,7 @@ def join() -> Job:
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
-    access = access_of()
+    access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
         health = until_exit.enter_context(answering(os.environ.pop(environment.HEALTH, "")))
         job = (_JoinedByHand if by_hand else Job)(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -16,10 +17,11 @@ from rallypoint.config import overrides_from
 from rallypoint.config.keys import check_keys
 from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError, UsageError
+from rallypoint.launch import environment
 from rallypoint.launch.engines.choice import check_engine
 from rallypoint.launch.engines.remote.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
-from rallypoint.launch.plan import HERE, SNAPSHOTS, Launch, parse_workers
+from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS, Launch, parse_workers
 from rallypoint.store.retention import Retention
 
 _CLUSTER, _SNAPSHOTS, _FILES = "Cluster", "Snapshots", "Settings and files"
@@ -46,6 +48,10 @@ TokenFile = Annotated[str, typer.Option(
 )]  # fmt: skip
 HealthAt = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
+)]  # fmt: skip
+Tls = Annotated[str, typer.Option(
+    metavar="FOLDER", help="Use TLS, with this role's certificate in a folder of `rallypoint certs`; by default "
+    "RALLYPOINT_TLS.",
 )]  # fmt: skip
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, as runs/20260131-235959.")]
 
@@ -169,6 +175,10 @@ class RunOptions(CoordinatorOptions):
     ssh: Annotated[str, option(
         metavar="COMMAND", panel=_CLUSTER, help="The ssh client, with its options: 'ssh -F my_config'.",
     )] = "ssh"  # fmt: skip
+    tls: Annotated[str, option(
+        metavar="FOLDER|auto", panel=_CLUSTER,
+        help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
+    )] = ""  # fmt: skip
     or_resume: Annotated[bool, option(
         "--or-resume", metavar=None, panel=_FILES,
         help="If --folder holds a run already, go on with it from its newest snapshot (without one: anew).",
@@ -189,8 +199,19 @@ class RunOptions(CoordinatorOptions):
         steps = _steps(self.trace_steps)
         plan = both.plan(worker)
         return msgspec.structs.replace(
-            plan, script=script, trace=str(self.trace or ""), trace_steps=steps, **self._machines(plan)
-        )
+            plan, script=script, trace=str(self.trace or ""), trace_steps=steps, tls=self._certificates(),
+            **self._machines(plan),
+        )  # fmt: skip
+
+    def _certificates(self) -> str:
+        """Return where the certificates are, for the plan."""
+        given = self.tls or os.environ.get(environment.TLS, "")
+        if given == AUTO and (self.hosts or self.engine != "local"):
+            raise UsageError(
+                "--tls auto makes certificates on this machine alone: make some with `rallypoint certs FOLDER`, copy "
+                "them to the same place on each machine, and give --tls FOLDER"
+            )
+        return given if given in ("", AUTO) else str(Path(given).resolve())
 
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""

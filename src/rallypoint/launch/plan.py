@@ -14,6 +14,8 @@ from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
 SNAPSHOTS = "snapshots"
+TLS = "tls"
+AUTO = "auto"
 HERE = "{host}"  # in --bind: an engine replaces it by the address of the machine that it has chosen
 
 
@@ -32,6 +34,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         advertise: ``host`` or ``host:port`` that others connect to instead; "": where the coordinator listens.
         resume: the snapshot to continue from; "" for a new run.
         engine: what starts the processes: see `engines.choice`.
+        tls: the folder of the certificates; AUTO: made for the run, in its folder; "": without TLS.
         hosts, ssh: the machines of the engine "ssh", and the command that is its client.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
@@ -62,6 +65,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     trace_steps: tuple[int, int] = (5, 7)
     resume: str = ""
     engine: str = "local"
+    tls: str = ""
     hosts: tuple[Host, ...] = ()
     ssh: str = "ssh"
     changes: tuple[str, ...] = ()
@@ -111,6 +115,20 @@ def read_plan(folder: Path) -> Launch:
         raise DataError(f"{folder} is not the folder of a run: there is no {RUN_FILE} in it") from None
     except msgspec.DecodeError as error:
         raise DataError(f"{folder / RUN_FILE} cannot be read: {error}") from None
+
+
+def certificates_of(plan: Launch) -> str:
+    """Return the folder of the run's certificates; "" without TLS. For AUTO they are made, or renewed, now.
+
+    UsageError if they cannot be made.
+    """
+    if plan.tls != AUTO:
+        return plan.tls
+    from rallypoint.net.tls.making import make_certificates
+
+    folder = Path(plan.folder).resolve() / TLS
+    make_certificates(folder)
+    return str(folder)
 
 
 def coordinator_arguments(plan: Launch, address: str = "", earlier: int = 0) -> tuple[str, ...]:

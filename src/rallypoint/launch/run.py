@@ -15,6 +15,7 @@ from rich.markup import escape
 from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.errors import AccessDenied, LinkError, RallypointError, UsageError
 from rallypoint.launch import environment
+from rallypoint.launch.access import transport_of
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.choice import notices_of
@@ -22,12 +23,12 @@ from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Output
-from rallypoint.launch.plan import Launch, coordinator_arguments, resized, server_arguments, write_plan
+from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Finished, Release, Resize, SnapshotWanted
-from rallypoint.net.tcp import TcpTransport
 from rallypoint.observe.trace import merge
 
 LIMITS = Limits()
@@ -59,7 +60,8 @@ class ClusterRun:
         self.handles: dict[str, Handle] = {}
         self.failure = ""
         self._over = False
-        self._token, self._address = new_token(), ""
+        self._token, self._address, self._tls = new_token(), "", certificates_of(plan)
+        self._transport = transport_of(self._tls, "observer")
         self._lines: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._output = Output()
         self._observer: CoordinatorLink | None = None
@@ -202,7 +204,8 @@ class ClusterRun:
                 argv = (sys.executable, "-m", "rallypoint.cli", role, *server_arguments(self.plan))
             case _:
                 argv = self._worker_argv(name)
-        env = _environment(name, self._address, self._token, self.plan.threads)
+        access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
+        env = _environment(name, self._address, self.plan.threads) | access
         command = Command(name=name, role=role, argv=argv, env=env)
         try:
             self.handles[name] = self.cluster.start(command, lambda line: self._lines.put((name, line)))
@@ -227,15 +230,15 @@ class ClusterRun:
         """The coordinator is ready. The first time, start the others."""
         if not self._address:
             self._address = address
-            write_where(Path(self.plan.folder), Where(address, self._token))
+            write_where(Path(self.plan.folder), Where(address, self._token, self._tls))
         self._do(self.supervisor.listening(time.monotonic()))
 
     def _observe(self) -> None:
         """Connect to the coordinator. If it has just died, the next one will listen soon."""
         with contextlib.suppress(LinkError, AccessDenied):  # (somebody else may listen there meanwhile)
             observer = CoordinatorLink(
-                transport=TcpTransport(), address=self._address,
-                me=Identity("observer", "launcher", self._token),
+                transport=self._transport, address=self._address,
+                me=Identity("observer", "launcher", role_token(self._token, "observer")),
                 handlers=Handlers(self.console.show, self._on_lost), patience=0.0,
             )  # fmt: skip
             observer.start()
@@ -375,10 +378,9 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float 
         time.sleep(_POLL_S)
 
 
-def _environment(name: str, address: str, token: str, threads: int) -> dict[str, str]:
+def _environment(name: str, address: str, threads: int) -> dict[str, str]:
     return {
         **({environment.COORDINATOR: address} if address else {}),
-        environment.TOKEN: token,
         environment.ID: name,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),

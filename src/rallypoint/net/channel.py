@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from rallypoint.errors import LinkError, ProtocolError
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.keys import LinkKeys
-from rallypoint.net.messages import Message, Refused, encode
+from rallypoint.net.messages import Message, Refused, decode, encode, with_secrets
 from rallypoint.net.outbox import Backlog, Outbox, Outgoing, Rank
-from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
+from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, Secrets
 from rallypoint.net.transport import Connection, receive_bytes
 from rallypoint.observe.trace import Tracer
 
@@ -39,7 +39,7 @@ class Channel:
         backlog: Backlog | None = None,
     ) -> None:  # fmt: skip
         self.connection = connection
-        self._sealer, self._opener = Sealer(keys), Opener(keys, name)
+        self._sealer, self._opener, self._secrets = Sealer(keys), Opener(keys, name), Secrets(keys)
         self.name, self.number = name, number
         self._tracer = tracer or Tracer(name)
         self._head = memoryview(bytearray(SEALED_BYTES))
@@ -81,8 +81,8 @@ class Channel:
                 frame_dropped.sent()
 
     def send_message(self, message: Message, kind: Kind = Kind.CONTROL) -> None:
-        """Queue a control message, as an urgent frame."""
-        data = encode(message)
+        """Queue a control message, as an urgent frame. Secrets in it are encrypted."""
+        data = encode(with_secrets(message, self._secrets.hide))
         self.send(Header(kind, length=len(data)), memoryview(data), urgent=True)
 
     def refuse(self, reason: str, *, final: bool = False) -> None:
@@ -203,6 +203,10 @@ class Channel:
         if header.length:
             self._opener.verify(memoryview(data))
         return data
+
+    def receive_message(self, header: Header) -> Message:
+        """Receive the control message of `header`, with its secrets decrypted. ProtocolError if it is none."""
+        return with_secrets(decode(self.receive_bytes(header)), self._secrets.reveal)
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:

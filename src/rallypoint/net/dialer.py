@@ -137,7 +137,7 @@ class Dialer:
             connection.close()  # `close` came before the connection existed
         try:
             hello, ticket = self._credentials.hello(self.peer, socket.gethostname(), self._calls.view())
-            _, keys = introduce(connection, hello, self._credentials.me.token, ticket)
+            _, keys = introduce(connection, hello, ticket=ticket)
         except BaseException:
             connection.close()
             raise

@@ -11,6 +11,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.observe.lines import printable
 
 Secret = Annotated[bytes, msgspec.Meta(max_length=32)]
+Hidden = Annotated[bytes, msgspec.Meta(max_length=60)]  # a secret, encrypted on its way (`seal.Secrets`)
 
 
 class AnyMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""The greeting: both sides prove that they know the job's token, which itself is never sent (I9).
+"""The greeting: both sides prove that they know the same token or ticket, which itself is never sent (I9).
 
     listener                                               dialer
       Challenge: nonce, who listens                 ->
@@ -8,11 +8,16 @@
 A proof is an HMAC-SHA256 over every byte of the greeting before it, in both directions, frame headers included. The two
 sides prove with different keys (`keys.py`). So a proof is good for one connection, one direction, these two members and
 these settings. Whoever stands between two members can only pass a greeting on unchanged. The frames that follow carry
-tags under keys derived from this greeting and the token. `docs/security.md` has the state diagram.
+tags under keys derived from this greeting and the proofs' keys. `docs/security.md` has the state diagram.
 
-A member that the coordinator has admitted also has a ticket for each listener that it connects to. The proofs' keys
-depend on it, so each side proves that it is the one that the coordinator admitted, not only that it knows the token.
-Without a ticket one can only join the coordinator, as somebody new or as an observer.
+The proofs' keys depend on who connects, and to whom:
+
+    somebody new, an observer  ->  the coordinator   the token of its role
+    an admitted member         ->  the coordinator   the token of its role, and its ticket for the coordinator
+    an admitted member         ->  a member          its ticket for that member; no token, because their roles differ
+
+With a ticket each side proves that it is the one that the coordinator admitted. Without one, one can only join the
+coordinator, in the role whose token one has.
 """
 
 from __future__ import annotations
@@ -28,10 +33,10 @@ import msgspec
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UnprovenPeer, UsageError
 from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, Header, Kind, pack, unpack
-from rallypoint.net.keys import LinkKeys, TokenKeys, dialers_keys, token_keys
+from rallypoint.net.keys import ROLES, LinkKeys, TokenKeys, dialers_keys, role_token, token_keys
 from rallypoint.net.keys import ticket as ticket_for
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
-from rallypoint.net.transport import Connection, Transport, receive_bytes
+from rallypoint.net.transport import Connection, Secured, Transport, receive_bytes
 from rallypoint.observe.lines import printable
 
 GREETING_TIMEOUT_S = 10.0  # for the whole handshake: a peer that sends slowly cannot hold a connection
@@ -39,15 +44,17 @@ FIRST_VIEW = ViewNumber()
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 _MIN_TOKEN = 16
+_TLS = b"\x16\x03"  # how TLS's handshake begins
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who connects or listens: the role, the member's name, the job's token; `near`: see `core.view.Member`.
+    """Who connects or listens: the role, the member's name, a token; `near`: see `core.view.Member`.
 
-    Workers, servers, aggregators and observers connect. Servers, aggregators and the coordinator (its name is "")
-    listen. `incarnation` and `secret` come from the coordinator when it admits a member; the coordinator's own secret
-    is in its journal.
+    The token is the role's own, or the job's, from which it follows; the coordinator's is the job's. Workers, servers,
+    aggregators and observers connect. Servers, aggregators and the coordinator (its name is "") listen. `incarnation`
+    and `secret` come from the coordinator when it admits a member; the coordinator's own secret follows from its
+    journal and the job's token.
     """
 
     role: str
@@ -109,12 +116,22 @@ def new_token() -> str:
 
 
 def check_exposure(transport: Transport, address: str, token: str) -> None:
-    """UsageError if other machines can reach `address` and the token has fewer than 16 characters."""
-    if not transport.private(address) and len(token) < _MIN_TOKEN:
+    """UsageError if other machines can reach `address`, there is no TLS, and the token has fewer than 16 characters."""
+    if not (transport.private(address) or transport.secure) and len(token) < _MIN_TOKEN:
         raise UsageError(
             f"{address} can be reached from other machines: set a job token of at least {_MIN_TOKEN} characters "
-            "(RALLYPOINT_TOKEN), the same for every member"
+            "(RALLYPOINT_TOKEN), the same for every member, or give each TLS (--tls; `rallypoint certs` makes "
+            "certificates)"
         )
+
+
+def check_role(secured: Secured, role: str, who: str) -> None:
+    """AccessDenied if there is TLS, and the other side's certificate is not for this role. `who` names it.
+
+    The coordinator may also observe: its own console does.
+    """
+    if secured.role not in ("", role) and (secured.role, role) != ("coordinator", "observer"):
+        raise AccessDenied(f"{who} shows the certificate of a {secured.role}, which cannot be a {role}")
 
 
 class Greeting:
@@ -150,16 +167,41 @@ def greet(connection: Connection, me: Identity) -> Greeting:
         raise ProtocolError(f"{connection.peer} sent a {header.kind.name} frame before its HELLO")
     hello = expect(transcript.receive(header), Hello)  # nothing of it is believed before it is proved
     ticket = _ticket_of(hello, me)
-    transcript.keys = token_keys(me.token, ticket)
+    try:
+        transcript.keys = _keys(hello, me.token, ticket)
+    except UsageError:  # this listener has a role's token (a doctor's probe), and not the job's
+        raise AccessDenied(f"{connection.peer} came in another role than this token is for") from None
     if not transcript.proved(transcript.keys.dialer):
         # No proof goes with this refusal: nobody gets a proof for a greeting that is not his.
-        transcript.send(Kind.REFUSE, Refused("the job token is wrong" + (", or the ticket" if ticket else "")))
-        none = transcript.proved(token_keys("", ticket).dialer)
-        wrong = "with a wrong token or ticket" if ticket else "with a wrong token"
-        raise AccessDenied(f"{connection.peer} came {'without a token' if none else wrong}")
+        transcript.send(Kind.REFUSE, Refused("the token is wrong" + (", or the ticket" if ticket else "")))
+        raise AccessDenied(f"{connection.peer} came {_how_wrong(transcript, hello, me, ticket)}")
     if hello.to != (me.role, me.id, me.incarnation) or len(hello.nonce) != NONCE_BYTES:
         raise ProtocolError(f"{_named(hello.role, hello.id)} means {_named(*hello.to[:2])}, and this is {me}")
-    return Greeting(transcript, hello)
+    greeting = Greeting(transcript, hello)
+    try:
+        check_role(connection.secured, hello.role, _named(hello.role, hello.id))
+    except AccessDenied as error:
+        greeting.refuse(str(error))
+        raise AccessDenied(f"{connection.peer}: {error}") from None
+    return greeting
+
+
+def _keys(hello: Hello, token: str, ticket: bytes) -> TokenKeys:
+    """The keys of this dialer's greeting with the listener that it means."""
+    to_coordinator = hello.to[0] == COORDINATOR[0]
+    return token_keys(role_token(token, hello.role) if to_coordinator else "", ticket)
+
+
+def _how_wrong(transcript: _Transcript, hello: Hello, me: Identity, ticket: bytes) -> str:
+    """With what a dialer came whose proof is not right."""
+    if me.role == COORDINATOR[0]:
+        if transcript.proved(token_keys("", ticket).dialer):
+            return "without a token"
+        for role in ROLES:  # the wrong file was given
+            if transcript.proved(token_keys(role_token(me.token, role), ticket).dialer):
+                return f"as {_named(hello.role, hello.id)} with the token of the role {role}"
+        return "with a wrong token or ticket" if ticket else "with a wrong token"
+    return "with a wrong ticket"
 
 
 def _ticket_of(hello: Hello, me: Identity) -> bytes:
@@ -171,17 +213,23 @@ def _ticket_of(hello: Hello, me: Identity) -> bytes:
     return ticket_for(me.secret, hello.role, hello.id, hello.incarnation)
 
 
-def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = b"") -> tuple[Welcome, LinkKeys]:
+def introduce(
+    connection: Connection, hello: Hello, token: str = "", ticket: bytes = b""
+) -> tuple[Welcome, LinkKeys]:
     """The connecting side of the handshake. Returns the listener's Welcome, and the keys for the frames that follow.
 
-    `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. This function fills in
-    the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved that it knows the
-    token, and the ticket, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
-    connection breaks.
+    `token` is the job's or the role's, for a greeting with the coordinator; other listeners know the dialer by its
+    ticket alone. `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. This
+    function fills in the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved that it knows
+    the same token and ticket, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
+    connection breaks, or there is no ticket for a member; UsageError if the token is of another role.
     """
+    if not ticket and hello.to[0] != COORDINATOR[0]:
+        raise LinkError(f"no ticket for {hello.to[1]}: everybody could prove that he has none")
     connection.set_deadline(GREETING_TIMEOUT_S)
-    transcript, me = _Transcript(connection, token_keys(token, ticket)), _named(hello.role, hello.id)
+    transcript, me = _Transcript(connection, _keys(hello, token, ticket)), _named(hello.role, hello.id)
     try:
+        check_role(connection.secured, hello.to[0], connection.peer)
         _find(transcript, hello)
         hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)
@@ -189,16 +237,11 @@ def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = 
         if header.kind not in (Kind.WELCOME, Kind.REFUSE):
             raise ProtocolError(f"{connection.peer} answered the greeting with a {header.kind.name} frame")
         data = transcript.receive(header)
-    except ProtocolError as error:
+    except (ProtocolError, AccessDenied) as error:
         raise UnprovenPeer(str(error)) from None
     if not transcript.proved(transcript.keys.listener):
-        admitted = f", and what it is to know of {me}" if ticket else ""
-        empty = "there is none here (RALLYPOINT_TOKEN is empty)"
-        why = "the token here is wrong (RALLYPOINT_TOKEN)" if token else empty
-        raise UnprovenPeer(
-            f"{connection.peer} {'refuses' if header.kind is Kind.REFUSE else 'welcomes'} {me} without proving that it "
-            f"knows the job token{admitted}: either {why}, or somebody else listens there"
-        )
+        answers = "refuses" if header.kind is Kind.REFUSE else "welcomes"
+        raise UnprovenPeer(f"{connection.peer} {answers} {me} without proving {_unproved(hello, token, ticket)}")
     if header.kind is Kind.REFUSE:
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
     welcome = expect(data, Welcome)
@@ -206,11 +249,22 @@ def introduce(connection: Connection, hello: Hello, token: str, ticket: bytes = 
     return welcome, dialers_keys(transcript.keys, transcript.digest)
 
 
+def _unproved(hello: Hello, token: str, ticket: bytes) -> str:
+    """What a listener has not proved, and why that may be."""
+    if hello.to[0] != COORDINATOR[0]:
+        return f"that it knows the ticket of {_named(hello.role, hello.id)}"
+    admitted = f", and what it is to know of {_named(hello.role, hello.id)}" if ticket else ""
+    empty = "there is none here (RALLYPOINT_TOKEN is empty)"
+    why = "the token here is wrong (RALLYPOINT_TOKEN)" if token else empty
+    return f"that it knows the job token{admitted}: either {why}, or somebody else listens there"
+
+
 def _find(transcript: _Transcript, hello: Hello) -> None:
     """Receive the Challenge. ProtocolError if it says that somebody else listens there. It is proved later."""
     peer, header = transcript.connection.peer, transcript.receive_header()
     if header.kind is not Kind.CHALLENGE:
-        raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE")
+        tls = ": it may expect TLS, so give this member --tls" * (header.kind is Kind.REFUSE)
+        raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE{tls}")
     challenge = expect(transcript.receive(header, proof=False), Challenge)
     who = challenge.role, challenge.id, challenge.incarnation
     if who != hello.to or len(challenge.nonce) != NONCE_BYTES:
@@ -222,13 +276,14 @@ def _find(transcript: _Transcript, hello: Hello) -> None:
 class _Transcript:
     """Sends and receives greeting frames, and digests all of their bytes. `digest` is the digest up to now.
 
-    A listener sets `keys` when it knows who connects.
+    With TLS it digests first what binds the greeting to the connection: a man in the middle has another one with each
+    side. A listener sets `keys` when it knows who connects.
     """
 
     def __init__(self, connection: Connection, keys: TokenKeys | None = None) -> None:
         self.connection = connection
         self._keys = keys
-        self._hash = hashlib.sha256()
+        self._hash = hashlib.sha256(connection.secured.binding)
         self._claim = b"", b""  # the last proof that came, and the digest of what it is to prove
 
     @property
@@ -262,7 +317,11 @@ class _Transcript:
         try:
             self.connection.recv_into(memoryview(head))
         except LinkError as error:
+            if isinstance(error, UnprovenPeer):
+                raise  # it says all
             raise LinkError(f"no greeting from {self.connection.peer}: {error}") from None
+        if head.startswith(_TLS):
+            raise ProtocolError(f"{self.connection.peer} speaks TLS, and this member without: give this one --tls")
         header = unpack(head)
         self._hash.update(head)
         return header

@@ -8,6 +8,7 @@ import time
 from collections import deque
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError
+from rallypoint.net.transport import PLAIN, Secured
 
 _PIPE_BYTES = 4 << 20
 
@@ -57,6 +58,8 @@ class _Pipe:
 
 class InprocConnection:
     """A Connection over two pipes."""
+
+    secured: Secured = PLAIN
 
     def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: str) -> None:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
@@ -141,6 +144,8 @@ class InprocListener:
 
 class InprocTransport:
     """A private network: two instances do not share addresses."""
+
+    secure = False
 
     def __init__(self) -> None:
         self._listeners: dict[str, InprocListener] = {}

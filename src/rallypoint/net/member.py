@@ -16,7 +16,7 @@ from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolErr
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
-from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused, decode
+from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.observe.lines import Once
@@ -259,7 +259,7 @@ class CoordinatorLink:
             header = self._channel.receive_header()
             if header.kind not in (Kind.CONTROL, Kind.REFUSE):
                 raise ProtocolError(f"a {header.kind.name} frame from the coordinator")
-            message = decode(self._channel.receive_bytes(header))
+            message = self._channel.receive_message(header)
             if self._closed.is_set():
                 continue  # it is read for the stream's end, and nobody acts on it
             if isinstance(message, NewView):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -10,7 +11,7 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import MOST_MEMBERS, MOST_METRICS, Count, Index, Name, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
-from rallypoint.net.greetings import AnyMessage, Secret, Shown
+from rallypoint.net.greetings import AnyMessage, Hidden, Secret, Shown
 from rallypoint.net.greetings import Challenge as Challenge
 from rallypoint.net.greetings import Hello as Hello
 from rallypoint.net.greetings import Refused as Refused
@@ -206,11 +207,11 @@ class Admitted(AnyMessage, frozen=True):
     """The member's incarnation. If it differs from the earlier one, the member is new: what it held does not count.
 
     `secret` is this incarnation's own: see `net.keys`. With it the member proves itself when it comes back, and a
-    server knows the tickets of those who connect to it.
+    server knows the tickets of those who connect to it. It is encrypted on its way.
     """
 
     incarnation: int
-    secret: Secret = b""
+    secret: Hidden = b""
 
 
 class Knows(AnyMessage, frozen=True):
@@ -231,11 +232,12 @@ class Prepare(AnyMessage, frozen=True):
 
 
 class NewView(AnyMessage, frozen=True):
-    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers.
-    With `proof` the receiver shows the next coordinator that an earlier one has published this view."""
+    """The new view. `tickets` are the receiver's own, by server: it proves itself with them to the view's servers. They
+    are encrypted on their way. With `proof` the receiver shows the next coordinator that an earlier one has published
+    this view."""
 
     view: View
-    tickets: dict[Name, Secret] = msgspec.field(default_factory=dict)
+    tickets: dict[Name, Hidden] = msgspec.field(default_factory=dict)
     proof: Secret = b""
 
 
@@ -341,6 +343,17 @@ Message = (
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
 _M = TypeVar("_M")
+
+
+def with_secrets(message: Message, change: Callable[[bytes], bytes]) -> Message:
+    """The message, with each secret in it changed: encrypted before it is sent, or decrypted when it has come."""
+    match message:
+        case Admitted(secret=secret):
+            return msgspec.structs.replace(message, secret=change(secret))
+        case NewView(tickets=tickets):
+            return msgspec.structs.replace(message, tickets={id: change(one) for id, one in tickets.items()})
+        case _:
+            return message
 
 
 def encode(message: Message) -> bytes:

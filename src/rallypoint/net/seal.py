@@ -11,6 +11,8 @@ All numbers are little-endian. The keys belong to this connection and direction,
 that was changed, repeated, left out, put in, moved or taken from another connection has a wrong tag. The tag is checked
 before the header is read, the MAC before anything reads the payload.
 
+Frames are not encrypted, but the secrets in control messages are (`Secrets`): who reads the network gets no tickets.
+
 GMAC takes about as long as reading the payload from memory (`benchmarks/seals.py`), so there is no cheaper checksum for
 networks that somebody trusts.
 """
@@ -19,10 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import secrets
 
+from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from rallypoint.errors import CorruptFrame
+from rallypoint.errors import CorruptFrame, ProtocolError
 from rallypoint.net.frames import HEADER_BYTES, Header, Kind, pack, unpack
 from rallypoint.net.keys import LinkKeys, expand
 
@@ -73,6 +77,30 @@ class Opener:
         """CorruptFrame unless this is the payload of the frame that was opened last."""
         if not hmac.compare_digest(self._seals.mac(self._number, payload), self._mac):
             raise CorruptFrame(f"the payload of a {self._kind.name} frame from {self._peer} was changed on the way")
+
+
+class Secrets:
+    """Encrypts the secrets that one side sends in control messages, and decrypts those that it gets: AES-256-GCM.
+
+    The keys are those of this connection; each secret has a random nonce of 12 bytes before it. Any thread may use it.
+    """
+
+    def __init__(self, keys: LinkKeys) -> None:
+        self._sending, self._receiving = (AESGCM(expand(key, b"secrets")) for key in (keys.sending, keys.receiving))
+
+    def hide(self, secret: bytes) -> bytes:
+        """Encrypt a secret. It is 28 bytes longer then; b"", which is none, stays so."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return nonce + self._sending.encrypt(nonce, secret, None) if secret else b""
+
+    def reveal(self, hidden: bytes) -> bytes:
+        """Decrypt a secret. ProtocolError if it was not encrypted for this connection and direction."""
+        if not hidden:
+            return b""
+        try:
+            return self._receiving.decrypt(hidden[:_NONCE_BYTES], hidden[_NONCE_BYTES:], None)
+        except (InvalidTag, ValueError):
+            raise ProtocolError("a secret that was not encrypted for this connection") from None
 
 
 class _Seals:

@@ -19,6 +19,7 @@ import threading
 import time
 
 from rallypoint.errors import AddressInUse, LinkClosed, LinkError, LinkReset, UsageError
+from rallypoint.net.transport import PLAIN, Secured
 from rallypoint.observe.lines import Sparingly
 
 DEAD_AFTER_S = 3.0  # a link without TCP acknowledgements for this long is lost
@@ -48,6 +49,8 @@ class TcpConnection:
     belong to another connection by the time a thread that is about to receive asks the system for its bytes.
     """
 
+    secured: Secured = PLAIN
+
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._socket = sock
         self._peer = peer
@@ -74,21 +77,48 @@ class TcpConnection:
             self._leave()
 
     def recv_into(self, view: memoryview) -> None:
-        filled, size = 0, len(view)
+        while len(view):
+            view = view[self.recv_some(view, whole=True) :]
+
+    def recv_some(self, view: memoryview, *, whole: bool = False) -> int:
+        """Receive at least a byte into `view`. Returns how many. LinkError when the stream has ended.
+
+        `whole`: wait for all of it, unless the stream ends or there is a time-out.
+        """
         self._enter()
         try:
-            while filled < size:
-                if self._deadline is not None:
-                    self._socket.settimeout(self._left())
-                got = self._socket.recv_into(view[filled:], 0, socket.MSG_WAITALL)
-                if got == 0:
-                    raise self._ended()
-                filled += got
+            if self._deadline is not None:
+                self._socket.settimeout(self._left())
+            if got := self._socket.recv_into(view, 0, socket.MSG_WAITALL if whole else 0):
+                return got
+            raise self._ended()
         except (OSError, ValueError) as error:
             kind = self._kind_of_reset() if isinstance(error, ConnectionResetError) else LinkError
             raise kind(f"the link to {self._peer} broke while receiving: {error}") from None
         finally:
             self._leave()
+
+    def has_input(self, seconds: float) -> bool:
+        """Wait until there is something to receive, or the stream has ended. Returns False after `seconds`.
+
+        LinkError when the deadline has passed.
+        """
+        self._enter()
+        try:
+            return _readable(self._socket, seconds if self._deadline is None else min(seconds, self._left()))
+        except TimeoutError as error:
+            raise LinkError(f"the link to {self._peer} broke while receiving: {error}") from None
+        finally:
+            self._leave()
+
+    def send_at_once(self, data: bytes) -> None:
+        """Send what the system takes without waiting; no error if it takes nothing: last words to a peer."""
+        with contextlib.suppress(OSError, LinkError):
+            self._enter()
+            try:
+                self._socket.send(data, socket.MSG_DONTWAIT)
+            finally:
+                self._leave()
 
     def _enter(self) -> None:
         with self._lock:
@@ -191,7 +221,7 @@ class TcpListener:
         The system says that there are no descriptors before it looks whether anybody waits.
         """
         with self._lock:
-            if not self._somebody_waits():
+            if not _readable(self._socket, 0.0):
                 return
             if self._spare is not None:
                 os.close(self._spare)
@@ -206,11 +236,6 @@ class TcpListener:
             finally:
                 self._spare = _descriptor()
 
-    def _somebody_waits(self) -> bool:
-        waits = select.poll()
-        waits.register(self._socket, select.POLLIN)
-        return bool(waits.poll(0))
-
     def close(self) -> None:
         self._closed = True
         with contextlib.suppress(OSError):
@@ -223,7 +248,15 @@ class TcpListener:
 
 
 class TcpTransport:
-    """TCP between ``host:port`` addresses."""
+    """TCP between ``host:port`` addresses.
+
+    `segment_bytes` limits TCP's segments in both directions of accepted connections; 0: what the links allow.
+    """
+
+    secure = False
+
+    def __init__(self, segment_bytes: int = 0) -> None:
+        self._segment_bytes = segment_bytes
 
     def listen(self, address: str) -> TcpListener:
         host, port = split_address(address)
@@ -232,6 +265,8 @@ class TcpTransport:
         try:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             _choose_cubic(sock)  # accepted sockets inherit it, and it must be set before they exist
+            if self._segment_bytes and hasattr(socket, "TCP_MAXSEG"):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, self._segment_bytes)
             sock.bind((host, port))
             sock.listen(_BACKLOG)
         except OSError as error:
@@ -264,6 +299,13 @@ class TcpTransport:
             return ipaddress.ip_address(host).is_loopback
         except ValueError:
             return False
+
+
+def _readable(sock: socket.socket, seconds: float) -> bool:
+    """Wait until there is something to receive or to accept. Returns False after `seconds`."""
+    waits = select.poll()
+    waits.register(sock, select.POLLIN)
+    return bool(waits.poll(1000 * seconds))
 
 
 def _descriptor() -> int | None:

@@ -1,19 +1,45 @@
 """The interface of a transport: reliable, ordered byte streams between addresses.
 
-`tcp.py` implements it with TCP, `inproc.py` within one process, for tests.
+`tcp.py` implements it with TCP, `tls/` with TLS over TCP, `inproc.py` within one process, for tests.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 
+@dataclass(frozen=True, slots=True)
+class Secured:
+    """What TLS has proved about a connection. Without TLS: nothing.
+
+    Attributes:
+        role: the role that the other side's certificate names; "" without TLS.
+        binding: a digest of this very connection: both sides have the same, and nobody else has it, not even one with
+            the same certificates; b"" without TLS.
+    """
+
+    role: str = ""
+    binding: bytes = b""
+
+
+PLAIN = Secured()
+
+
 class Connection(Protocol):
-    """One byte stream in both directions. One thread may send while another one receives."""
+    """One byte stream in both directions. One thread may send while another one receives.
+
+    With TLS the two sides shake hands when it is first used. So the first send, too, waits for the other side's first
+    send or receive.
+    """
 
     @property
     def peer(self) -> str:
         """The name of the other side, for messages."""
+
+    @property
+    def secured(self) -> Secured:
+        """What TLS has proved. Blocks until it has. UnprovenPeer (dialer), AccessDenied (listener) if it cannot."""
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         """Send `head`, then `payload`, completely; blocks until they are sent. LinkError when the stream has ended."""
@@ -59,6 +85,10 @@ class Listener(Protocol):
 
 class Transport(Protocol):
     """Makes byte streams between addresses."""
+
+    @property
+    def secure(self) -> bool:
+        """Do its connections encrypt, and prove the role of the other side?"""
 
     def listen(self, address: str) -> Listener:
         """Listen at `address`. AddressInUse if another listener has it."""

@@ -19,7 +19,7 @@ from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
-from rallypoint.launch.access import Access, read_token
+from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.console import RunConsole
 from rallypoint.launch.folder import Where, token_file
 from rallypoint.launch.health import Health, stuck_for
@@ -28,6 +28,7 @@ from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
 from rallypoint.launch.options import check_script
 from rallypoint.launch.plan import Launch, join_info_of, terms_of
 from rallypoint.net.handshake import Identity, new_token
+from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
 from rallypoint.net.transport import Transport
@@ -76,7 +77,8 @@ def run_coordinator(
     progress, and the token if it had to make one; Ctrl-C ends the job then.
     """
     by_hand, interrupted = not hold_lifeline(), False
-    token = access.token or new_token()  # on loopback too: other users of this machine can connect
+    # On loopback too: other users of this machine can connect. With TLS a certificate is enough
+    token = access.token or ("" if access.transport.secure else new_token())
     if about.folder:
         Path(about.folder).mkdir(parents=True, exist_ok=True)
     start, changes = None, list[Change]()
@@ -96,7 +98,7 @@ def run_coordinator(
         stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
         _announce(service.address)
         where = Where(service.address, token)
-        if not access.token:
+        if not access.token and token:
             print(stack.enter_context(token_file(Path(about.folder or "."), where)), flush=True)
         if by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
@@ -171,7 +173,7 @@ def end_process(status: int) -> NoReturn:
 
 def start_worker(
     script: Path, arguments: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int,
-    health: str = "",
+    health: str = "", tls: str = "",
 ) -> None:  # fmt: skip
     """Replace this process by ``python SCRIPT``, which joins the job at `coordinator` with `rallypoint.join`."""
     check_script(script)
@@ -180,12 +182,14 @@ def start_worker(
     print(f"{name} runs {script} for the job at {address}", flush=True)
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name,
+        environment.TOKEN: access_of(token_file, "worker", tls).token,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
     }  # fmt: skip
+    env.pop(environment.TOKEN_FILE, None)  # it may hold the job's token, which is no worker's business
+    if tls:
+        env[environment.TLS] = str(Path(tls).resolve())
     if health:
         env[environment.HEALTH] = health
-    if token_file:
-        env[environment.TOKEN] = read_token(Path(token_file))
     os.execve(sys.executable, [sys.executable, str(script), *arguments], env)
 
 
@@ -216,10 +220,10 @@ def _shown(where: Where, transport: Transport) -> Iterator[threading.Event]:
         if isinstance(message, Finished | Aborted):
             told.set()
 
+    me = Identity("observer", "console", role_token(where.token, "observer"))
     link = CoordinatorLink(
-        transport=transport, address=where.coordinator, me=Identity("observer", "console", where.token),
-        handlers=Handlers(show, _ended),
-    )  # fmt: skip
+        transport=transport, address=where.coordinator, me=me, handlers=Handlers(show, _ended)
+    )
     link.start()
     try:
         yield told

@@ -18,15 +18,16 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.net.transport import Connection, Listener, Transport
 from rallypoint.testing.contracts.beside import PATIENCE_S, Beside
+from rallypoint.testing.contracts.streams import connected, receive, send_for_ever, trickle
 
-__all__ = ["PATIENCE_S", "Beside", "TransportContract", "receive", "send_for_ever"]
+__all__ = ["PATIENCE_S", "Beside", "TransportContract", "connected", "receive", "send_for_ever"]
 
 _BULK = 8 << 20
 _SENTENCE = re.compile(r"^\S[^\n]{10,}$")
@@ -55,10 +56,7 @@ class TransportContract:
     @pytest.fixture
     def pair(self, transport: Transport, listener: Listener) -> Iterator[tuple[Connection, Connection]]:
         """Both ends of one connection: (who connected, who accepted)."""
-        near = transport.connect(listener.address, PATIENCE_S)
-        far = listener.accept()
-        for end in (near, far):
-            end.set_timeout(PATIENCE_S)  # a broken transport then fails the test instead of blocking it
+        near, far = connected(transport, listener)
         yield near, far
         near.close()
         far.close()
@@ -152,8 +150,7 @@ class TransportContract:
         with contextlib.ExitStack() as stack:
             pairs = []
             for _ in range(3):
-                near = transport.connect(listener.address, PATIENCE_S)
-                far = listener.accept()
+                near, far = connected(transport, listener)
                 stack.callback(near.close)
                 stack.callback(far.close)
                 pairs.append((near, far))
@@ -161,6 +158,17 @@ class TransportContract:
                 near.send(bytes([number]) * 10)
             for number, (_, far) in reversed(list(enumerate(pairs))):
                 assert receive(far, 10) == bytes([number]) * 10
+
+    def test_both_sides_know_the_same_of_their_connection_and_not_of_another(
+        self, pair: tuple[Connection, Connection], transport: Transport, listener: Listener
+    ) -> None:
+        other = connected(transport, listener)
+        near, far = (end.secured for end in pair)
+        assert near.binding == far.binding
+        assert bool(near.binding) == bool(near.role) == bool(far.role) == transport.secure
+        assert not transport.secure or other[0].secured.binding != near.binding
+        for end in other:
+            end.close()
 
     def test_a_peer_has_a_name(self, pair: tuple[Connection, Connection]) -> None:
         assert all(end.peer for end in pair)
@@ -376,25 +384,3 @@ class TransportContract:
 
     def test_the_address_is_private(self, transport: Transport, listener: Listener) -> None:
         assert transport.private(listener.address)
-
-
-def trickle(step: Callable[[], object], beside: Beside) -> None:
-    """Make a little progress again and again, as long as the other thread runs."""
-    while beside.is_running():
-        with contextlib.suppress(LinkError):
-            step()
-        time.sleep(0.02)
-
-
-def receive(connection: Connection, count: int) -> bytes:
-    """Return the next `count` bytes of a connection."""
-    room = bytearray(count)
-    connection.recv_into(memoryview(room))
-    return bytes(room)
-
-
-def send_for_ever(connection: Connection) -> None:
-    """Send until the connection raises. Blocks soon when nobody reads."""
-    megabyte = memoryview(bytes(1 << 20))
-    while True:
-        connection.send(b"", megabyte)

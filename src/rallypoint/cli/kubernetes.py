@@ -1,0 +1,52 @@
+"""Commands for Kubernetes: `k8s render` and `k8s secret`. They print manifests, and talk to no cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rallypoint.cli.app import PASS_ON, START, app
+from rallypoint.cli.given import hint_at_misplaced, refuse_option
+from rallypoint.launch.kubernetes.options import RenderOptions
+from rallypoint.launch.options import with_options
+
+k8s = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="rich", help="Write a job as manifests for Kubernetes: JobSet, Kubeflow "
+    "Trainer or KubeRay.",
+)  # fmt: skip
+app.add_typer(k8s, name="k8s", rich_help_panel=START)
+
+
+@k8s.command(context_settings=PASS_ON)
+@with_options(RenderOptions)
+def render(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Your script, as the image has it; its own arguments after it.")],
+    options: RenderOptions,
+) -> None:
+    """Print the manifests of a job: pods of every role with probes, storage, a disruption budget.
+
+    Example: [bold]rallypoint k8s render --image me/train:1 --workers 2:8 --servers 2 train.py > job.yaml[/bold]
+    """
+    from rallypoint.launch.kubernetes.render import render as rendered
+
+    refuse_option(context, str(script), "script")
+    hint_at_misplaced(context, context.args, f"{script}")
+    print(rendered(options.kind, options.shape(script, context.args)), end="")
+
+
+@k8s.command()
+def secret(
+    name: Annotated[str, typer.Argument(help="The Secret's name: NAME-token for the job NAME.")],
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace; by default that of kubectl.")] = "",
+) -> None:
+    """Print a Secret with a new token for each role of one job. Pipe it into kubectl: it belongs in no file.
+
+    Example: [bold]rallypoint k8s secret gpt-token | kubectl apply -f -[/bold]
+    """
+    from rallypoint.launch.kubernetes.beside import new_secret
+    from rallypoint.launch.kubernetes.text import yaml_of
+
+    print(yaml_of([new_secret(name, namespace)]), end="")

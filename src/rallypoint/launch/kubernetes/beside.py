@@ -1,0 +1,63 @@
+"""What a job needs beside its pods: a volume, a limit to what a drain may take at once, a Secret, a script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+
+from rallypoint.launch.kubernetes import objects as k
+from rallypoint.launch.kubernetes.shape import Shape, check_label
+from rallypoint.net.handshake import new_token
+from rallypoint.net.keys import role_token
+
+_ROLES = ("coordinator", "server", "worker")
+
+
+def claim(shape: Shape) -> k.Claim:
+    """Return the claim of the volume with the job's folder; the coordinator's alone, if snapshots are elsewhere."""
+    return k.Claim(
+        api_version="v1", kind="PersistentVolumeClaim", metadata=_meta(shape, shape.claim_name), spec=claim_spec(shape)
+    )
+
+
+def claim_spec(shape: Shape) -> k.ClaimSpec:
+    """Return what the job's volume is asked to be."""
+    return k.ClaimSpec(
+        access_modes=["ReadWriteMany" if shape.shared else "ReadWriteOnce"],
+        resources=k.Resources(requests={"storage": shape.storage}), storage_class_name=shape.storage_class,
+    )  # fmt: skip
+
+
+def budget(shape: Shape, labels: Mapping[str, str] | None = None) -> k.Budget:
+    """Return the PodDisruptionBudget of the servers: a drain takes one at a time, and never the only one.
+
+    `labels`: those of the servers' pods, if they are not the usual ones. (For pods of a Job a budget can only say how
+    many must stay.)
+    """
+    return k.Budget(
+        api_version="policy/v1", kind="PodDisruptionBudget", metadata=_meta(shape, f"{shape.name}-server"),
+        spec=k.BudgetSpec(
+            min_available=max(1, shape.servers - 1), unhealthy_pod_eviction_policy="AlwaysAllow",
+            selector=k.LabelSelector(match_labels=labels or shape.labels("server")),
+        ),
+    )  # fmt: skip
+
+
+def code(shape: Shape) -> k.ConfigMap:
+    """Return the ConfigMap with the script's text."""
+    name = PurePosixPath(shape.script[0]).name
+    return k.ConfigMap(api_version="v1", kind="ConfigMap", metadata=_meta(shape, shape.name), data={name: shape.code})
+
+
+def new_secret(name: str, namespace: str = "") -> k.Secret:
+    """Return a Secret with a new token for each role. UsageError if it cannot be called so."""
+    check_label(name, "the Secret")
+    token = new_token()
+    return k.Secret(
+        api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
+        string_data={role: role_token(token, role) for role in _ROLES},
+    )  # fmt: skip
+
+
+def _meta(shape: Shape, name: str) -> k.Meta:
+    return k.Meta(name=name, namespace=shape.namespace, labels=shape.labels())

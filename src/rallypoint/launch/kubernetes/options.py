@@ -1,0 +1,125 @@
+"""The options of `rallypoint k8s render`, and the shape of the job that they describe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import typer
+
+from rallypoint.errors import UsageError
+from rallypoint.launch.kubernetes.shape import CODE, FOLDER, Shape, Size
+from rallypoint.launch.options import CoordinatorOptions, check_script
+
+_JOB, _PODS, _STORAGE = "The job on Kubernetes", "Pods", "Storage"
+_NOT_IN_A_POD = ("bind", "advertise", "folder", "config")
+_OURS = {"workers", "servers", "snapshots", "sets", *_NOT_IN_A_POD}  # not passed on as they are
+
+
+def _option(*names: str, help: str, panel: str, metavar: str | None = None, **more: Any) -> Any:
+    return typer.Option(*names, help=help, rich_help_panel=panel, metavar=metavar, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderOptions(CoordinatorOptions):
+    """The options of a job on Kubernetes: those of a coordinator, and those of its pods."""
+
+    kind: Annotated[str, _option(
+        help="What runs it: jobset; trainer (Kubeflow Trainer v2) or kuberay.", panel=_JOB, metavar="KIND",
+    )] = "jobset"  # fmt: skip
+    image: Annotated[str, _option(
+        help="The image with rallypoint and your script.", panel=_JOB, metavar="IMAGE",
+    )] = ""  # fmt: skip
+    name: Annotated[str, _option(help="The job's name.", panel=_JOB, metavar="NAME")] = "rallypoint"
+    namespace: Annotated[str, _option(
+        help="Its namespace; by default that of kubectl.", panel=_JOB, metavar="NAME",
+    )] = ""  # fmt: skip
+    secret: Annotated[str, _option(
+        help="The Secret with the roles' tokens; by default NAME-token. See `rallypoint k8s secret`.", panel=_JOB,
+        metavar="NAME",
+    )] = ""  # fmt: skip
+    send_script: Annotated[bool, _option(
+        "--send-script", panel=_JOB,
+        help="Put the script itself into the manifest: an image with rallypoint is enough.",
+    )] = False  # fmt: skip
+    threads: Annotated[int, _option(
+        help="Intra-op threads of each worker.", panel=_PODS, metavar="N", min=1,
+    )] = 1  # fmt: skip
+    cpu: Annotated[str, _option(help="Processors of each worker: 4 or 500m.", panel=_PODS, metavar="N")] = ""
+    memory: Annotated[str, _option(help="Memory of each worker: 16Gi.", panel=_PODS, metavar="SIZE")] = ""
+    gpus: Annotated[int, _option(help="GPUs of each worker.", panel=_PODS, metavar="N", min=0)] = 0
+    server_cpu: Annotated[str, _option(help="Processors of each server.", panel=_PODS, metavar="N")] = ""
+    server_memory: Annotated[str, _option(help="Memory of each server.", panel=_PODS, metavar="SIZE")] = ""
+    spot: Annotated[str, _option(
+        help="Workers go to nodes with this label, which may be taken away: cloud.google.com/gke-spot=true.",
+        panel=_PODS, metavar="KEY=VALUE",
+    )] = ""  # fmt: skip
+    grace: Annotated[int, _option(
+        help="Seconds in which a pod that must go hands over what it holds.", panel=_PODS, metavar="S", min=15,
+    )] = 60  # fmt: skip
+    save: Annotated[int, _option(
+        help="Seconds that workers have to save the model after the last step.", panel=_PODS, metavar="S", min=1,
+    )] = 600  # fmt: skip
+    pull_policy: Annotated[str, _option(
+        help="Always, IfNotPresent or Never.", panel=_PODS, metavar="WHEN",
+    )] = ""  # fmt: skip
+    claim: Annotated[str, _option(
+        help="A volume claim that is there; by default one is made.", panel=_STORAGE, metavar="NAME",
+    )] = ""  # fmt: skip
+    storage: Annotated[str, _option(
+        help="The size of the volume that is made.", panel=_STORAGE, metavar="SIZE",
+    )] = "10Gi"  # fmt: skip
+    storage_class: Annotated[str, _option(
+        help="Its storage class. All pods mount it (ReadWriteMany), unless --snapshots is a URL.", panel=_STORAGE,
+        metavar="NAME",
+    )] = ""  # fmt: skip
+    # Options of a coordinator that have only one good value in a pod.
+    bind: Annotated[str, typer.Option(hidden=True)] = CoordinatorOptions.bind
+    advertise: Annotated[str, typer.Option(hidden=True)] = ""
+    folder: Annotated[Path | None, typer.Option(hidden=True)] = None
+    config: Annotated[Path | None, typer.Option("--config", hidden=True)] = None
+
+    def shape(self, script: Path, arguments: list[str]) -> Shape:
+        """Return the shape of the job whose workers run this script. Raises UsageError or ConfigError."""
+        for name in _NOT_IN_A_POD:
+            if getattr(self, name) != getattr(RenderOptions, name):
+                raise UsageError(f"--{name} has no meaning on Kubernetes" + " (use --set)" * (name == "config"))
+        self.plan([], folder=FOLDER)  # it raises for what is impossible
+        if self.snapshots not in ("", "none") and "://" not in self.snapshots:
+            raise UsageError(f"--snapshots {self.snapshots}: give a URL that all pods reach, none, or leave it out")
+        key, equals, value = self.spot.partition("=")
+        if self.spot and not (key and equals):
+            raise UsageError(f"--spot {self.spot}: write the nodes' label as KEY=VALUE")
+        return Shape(
+            name=self.name, namespace=self.namespace, image=self.image, pull_policy=self.pull_policy,
+            script=(self._path(script), *arguments), code=self._text(script), workers=self.workers,
+            servers=self.servers, options=tuple(self._passed_on()), threads=self.threads, snapshots=self.snapshots,
+            claim=self.claim, storage=self.storage, storage_class=self.storage_class,
+            worker=Size(cpu=self.cpu, memory=self.memory, gpus=self.gpus),
+            server=Size(cpu=self.server_cpu, memory=self.server_memory), spot=(key, value), grace=self.grace,
+            save=self.save, secret=self.secret,
+        )  # fmt: skip
+
+    def _path(self, script: Path) -> str:
+        return str(PurePosixPath(CODE) / script.name) if self.send_script else str(script)
+
+    def _text(self, script: Path) -> str:
+        if not self.send_script:
+            return ""
+        check_script(script)
+        try:
+            return script.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"{script} cannot be sent: {error}") from None
+
+    def _passed_on(self) -> list[str]:
+        """What the coordinator gets besides: all that was not left as it is, and the settings."""
+        given: list[str] = []
+        for field in fields(CoordinatorOptions):
+            value = getattr(self, field.name)
+            if field.name in _OURS or value == field.default:
+                continue
+            option = f"--{field.name.replace('_', '-')}"
+            given.append(option if value is True else f"{option}={value}")
+        return [*given, *(f"--set={setting}" for setting in self.sets or [])]

@@ -1,0 +1,120 @@
+"""What a job looks like on Kubernetes: how many pods of which size, where they run, and what they are given."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from rallypoint.errors import UsageError
+from rallypoint.launch.plan import parse_workers
+
+FOLDER = "/rallypoint"  # where the shared volume is mounted: the job's folder
+TOKEN_FILE = "/run/rallypoint/token/token"
+CODE = "/code"  # where a script that travels in the manifest is mounted
+COORDINATOR_PORT, SERVER_PORT, HEALTH_PORT = 4700, 4701, 4780
+LONGEST_NAME = 63  # of whatever becomes part of a DNS name
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i?)?")
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """What one pod asks for, as Kubernetes writes it: ``cpu="500m"``, ``memory="2Gi"``. "": as it comes."""
+
+    cpu: str = ""
+    memory: str = ""
+    gpus: int = 0
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """A job on Kubernetes.
+
+    Attributes:
+        name: of the job, and of what belongs to it. A DNS label.
+        namespace: "": the one that kubectl uses.
+        image: has `rallypoint` and the script.
+        script: the worker's script and its arguments.
+        code: the script's text, if it is to travel in the manifest; "": it is in the image.
+        workers: as the command line has it: ``4``, or ``2:8``.
+        options: what `rallypoint coordinator` gets besides: ``["--heartbeat", "5.0"]``.
+        threads: intra-op threads of each worker.
+        snapshots: a URL that all pods reach; "": in the shared volume; "none": there are none.
+        claim: a claim that is there; "": one is made.
+        storage: how much that one asks for.
+        spot: the label of the nodes that may be taken away, ``(key, value)``, for workers. A taint of the same key is
+            tolerated.
+        grace: seconds that a pod has, after SIGTERM, to hand over what it holds.
+        save: seconds that workers have, after the last step, to save the model.
+        secret: the Secret with the roles' tokens; "": that of the job's name.
+    """
+
+    name: str
+    namespace: str = ""
+    image: str
+    pull_policy: str = ""
+    script: tuple[str, ...]
+    code: str = ""
+    workers: str
+    servers: int
+    options: tuple[str, ...] = ()
+    threads: int = 1
+    snapshots: str = ""
+    claim: str = ""
+    storage: str = "10Gi"
+    storage_class: str = ""
+    worker: Size = Size()
+    server: Size = Size()
+    spot: tuple[str, str] = ("", "")
+    grace: int = 60
+    save: int = 600
+    secret: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for what Kubernetes would refuse."""
+        check_label(self.name, "--name")
+        longest = f"{self.name}-coordinator-0-0-abcde"
+        workers = f"{self.name}-worker-0-{self.most - 1}-abcde"
+        servers = f"{self.name}-server-{self.servers - 1}-0-abcde"
+        if (over := max(map(len, (longest, workers, servers))) - LONGEST_NAME) > 0:
+            raise UsageError(f"the name {self.name} is too long for the names of its pods: take {over} letters off")
+        if self.namespace:
+            check_label(self.namespace, "--namespace")
+        for size in (self.worker.cpu, self.worker.memory, self.server.cpu, self.server.memory, self.storage):
+            if size and _QUANTITY.fullmatch(size) is None:
+                raise UsageError(f"'{size}' is no quantity: write 2 or 500m of a processor, 4Gi of memory or storage")
+        if not self.image:
+            raise UsageError("which image? give --image NAME:TAG: it needs rallypoint and your script")
+
+    @property
+    def most(self) -> int:
+        """How many workers are started: the most that compute."""
+        return parse_workers(self.workers)[0][1]
+
+    @property
+    def shared(self) -> bool:
+        """True if all pods mount the job's folder; else only the coordinator does."""
+        return "://" not in self.snapshots
+
+    @property
+    def claim_name(self) -> str:
+        """The name of the volume's claim."""
+        return self.claim or self.name
+
+    @property
+    def secret_name(self) -> str:
+        """The name of the Secret."""
+        return self.secret or f"{self.name}-token"
+
+    def labels(self, role: str = "") -> dict[str, str]:
+        """Return the labels of what belongs to this job; of one role's pods, if `role` is given."""
+        labels = {"app.kubernetes.io/name": "rallypoint", "app.kubernetes.io/instance": self.name}
+        return {**labels, "app.kubernetes.io/component": role} if role else labels
+
+
+def check_label(text: str, option: str) -> None:
+    """Raise UsageError unless `text` is a DNS label (RFC 1035), as names in Kubernetes must be."""
+    if len(text) > LONGEST_NAME or _LABEL.fullmatch(text) is None:
+        raise UsageError(
+            f"{option} {text}: a name has small letters, digits and '-', begins with a letter and ends with a letter "
+            f"or a digit, and has at most {LONGEST_NAME} of them"
+        )

@@ -1,0 +1,1 @@
+"""TLS for links: certificates, who they are for, and the transport that uses them."""

@@ -1,0 +1,251 @@
+"""A job as a JobSet: what Kubernetes, JobSet's webhook and a careful reader ask of its manifests."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from manifests import (
+    Manifest,
+    check_core,
+    check_jobs,
+    container_of,
+    jobs_of,
+    pod_of,
+    refusals,
+    rendered,
+    text_of,
+    the,
+)
+
+from rallypoint.errors import ConfigError, UsageError
+from rallypoint.launch.commands.by_hand import FAILED
+from rallypoint.launch.kubernetes.beside import new_secret
+from rallypoint.launch.kubernetes.objects import plain
+
+EVERYTHING: dict[str, Any] = {
+    "workers": "2:8", "servers": 3, "replication": 2, "namespace": "ml", "threads": 2, "cpu": "4", "memory": "16Gi",
+    "gpus": 1, "server_cpu": "500m", "server_memory": "4Gi", "spot": "cloud.google.com/gke-spot=true", "grace": 120,
+    "save": 900, "pull_policy": "Always", "storage": "50Gi", "storage_class": "fast", "secret": "other",
+    "sets": ["steps=50"], "heartbeat": 5.0, "backup_tasks": True,
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "least": {"workers": "1", "servers": 1},
+    "everything": EVERYTHING,
+    "url": {"snapshots": "s3://bucket/gpt"},
+    "claim": {"claim": "mine", "snapshots": "none"},
+}
+
+
+@pytest.fixture(params=WAYS)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return rendered("train.py", "--my-option", "3", **WAYS[request.param])
+
+
+def test_kubernetes_knows_all_that_its_own_kinds_say(manifests: list[Manifest]) -> None:
+    jobset = the("JobSet", manifests)
+    for manifest in manifests:
+        if manifest is not jobset:
+            check_core(manifest)
+    check_jobs(jobset["spec"])
+
+
+def test_the_check_finds_a_field_that_kubernetes_does_not_know() -> None:
+    wrong = copy.deepcopy(the("JobSet", rendered()))
+    pod_of(wrong["spec"]["replicatedJobs"][0])["spec"]["restartPolice"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError, match="restartPolice"):
+        check_jobs(wrong["spec"])
+
+
+def test_jobset_knows_all_that_it_says(manifests: list[Manifest]) -> None:
+    jobset = the("JobSet", manifests)
+    model = JobsetV1alpha2JobSet.from_dict(jobset)
+    assert model is not None
+    assert model.to_dict() == jobset  # the model drops what it does not know
+
+
+def test_jobsets_webhook_takes_it(manifests: list[Manifest]) -> None:
+    jobset = the("JobSet", manifests)
+    assert list(refusals(jobset["metadata"]["name"], jobset["spec"])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda spec: spec["replicatedJobs"].reverse(), "the first replicated job depends on another"),
+        (lambda spec: spec["replicatedJobs"][1].update(name="Server"), "a Job's name is no DNS label"),
+        (lambda spec: spec["replicatedJobs"][2].update(name="server"), "two replicated jobs have one name"),
+        (lambda spec: spec["successPolicy"].update(targetReplicatedJobs=["x"]), "the success policy names x"),
+        (lambda spec: spec["failurePolicy"]["rules"][0].update(action="RestartJob"), "RestartJob needs a feature gate"),
+        (lambda spec: spec["failurePolicy"]["rules"][0].update(name="a-rule"), "a rule is called a-rule"),
+        (lambda spec: spec["replicatedJobs"][1]["dependsOn"][0].update(name="worker"), "server depends on worker"),
+    ],
+)  # fmt: skip
+def test_the_webhooks_rules_find_what_breaks_them(change: Any, why: str) -> None:
+    spec = copy.deepcopy(the("JobSet", rendered())["spec"])
+    change(spec)
+    assert any(why in found for found in refusals("gpt", spec)), list(refusals("gpt", spec))
+
+
+def test_each_server_is_a_job_of_its_own_and_each_job_replaces_its_own_pods() -> None:
+    jobs = jobs_of(the("JobSet", rendered(workers="2:8", servers=3))["spec"])
+    counts = {name: (job["replicas"], job["template"]["spec"]["parallelism"]) for name, job in jobs.items()}
+    assert counts == {"coordinator": (1, 1), "server": (3, 1), "worker": (1, 8)}
+    for name in ("server", "worker"):
+        inner = jobs[name]["template"]["spec"]
+        assert (inner["backoffLimit"], pod_of(jobs[name])["spec"]["restartPolicy"]) == (2**31 - 1, "OnFailure")
+        assert inner["completions"] == inner["parallelism"]
+        left = {item["name"]: item.get("value") for item in container_of(jobs[name])["env"]}["RALLYPOINT_LEFT_STATUS"]
+        assert left not in (None, "0"), "a pod that ends with 0 counts as done, and nobody is started in its place"
+
+
+def test_the_coordinator_decides_about_success_and_failure() -> None:
+    spec = the("JobSet", rendered())["spec"]
+    inner = jobs_of(spec)["coordinator"]["template"]["spec"]
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["coordinator"]}
+    assert [rule["action"] for rule in spec["failurePolicy"]["rules"]] == ["FailJobSet"]
+    ends, goes_on = inner["podFailurePolicy"]["rules"]
+    assert (ends["action"], ends["onExitCodes"]["values"]) == ("FailJob", [FAILED])
+    assert (goes_on["action"], goes_on["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    assert inner["template"]["spec"]["restartPolicy"] == "Never"  # what a podFailurePolicy asks for
+    assert {job: [item["name"] for item in jobs_of(spec)[job]["dependsOn"]] for job in ("server", "worker")} == {
+        "server": ["coordinator"], "worker": ["coordinator"],
+    }  # fmt: skip
+
+
+def test_every_pod_is_probed_and_may_do_little(manifests: list[Manifest]) -> None:
+    for job in the("JobSet", manifests)["spec"]["replicatedJobs"]:
+        spec, container = pod_of(job)["spec"], container_of(job)
+        paths = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness", "readiness")}
+        assert {name: get["path"] for name, get in paths.items()} == {
+            "startup": "/healthz", "liveness": "/healthz", "readiness": "/readyz",
+        }  # fmt: skip
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert {get["port"] for get in paths.values()} <= ports.keys()
+        assert f"--health=0.0.0.0:{ports['health']}" in container["command"]
+        assert (spec["automountServiceAccountToken"], spec["securityContext"]["runAsNonRoot"]) == (False, True)
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert spec["shareProcessNamespace"]  # as process 1 it would ignore SIGTERM until it has a handler
+        assert spec["terminationGracePeriodSeconds"] >= 15
+
+
+def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests: list[Manifest]) -> None:
+    for job in the("JobSet", manifests)["spec"]["replicatedJobs"]:
+        (volume,) = [volume for volume in pod_of(job)["spec"]["volumes"] if volume["name"] == "token"]
+        (mount,) = [mount for mount in container_of(job)["volumeMounts"] if mount["name"] == "token"]
+        assert volume["secret"]["items"] == [{"key": job["name"], "path": "token"}]
+        assert mount["readOnly"]
+        assert f"--token-file={mount['mountPath']}/token" in container_of(job)["command"]
+        assert not [item for item in container_of(job)["env"] if "TOKEN" in item["name"]]
+    made = plain(new_secret("gpt-token", "ml"))
+    check_core(made)
+    assert made["stringData"].keys() == {"coordinator", "server", "worker"}
+    assert len(set(made["stringData"].values())) == 3
+    assert made["stringData"] != plain(new_secret("gpt-token"))["stringData"]
+
+
+def test_a_drain_takes_one_server_at_a_time_and_never_the_only_one() -> None:
+    for servers, stay in ((1, 1), (2, 1), (4, 3)):
+        manifests = rendered(servers=servers)
+        budget = the("PodDisruptionBudget", manifests)["spec"]
+        assert "maxUnavailable" not in budget  # Kubernetes takes none for pods of a Job
+        assert budget["minAvailable"] == stay
+        wanted = budget["selector"]["matchLabels"].items()
+        found = [
+            name for name, job in jobs_of(the("JobSet", manifests)["spec"]).items()
+            if wanted <= pod_of(job)["metadata"]["labels"].items()
+        ]  # fmt: skip
+        assert found == ["server"]
+
+
+def test_only_workers_go_to_nodes_that_may_be_taken_away() -> None:
+    for name, job in jobs_of(the("JobSet", rendered(spot="pool=spot"))["spec"]).items():
+        spec = pod_of(job)["spec"]
+        if name == "worker":
+            assert spec["nodeSelector"] == {"pool": "spot"}
+            (toleration,) = spec["tolerations"]
+            assert toleration == {"key": "pool", "operator": "Equal", "value": "spot", "effect": "NoSchedule"}
+        else:
+            assert not spec.keys() & {"nodeSelector", "tolerations"}
+
+
+def test_resources_are_asked_for_and_memory_and_gpus_are_limited() -> None:
+    jobs = jobs_of(the("JobSet", rendered(**EVERYTHING))["spec"])
+    assert container_of(jobs["worker"])["resources"] == {
+        "requests": {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": "1"},
+        "limits": {"memory": "16Gi", "nvidia.com/gpu": "1"},
+    }
+    assert container_of(jobs["server"])["resources"]["requests"] == {"cpu": "500m", "memory": "4Gi"}
+
+
+def test_all_pods_share_the_folder_unless_snapshots_have_a_url() -> None:
+    shared, alone = rendered(), rendered(snapshots="s3://bucket/gpt")
+    assert the("PersistentVolumeClaim", shared)["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert the("PersistentVolumeClaim", alone)["spec"]["accessModes"] == ["ReadWriteOnce"]
+
+    def claims(manifests: list[Manifest]) -> dict[str, list[str]]:
+        jobs = jobs_of(the("JobSet", manifests)["spec"])
+        return {
+            name: [volume["persistentVolumeClaim"]["claimName"] for volume in pod_of(job)["spec"]["volumes"]
+                   if "persistentVolumeClaim" in volume] for name, job in jobs.items()
+        }  # fmt: skip
+
+    assert claims(shared) == {"coordinator": ["gpt"], "server": ["gpt"], "worker": ["gpt"]}
+    assert claims(alone) == {"coordinator": ["gpt"], "server": [], "worker": []}
+    worker = container_of(jobs_of(the("JobSet", alone)["spec"])["worker"])
+    assert [mount for mount in worker["volumeMounts"] if mount["mountPath"] == "/rallypoint"], "scripts save there"
+    assert not [manifest for manifest in rendered(claim="mine") if manifest["kind"] == "PersistentVolumeClaim"]
+
+
+def test_the_coordinator_gets_the_options_that_were_given_and_no_others() -> None:
+    def command(**options: Any) -> list[str]:
+        found: list[str] = container_of(jobs_of(the("JobSet", rendered(**options))["spec"])["coordinator"])["command"]
+        return found
+
+    more = set(command(**EVERYTHING)) - set(command())
+    assert more >= {"--heartbeat=5.0", "--backup-tasks", "--replication=2", "--set=steps=50", "--workers=2:8"}
+    assert not [word for word in command() if word.startswith(("--heartbeat", "--replication", "--bind=127"))]
+
+
+def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
+    (tmp_path / "train.py").write_text("print('a')\n\n\nprint('b')  \n")
+    manifests = rendered(str(tmp_path / "train.py"), "--x", send_script=True)
+    sent = the("ConfigMap", manifests)
+    check_core(sent)
+    worker = jobs_of(the("JobSet", manifests)["spec"])["worker"]
+    (mount,) = [mount for mount in container_of(worker)["volumeMounts"] if mount["name"] == "code"]
+    assert container_of(worker)["args"] == [f"{mount['mountPath']}/train.py", "--x"]
+    assert sent["data"] == {"train.py": (tmp_path / "train.py").read_text()}
+    with pytest.raises(UsageError, match="there is no script"):
+        rendered(str(tmp_path / "trian.py"), send_script=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"image": ""}, "which image"),
+        ({"name": "My_Job"}, "--name My_Job: a name has small letters"),
+        ({"name": "a" * 42}, "is too long for the names of its pods: take 1 letters off"),
+        ({"kind": "jobsets"}, "there is no kind jobsets: did you mean jobset"),
+        ({"memory": "16 GB"}, "'16 GB' is no quantity"),
+        ({"spot": "spot"}, "write the nodes' label as KEY=VALUE"),
+        ({"snapshots": "/data"}, "--snapshots /data: give a URL"),
+        ({"bind": "10.0.0.1:4700"}, "--bind has no meaning on Kubernetes"),
+        ({"workers": "4:2"}, "is not a number of workers"),
+        ({"replication": 2, "servers": 1}, "--replication 2 needs at least two servers"),
+        ({"sets": ["setps=3"]}, "setps is no setting"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((UsageError, ConfigError)) as refused:
+        text_of(**options)
+    assert sentence in str(refused.value)
+
+
+def test_the_longest_name_is_one_that_fits() -> None:
+    jobset = the("JobSet", rendered(name="a" * 41, workers="11", servers=11))
+    assert list(refusals("a" * 41, jobset["spec"])) == []
+    assert list(refusals("a" * 42, jobset["spec"])) != []

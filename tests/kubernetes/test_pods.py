@@ -1,0 +1,104 @@
+"""The commands of rendered pods make a job that ends with the same bytes as `rallypoint run`."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from manifests import Manifest, rendered, the
+from processes import Kubelet, Pod, kubelet, pods_of, told
+
+from rallypoint.launch.kubernetes.beside import new_secret
+from rallypoint.launch.kubernetes.objects import plain
+from rallypoint.testing.contracts.beside import until
+from rallypoint.testing.programs import run_program
+
+pytestmark = pytest.mark.programs
+
+SCRIPT = """
+import hashlib, pathlib, sys, time, torch, rallypoint as rp
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+data = torch.utils.data.TensorDataset(torch.randn(64, 8))
+with rp.join() as job:
+    run = job.train(model, data, replicas=4, batch=4, steps=20)
+    for micro in run:
+        while not pathlib.Path("gate").exists():
+            time.sleep(0.01)
+        with micro:
+            micro.backward(model(micro.batch[0]).square().mean())
+if run.lead:
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    pathlib.Path(run.folder, sys.argv[1]).write_text(digest)
+"""
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The sha256 of the weights after `rallypoint run`."""
+    folder = tmp_path_factory.mktemp("local")
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "gate").touch()
+    env = {**os.environ, "COLUMNS": "200"}
+    argv = ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", "--folder", "run", "train.py", "digest"]
+    status, text = run_program(argv, folder / "output", env=env, cwd=folder, timeout=100.0)
+    assert status == 0, text
+    return (folder / "run" / "digest").read_text()
+
+
+def secrets() -> dict[str, dict[str, str]]:
+    return {"gpt-token": plain(new_secret("gpt-token"))["stringData"]}
+
+
+def as_jobset(manifests: list[Manifest]) -> list[Pod]:
+    jobset = the("JobSet", manifests)
+    return pods_of(jobset["metadata"]["name"], jobset["spec"])
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Kubelet]:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    pods = as_jobset(rendered("train.py", "digest", workers="2", servers=2, save=100))
+    with kubelet(tmp_path, pods, secrets()) as made:
+        yield made
+
+
+def finish(cluster: Kubelet) -> None:
+    """Wait until every pod has ended, and none with a fault."""
+    for name, program in cluster.running.items():
+        assert program.wait(100.0) == 0, f"{name}\n{told(cluster)}"
+
+
+def test_the_pods_of_a_jobset_make_the_same_bytes_as_a_run_on_this_machine(cluster: Kubelet, wanted: str) -> None:
+    assert [pod.role for pod in cluster.pods] == ["coordinator", "server", "server", "worker", "worker"]
+    (cluster.folder / "gate").touch()
+    for pod in reversed(cluster.pods):  # in any order
+        cluster.start(pod)
+    finish(cluster)
+    assert (cluster.folder / "volumes/job/digest").read_text() == wanted
+    assert list((cluster.folder / "volumes/job/snapshots").glob("step-00000020-*"))
+    tokens = secrets()["gpt-token"].values()
+    assert not [pod.name for pod in cluster.pods if any(token in cluster.said(pod) for token in tokens)]
+
+
+@pytest.mark.slow
+def test_a_pod_that_is_evicted_makes_room_for_the_next_and_the_bytes_are_the_same(
+    cluster: Kubelet, wanted: str
+) -> None:  # fmt: skip
+    *others, evicted = cluster.pods
+    for pod in cluster.pods:
+        cluster.start(pod)
+    (coordinator,) = [pod for pod in cluster.pods if pod.role == "coordinator"]
+    until(lambda: "20 steps" in cluster.said(coordinator), lambda: told(cluster))  # the job has begun
+    cluster.running[evicted.name].send_signal(signal.SIGTERM)
+    replacement = Pod(f"{evicted.name}-again", evicted.host, evicted.ip, evicted.role, evicted.manifest)
+    (cluster.folder / "gate").touch()
+    assert cluster.running.pop(evicted.name).wait(60.0) == 143, told(cluster)
+    cluster.pods.append(replacement)
+    cluster.start(replacement)
+    for pod in others:
+        assert cluster.running[pod.name].wait(100.0) == 0, told(cluster)
+    assert (cluster.folder / "volumes/job/digest").read_text() == wanted

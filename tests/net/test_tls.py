@@ -1,0 +1,631 @@
+"""TLS between members, over real sockets: who gets in, what both sides say, and that nobody else notices."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import shutil
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, RallypointError, UnprovenPeer, UsageError
+from rallypoint.net.channel import Channel
+from rallypoint.net.frames import Header, Kind
+from rallypoint.net.gate import Gate, Unproven
+from rallypoint.net.handshake import Identity, check_exposure, introduce
+from rallypoint.net.messages import Hello, Welcome
+from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
+from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
+from rallypoint.net.tls.connection import TlsConnection
+from rallypoint.net.tls.files import CA, CERTIFICATE, KEY, ROLES, TlsFiles
+from rallypoint.net.tls.making import make_certificates
+from rallypoint.net.tls.records import Records
+from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.transport import Connection, Transport
+from rallypoint.testing.contracts.beside import Beside, until
+from rallypoint.testing.contracts.transports import connected, receive
+
+TOKEN = "correct horse battery staple"
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("certificates")
+    make_certificates(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def foreign(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("foreign")
+    make_certificates(folder)
+    return folder
+
+
+@pytest.fixture
+def expired(certificates: Path, tmp_path: Path) -> Path:
+    """The same CA; its certificates have expired."""
+    shutil.copytree(certificates, tmp_path / "expired")
+    make_certificates(tmp_path / "expired", days=-0.5)
+    return tmp_path / "expired"
+
+
+def tls(folder: Path, role: str) -> TlsTransport:
+    return TlsTransport(TlsFiles(folder, role))
+
+
+class Door(Gate):
+    """A coordinator's gate, which answers each frame by a credit."""
+
+    def __init__(self, transport: Transport) -> None:
+        super().__init__(
+            transport, "127.0.0.1:0", Identity("coordinator", "", TOKEN), lambda hello: Welcome(), self._answer,
+            unproven=Unproven(8, 8),
+        )  # fmt: skip
+
+    def _answer(self, channel: Channel, hello: Hello) -> None:
+        while True:
+            channel.receive_header()
+            channel.send(Header(Kind.CREDIT))
+
+
+@pytest.fixture
+def opened() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def door(certificates: Path) -> Iterator[Door]:
+    door = Door(tls(certificates, "coordinator"))
+    yield door
+    door.close()
+
+
+def dial(transport: Transport, address: str, opened: contextlib.ExitStack) -> Connection:
+    connection = transport.connect(address, PATIENCE_S)
+    connection.set_timeout(PATIENCE_S)
+    opened.callback(connection.close)
+    return connection
+
+
+class Member:
+    """Somebody who has been let in."""
+
+    def __init__(self, transport: Transport, door: Door, opened: contextlib.ExitStack, role: str = "worker") -> None:
+        self.connection = dial(transport, door.address, opened)
+        hello = Hello(role, "w0", "here", to=("coordinator", "", 0))
+        _, keys = introduce(self.connection, hello, TOKEN)
+        self.connection.set_timeout(PATIENCE_S)
+        self.sealer, self.opener = Sealer(keys), Opener(keys, "the gate")
+        self.is_served()
+
+    def is_served(self) -> None:
+        self.connection.send(self.sealer.seal(Header(Kind.CREDIT), None))
+        assert self.opener.open(memoryview(receive(self.connection, SEALED_BYTES))) == Header(Kind.CREDIT)
+
+
+# ---- who gets in ----
+
+
+@pytest.mark.parametrize("role", ["worker", "server", "observer", "aggregator"])
+def test_a_member_with_a_certificate_of_its_role_gets_in(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, role: str
+) -> None:
+    member = Member(tls(certificates, role), door, opened, role)
+    assert member.connection.secured.role == "coordinator"
+
+
+def test_the_coordinators_own_console_may_observe(
+    door: Door, certificates: Path, opened: contextlib.ExitStack
+) -> None:
+    Member(tls(certificates, "coordinator"), door, opened, "observer")
+
+
+def refused(
+    door: Door, transport: Transport, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture,
+    role: str = "worker",
+) -> tuple[RallypointError, str]:  # fmt: skip
+    """What the dialer gets, and what the listener says. Both are one sentence."""
+    caplog.set_level(logging.WARNING, logger="rallypoint")
+    with pytest.raises(RallypointError) as failed:
+        Member(transport, door, opened, role)
+    until(lambda: bool(caplog.records))
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "\n" not in f"{failed.value}{line}"
+    return failed.value, line
+
+
+def test_a_workers_certificate_cannot_act_as_a_server(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside = Member(tls(certificates, "worker"), door, opened)
+    error, line = refused(door, tls(certificates, "worker"), opened, caplog, "server")
+    assert isinstance(error, AccessDenied)
+    assert "server w0 shows the certificate of a worker, which cannot be a server" in str(error)
+    assert "shows the certificate of a worker, which cannot be a server" in line
+    beside.is_served()
+
+
+def test_a_listener_with_another_roles_certificate_is_not_believed(
+    certificates: Path, opened: contextlib.ExitStack
+) -> None:
+    door = Door(tls(certificates, "worker"))
+    opened.callback(door.close)
+    with pytest.raises(UnprovenPeer, match="shows the certificate of a worker, which cannot be a coordinator"):
+        Member(tls(certificates, "worker"), door, opened)
+
+
+def test_an_expired_certificate_is_told_to_both_sides(
+    door: Door, certificates: Path, expired: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    beside = Member(tls(certificates, "worker"), door, opened)
+    error, line = refused(door, tls(expired, "worker"), opened, caplog)
+    assert isinstance(error, UnprovenPeer), "it may be renewed by the next attempt"
+    assert "does not accept this member's certificate: it has expired; `rallypoint certs" in str(error)
+    assert "has expired" in line
+    beside.is_served()
+
+
+def test_a_certificate_of_another_ca_is_told_to_both_sides(
+    door: Door, certificates: Path, foreign: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    shutil.copytree(foreign / "worker", tmp_path / "own")
+    shutil.copy(certificates / "worker" / CA, tmp_path / "own" / CA)  # so it believes the listener
+    error, line = refused(door, tls(tmp_path / "own", "worker"), opened, caplog)
+    assert isinstance(error, UnprovenPeer)
+    assert "does not accept this member's certificate: it is of another CA" in str(error)
+    assert "is not one of this job's CA" in line
+
+
+@pytest.mark.parametrize("kind", ["foreign", "expired"])
+def test_a_listener_whose_certificate_is_no_good_is_told_so(
+    kind: str, certificates: Path, foreign: Path, expired: Path, opened: contextlib.ExitStack,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    door = Door(tls({"foreign": foreign, "expired": expired}[kind], "coordinator"))
+    opened.callback(door.close)
+    error, line = refused(door, tls(certificates, "worker"), opened, caplog)
+    assert isinstance(error, UnprovenPeer)
+    assert {"foreign": "is not one of this job's CA", "expired": "has expired"}[kind] in str(error)
+    said = {"foreign": "it is of another CA", "expired": "it has expired"}[kind]
+    assert f"does not accept this member's certificate: {said}" in line
+
+
+def test_without_a_certificate_nobody_gets_in(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(certificates / "worker" / CA)
+    sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
+    with context.wrap_socket(sock) as wrapped, pytest.raises(ssl.SSLError, match="CERTIFICATE_REQUIRED"):
+        wrapped.recv(1)
+    until(lambda: "has no certificate, and this job needs one: give it --tls" in caplog.text)
+
+
+def test_tls_before_1_3_is_refused(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.load_verify_locations(certificates / "worker" / CA)
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
+    with pytest.raises(ssl.SSLError, match="PROTOCOL_VERSION"):
+        context.wrap_socket(sock)
+    until(lambda: "unsupported protocol" in caplog.text)
+
+
+# ---- with TLS and without ----
+
+
+def test_a_plain_member_at_a_port_with_tls(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("rallypoint.net.tls.connection._FIRST_WORD_S", 0.2)
+    beside = Member(tls(certificates, "worker"), door, opened)
+    error, line = refused(door, TcpTransport(), opened, caplog)
+    assert isinstance(error, UnprovenPeer)
+    assert "it may expect TLS, so give this member --tls" in str(error)
+    assert "it may have come without TLS" in line
+    beside.is_served()
+
+
+def test_plain_bytes_at_a_port_with_tls(
+    door: Door, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    connection = dial(TcpTransport(), door.address, opened)
+    connection.send(b"GET / HTTP/1.1\r\n\r\n")
+    with pytest.raises(LinkError):
+        receive(connection, 1)
+    until(lambda: "came without TLS: give it --tls" in caplog.text)
+
+
+def test_a_member_with_tls_at_a_plain_port(
+    certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    door = Door(TcpTransport())
+    opened.callback(door.close)
+    beside = Member(TcpTransport(), door, opened)
+    error, line = refused(door, tls(certificates, "worker"), opened, caplog)
+    assert isinstance(error, UnprovenPeer)
+    assert "speaks no TLS, and this member does" in str(error)
+    assert "speaks TLS, and this member without: give this one --tls" in line
+    beside.is_served()
+
+
+# ---- those who say nothing, or little ----
+
+
+def test_who_trickles_a_tls_handshake_keeps_nobody_out_and_is_let_go(
+    certificates: Path, opened: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 1.0)
+    door = Door(tls(certificates, "coordinator"))
+    opened.callback(door.close)
+    slow = [opened.enter_context(socket.create_connection(split_address(door.address))) for _ in range(6)]
+    for number, sock in enumerate(slow):
+        sock.settimeout(PATIENCE_S)
+        if number % 2:
+            sock.sendall(b"\x16\x03\x01\x02\x00")  # the header of a record of 512 bytes
+    member = Member(tls(certificates, "worker"), door, opened)  # accepted meanwhile
+    gone: list[int] = []
+    for sock in slow[1::2]:
+        with contextlib.suppress(OSError):
+            for _ in range(400):
+                sock.sendall(b"\x00")  # a byte now and then does not extend it
+                if sock in _readable(sock):
+                    break
+        with contextlib.suppress(ConnectionResetError):
+            assert sock.recv(1) == b""
+        gone.append(sock.fileno())
+    assert len(gone) == 3
+    member.is_served()
+    until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("from 127")][1:])
+
+
+def _readable(sock: socket.socket) -> list[socket.socket]:
+    import select
+
+    return select.select([sock], [], [], 0.01)[0]
+
+
+def test_garbage_in_a_handshake_ends_only_that_connection(
+    door: Door, certificates: Path, opened: contextlib.ExitStack
+) -> None:
+    member = Member(tls(certificates, "worker"), door, opened)
+    rng = random.Random(5)
+    for _ in range(30):
+        connection = dial(TcpTransport(), door.address, opened)
+        with contextlib.suppress(LinkError):
+            connection.send(b"\x16\x03" + rng.randbytes(rng.randrange(600)))
+            connection.close()
+    member.is_served()
+
+
+# ---- a man in the middle ----
+
+
+class Relay:
+    """Stands between a dialer and a gate. With a transport of its own it ends the dialer's TLS, and begins another."""
+
+    def __init__(self, target: str, own: Transport | None, opened: contextlib.ExitStack, flips: int = -1) -> None:
+        self.target, self.transport, self.flips = target, own or TcpTransport(), flips
+        self.listener = self.transport.listen("127.0.0.1:0")
+        self.address = self.listener.address
+        self.ends: list[Connection] = []
+        self.threads: list[threading.Thread] = []
+        opened.callback(self.close)
+        self._begin(self._accept)
+
+    def _begin(self, function: object, *arguments: object) -> None:
+        thread = threading.Thread(target=function, args=arguments)  # type: ignore[arg-type]
+        self.threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(RallypointError):
+            near, far = self.listener.accept(), self.transport.connect(self.target, PATIENCE_S)
+            self.ends += [near, far]
+            self._begin(self._pass, near, far, -1)
+            self._pass(far, near, self.flips)
+
+    def _pass(self, source: Connection, to: Connection, flips: int) -> None:
+        passed = 0
+        with contextlib.suppress(RallypointError):
+            while True:
+                data = bytearray(receive(source, 1))
+                data[0] ^= passed == flips
+                to.send(bytes(data))
+                passed += 1
+        to.close()
+
+    def close(self) -> None:
+        self.listener.close()
+        for end in self.ends:
+            end.close()
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+
+
+def at(relay: Relay, door: Door) -> Door:
+    """The gate as somebody sees it who connects to the relay."""
+    seen = object.__new__(Door)
+    seen.address = relay.address
+    return seen
+
+
+def test_a_relay_that_only_passes_bytes_on_is_not_noticed(
+    door: Door, certificates: Path, opened: contextlib.ExitStack
+) -> None:
+    Member(tls(certificates, "worker"), at(Relay(door.address, None, opened), door), opened)
+
+
+class TwoFaced:
+    """Listens with one role's certificate and connects with another's: who has stolen both keys."""
+
+    secure = True
+
+    def __init__(self, certificates: Path) -> None:
+        self.listens, self.connects = tls(certificates, "coordinator"), tls(certificates, "worker")
+        self.listen, self.connect = self.listens.listen, self.connects.connect
+        self.private = self.listens.private
+
+
+def test_a_man_in_the_middle_with_the_very_same_certificates_is_found_out(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay = Relay(door.address, TwoFaced(certificates), opened)
+    with pytest.raises(UnprovenPeer, match="without proving"):
+        Member(tls(certificates, "worker"), at(relay, door), opened)
+    until(lambda: "came with a wrong token" in caplog.text)
+
+
+def test_a_man_in_the_middle_with_another_certificate_of_the_ca_is_found_out(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    shutil.copytree(certificates, tmp_path / "other")
+    make_certificates(tmp_path / "other")
+    relay = Relay(door.address, TwoFaced(tmp_path / "other"), opened)
+    with pytest.raises(UnprovenPeer, match="without proving"):
+        Member(tls(certificates, "worker"), at(relay, door), opened)
+    until(lambda: "came with a wrong token" in caplog.text)
+
+
+def test_a_bit_that_flips_on_the_way_is_a_corrupt_frame(
+    certificates: Path, opened: contextlib.ExitStack
+) -> None:
+    transport = tls(certificates, "server")
+    listener = transport.listen("127.0.0.1:0")
+    opened.callback(listener.close)
+    relay = Relay(listener.address, None, opened, flips=5000)
+    near = dial(transport, relay.address, opened)
+    far = listener.accept()
+    opened.callback(far.close)
+    far.set_timeout(PATIENCE_S)
+    with Beside(lambda: near.send(b"?")) as asking:
+        receive(far, 1)
+        asking.raise_if_failed()
+    far.send(b"", memoryview(bytes(8000)))
+    with pytest.raises(CorruptFrame, match="changed on the way"):
+        receive(near, 8000)
+
+
+# ---- certificates that are renewed ----
+
+
+def copied(certificates: Path, to: Path) -> Path:
+    shutil.copytree(certificates, to)
+    return to
+
+
+def serial(connection: Connection) -> int:
+    """The serial number of the other side's certificate."""
+    assert connection.secured
+    assert isinstance(connection, TlsConnection)
+    der = connection._tls.getpeercert(binary_form=True)
+    assert der
+    return x509.load_der_x509_certificate(der).serial_number
+
+
+def test_renewed_certificates_count_for_new_connections_and_old_ones_go_on(
+    certificates: Path, tmp_path: Path, opened: contextlib.ExitStack
+) -> None:
+    folder = copied(certificates, tmp_path / "own")
+    gate, member = tls(folder, "coordinator"), tls(folder, "worker")
+    door = Door(gate)
+    opened.callback(door.close)
+    before = Member(member, door, opened)
+    make_certificates(folder)
+    after = Member(member, door, opened)
+    assert serial(before.connection) != serial(after.connection)
+    before.is_served()
+    after.is_served()
+
+
+def test_an_expired_certificate_that_is_renewed_lets_the_same_member_in(
+    door: Door, expired: Path, opened: contextlib.ExitStack
+) -> None:
+    transport = tls(expired, "worker")
+    with pytest.raises(UnprovenPeer):
+        Member(transport, door, opened)
+    make_certificates(expired)
+    Member(transport, door, opened)
+
+
+@pytest.mark.parametrize("change", ["no key", "another key", "garbage"])
+def test_files_that_are_half_renewed_are_told_of_and_the_old_ones_count(
+    certificates: Path, tmp_path: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, change: str
+) -> None:
+    folder = copied(certificates, tmp_path / "own")
+    transport = tls(folder, "worker")
+    door = Door(tls(folder, "coordinator"))
+    opened.callback(door.close)
+    key = folder / "worker" / KEY
+    match change:
+        case "no key":
+            key.unlink()
+        case "another key":
+            shutil.copy(folder / "server" / KEY, key)
+        case "garbage":
+            (folder / "worker" / CERTIFICATE).write_text("half a fi")
+    Member(transport, door, opened)
+    assert "new connections use the certificate from before" in caplog.text
+
+
+# ---- files ----
+
+
+def test_each_role_has_its_own_folder_and_keys_are_private(certificates: Path) -> None:
+    assert sorted(path.name for path in certificates.iterdir()) == sorted((*ROLES, "ca"))
+    for role in ROLES:
+        assert sorted(path.name for path in (certificates / role).iterdir()) == [CA, CERTIFICATE, KEY]
+        assert (certificates / role / KEY).stat().st_mode & 0o777 == 0o600
+    assert (certificates / "ca" / KEY).stat().st_mode & 0o777 == 0o600
+
+
+def test_certificates_pass_the_strict_rules_and_name_the_hosts(tmp_path: Path) -> None:
+    make_certificates(tmp_path, hosts=["node-3.cluster", "10.0.0.7"], days=2)
+    certificate = x509.load_pem_x509_certificate((tmp_path / "server" / CERTIFICATE).read_bytes())
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == ["node-3.cluster"]
+    assert [str(address) for address in names.get_values_for_type(x509.IPAddress)] == ["10.0.0.7"]
+    files = TlsFiles(tmp_path, "server").loaded()
+    files.dialing.verify_flags |= ssl.VERIFY_X509_STRICT
+    files.dialing.check_hostname = True
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    here = files.dialing.wrap_bio(incoming, outgoing, server_hostname="node-3.cluster")
+    there = files.listening.wrap_bio(outgoing, incoming, server_side=True)
+    for _ in range(3):
+        for side in (here, there):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    assert here.getpeercert()
+
+
+def test_renewing_keeps_the_ca(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    before = {role: (tmp_path / role / CERTIFICATE).read_bytes() for role in ROLES}
+    authority = (tmp_path / "ca" / CA).read_bytes()
+    make_certificates(tmp_path)
+    assert (tmp_path / "ca" / CA).read_bytes() == authority
+    assert all((tmp_path / role / CERTIFICATE).read_bytes() != before[role] for role in ROLES)
+
+
+def test_without_the_cas_key_nothing_is_renewed(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    (tmp_path / "ca" / KEY).unlink()
+    with pytest.raises(UsageError, match=r"cannot sign: No such file or directory; bring its key\.pem back"):
+        make_certificates(tmp_path)
+
+
+def test_a_folder_without_certificates_is_told_with_the_way_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"ca\.pem cannot be read: No such file.*`rallypoint certs .*` makes"):
+        TlsFiles(tmp_path, "worker")
+
+
+def test_a_folder_of_another_role_is_told(certificates: Path) -> None:
+    with pytest.raises(UsageError, match="is the certificate of a worker, and this is a server"):
+        TlsFiles(certificates / "worker", "server")
+
+
+def test_a_certificate_that_names_no_role_is_told(certificates: Path, tmp_path: Path) -> None:
+    for name in (CERTIFICATE, CA):
+        shutil.copy(certificates / "ca" / CA, tmp_path / name)
+    shutil.copy(certificates / "ca" / KEY, tmp_path / KEY)
+    with pytest.raises(UsageError, match="its common name must be one of coordinator, server"):
+        TlsFiles(tmp_path, "server")
+
+
+def test_an_encrypted_key_does_not_ask_the_terminal(certificates: Path, tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    folder = copied(certificates / "worker", tmp_path / "own")
+    key = serialization.load_pem_private_key((folder / KEY).read_bytes(), None)
+    (folder / KEY).write_bytes(key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"secret")
+    ))  # fmt: skip
+    with pytest.raises(UsageError, match="cannot be used"):
+        TlsFiles(folder, "worker")
+
+
+def test_tls_is_enough_to_be_reached_from_other_machines(certificates: Path) -> None:
+    check_exposure(tls(certificates, "server"), "0.0.0.0:0", "")
+    with pytest.raises(UsageError, match=r"set a job token of at least 16 characters .* or give each TLS"):
+        check_exposure(TcpTransport(), "0.0.0.0:0", "short")
+
+
+# ---- records ----
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_never_more_is_waited_for_than_comes(seed: int) -> None:
+    """However a stream is cut into records and pieces, `to_come` asks for nothing past the record that is needed."""
+    rng = random.Random(seed)
+    sizes = [rng.choice([1, 17, 100, 16384]) for _ in range(30)]
+    stream = b"".join(b"\x17\x03\x03" + (size + 17).to_bytes(2, "big") + bytes(size + 17) for size in sizes)
+    ends = [sum(size + 22 for size in sizes[: n + 1]) for n in range(len(sizes))]
+    records, came, read = Records(), 0, 0
+    while read < sum(sizes):
+        wanted = rng.randrange(1, sum(sizes) - read + 1)
+        while True:
+            whole = [n for n, end in enumerate(ends) if end <= came]
+            here = sum(sizes[: len(whole)])
+            if here >= read + wanted:
+                break
+            needed = next(end for n, end in enumerate(ends) if sum(sizes[: n + 1]) >= read + wanted)
+            count = records.to_come(wanted - (here - read))
+            assert 1 <= count <= needed - came
+            step = rng.randrange(1, count + 1)
+            records.came(memoryview(stream)[came : came + step])
+            came += step
+        read += wanted
+
+
+def test_both_directions_at_once_under_load_keep_their_order(certificates: Path, opened: contextlib.ExitStack) -> None:
+    transport = tls(certificates, "server")
+    listener = transport.listen("127.0.0.1:0")
+    opened.callback(listener.close)
+    near, far = connected(transport, listener)
+    opened.callback(near.close)
+    opened.callback(far.close)
+    rng = random.Random(9)
+    pieces = [os.urandom(rng.choice([0, 1, 48, 1000, 70_000, 200_000])) for _ in range(60)]
+
+    def send(end: Connection) -> None:
+        for piece in pieces:
+            end.send(b"head", memoryview(piece))
+
+    def check(end: Connection) -> None:
+        for piece in pieces:
+            assert receive(end, 4 + len(piece)) == b"head" + piece
+
+    with Beside(lambda: send(near)) as one, Beside(lambda: send(far)) as two, Beside(lambda: check(near)) as three:
+        check(far)
+        for thread in (one, two, three):
+            thread.raise_if_failed()
+
+
+def test_a_connection_that_failed_to_shake_hands_is_closed(certificates: Path, opened: contextlib.ExitStack) -> None:
+    plain = TcpTransport().listen("127.0.0.1:0")
+    opened.callback(plain.close)
+    near = dial(tls(certificates, "worker"), plain.address, opened)
+    far = plain.accept()
+    opened.callback(far.close)
+    far.send(b"RLPT, no TLS")
+    assert isinstance(far, TcpConnection)
+    for _ in range(2):
+        with pytest.raises(LinkError):
+            receive(near, 1)
