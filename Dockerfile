@@ -2,7 +2,7 @@
 #
 #   make dist
 #   docker build --tag me/rallypoint .                       # torch's own build; it brings CUDA, and is large
-#   docker build --tag me/rallypoint --build-arg TORCH="torch --index-url https://download.pytorch.org/whl/cpu" .
+#   docker build --tag me/rallypoint --build-arg TORCH="torch --index-url URL" .   # a build for CPUs, from its index
 #
 # Your own image adds your script and what it imports:
 #

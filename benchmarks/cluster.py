@@ -35,6 +35,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import RallypointError
 from rallypoint.launch import environment
 from rallypoint.net.handshake import new_token
+from rallypoint.net.tls.making import make_certificates
 from rallypoint.testing.netlab import Netlab
 
 FOLDER = Path(__file__).resolve().parent
@@ -139,10 +140,12 @@ class _Member:
 class Members:
     """The processes of one measurement; a context manager that leaves none behind.
 
-    Each holds a lifeline to this process, so they end even when it is killed. `folder` is theirs while it lasts.
+    Each holds a lifeline to this process, so they end even when it is killed. `folder` is theirs while it lasts. `tls`:
+    their links have TLS, with certificates of their own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tls: bool = False) -> None:
+        self._tls = tls
         self._members: list[_Member] = []
         self._stack = contextlib.ExitStack()
         self._token = new_token()
@@ -154,6 +157,8 @@ class Members:
         self._stack.callback(os.close, self._lifeline)
         self._stack.callback(os.close, write)
         self._stack.callback(self._end)
+        if self._tls:
+            make_certificates(self.folder / "tls")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -262,6 +267,7 @@ class Members:
         return {
             environment.COORDINATOR: self.coordinator,
             environment.TOKEN: self._token,
+            environment.TLS: str(self.folder / "tls") if self._tls else "",
             environment.ID: name,
             environment.LIFELINE: str(self._lifeline),
             "OMP_NUM_THREADS": "1",

@@ -3,6 +3,7 @@
     python benchmarks/reduce.py --goals                                    # the three cases of the project's goals
     python benchmarks/reduce.py --workers 4 --servers 4 --rate 1000        # one case, 1 Gbit/s links
     python benchmarks/reduce.py --loopback --workers 2 --servers 1         # plain loopback, no root needed
+    python benchmarks/reduce.py --tls                                      # with TLS and without, in turn
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from cluster import TCP_LIMIT, Case, Members, Site, Spread, main, report, site, 
 from rallypoint.config import JobConfig
 from reduce_member import Result, Task
 
-Design = Literal["rallypoint", "gloo"]
-DESIGNS: tuple[Design, ...] = ("rallypoint", "gloo")
+Design = Literal["rallypoint", "tls", "gloo"]
+NAMES: dict[Design, str] = {"rallypoint": "Rallypoint", "tls": "Rallypoint, TLS", "gloo": "Gloo all-reduce"}
 _DEFAULTS = JobConfig()
 
 # The three cases of the project's goals, each with the settings that suit its links: on slow ones small shards, so that
@@ -60,7 +61,7 @@ class Figures(msgspec.Struct, frozen=True):
     """
 
     case: str
-    design: str
+    design: Design
     seconds: Spread
     times_kb: float | None
     limit: float
@@ -76,30 +77,30 @@ def limit(case: Case, design: Design) -> float:
     return max(1.0, case.workers / case.servers)
 
 
-def measure(case: Case, size: Size, console: Console) -> list[Figures]:
-    """Both designs in turn, `rounds` times, on the same links."""
-    times: dict[Design, list[float]] = {design: [] for design in DESIGNS}
+def measure(case: Case, size: Size, designs: Sequence[Design], console: Console) -> list[Figures]:
+    """The designs in turn, `rounds` times, on the same links."""
+    times: dict[Design, list[float]] = {design: [] for design in designs}
     with site(case) as at:
         for number in range(size.rounds):
-            for design in DESIGNS:
+            for design in designs:
                 taken = run_once(at, size, design)
                 times[design] += taken
                 console.print(f"{case.name}: {design}, round {number + 1}: {Spread.of(taken).show()} s", style="dim")
-    return [figures(case, size, design, times) for design in DESIGNS]
+    return [figures(case, size, design, times) for design in designs]
 
 
 def run_once(at: Site, size: Size, design: Design) -> list[float]:
     """Start all members, synchronise `steps` times, end them: seconds of each step after the warm-up."""
     tasks = [
         Task(
-            design=design, rank=rank, workers=len(at.workers), words=size.words, steps=size.steps + size.warm_up,
-            shard_bytes=size.shard_bytes, window=size.window, hold_bytes=size.hold_bytes,
-            in_flight_bytes=size.in_flight_bytes,
+            design="gloo" if design == "gloo" else "rallypoint", rank=rank, workers=len(at.workers),
+            words=size.words, steps=size.steps + size.warm_up, shard_bytes=size.shard_bytes, window=size.window,
+            hold_bytes=size.hold_bytes, in_flight_bytes=size.in_flight_bytes,
         )
         for rank in range(len(at.workers))
     ]  # fmt: skip
-    with Members() as members:
-        if design == "rallypoint":
+    with Members(tls=design == "tls") as members:
+        if design != "gloo":
             members.start_rallypoint(at)
         members.start_workers(at, "reduce_member.py", tasks)
         members.wait(600.0)
@@ -123,17 +124,17 @@ def row(found: Figures) -> list[str]:
         times, limit = "", ""
     else:
         times, limit = f"{found.times_kb:.3f}", f"{found.limit:.2f} (TCP {found.limit * TCP_LIMIT:.2f})"
-    name = "Rallypoint" if found.design == "rallypoint" else "Gloo all-reduce"
+    name = NAMES[found.design]
     return [found.case, name, found.seconds.show(), times, limit, f"{found.speed:.2f}", f"{found.rate:.2f}"]
 
 
 COLUMNS = ("case", "design", "seconds [min..max]", "x K/B", "limit x K/B", "speed/Gloo", "GB/s")
 
 
-def run(cases: Sequence[tuple[Case, Size]], path: Path | None) -> None:
+def run(cases: Sequence[tuple[Case, Size]], designs: Sequence[Design], path: Path | None) -> None:
     """Measure, print, write."""
     console = Console(highlight=False)
-    found = [figure for case, size in cases for figure in measure(case, size, console)]
+    found = [figure for case, size in cases for figure in measure(case, size, designs, console)]
     title = (
         f"one synchronisation of K = {cases[0][1].nbytes / 1e6:g} MB fp32 among workers+servers; B: a link's rate; "
         "GB/s: gradient reduced"
@@ -165,6 +166,7 @@ def command(
     in_flight_kib: Annotated[
         int, typer.Option(min=0, help="KiB on their way to one host at once; 0: the kernel's choice.")
     ] = _DEFAULTS.in_flight_bytes // 1024,
+    tls: Annotated[bool, typer.Option("--tls", help="Measure Rallypoint with TLS too.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write all figures and the machine's facts here.")] = None,
 ) -> None:
     """Time one synchronisation of K MB for n workers: Rallypoint's servers and Gloo's all-reduce, interleaved.
@@ -178,7 +180,8 @@ def command(
         shard_bytes=shard_kib * 1024, window=window, hold_bytes=hold_kib * 1024, in_flight_bytes=in_flight_kib * 1024,
     )  # fmt: skip
     one = (Case(workers, servers, None if loopback else rate), size)
-    run([(case, replace(size, **tuning)) for case, tuning in GOALS] if goals else [one], json)
+    designs: tuple[Design, ...] = ("rallypoint", "tls", "gloo") if tls else ("rallypoint", "gloo")
+    run([(case, replace(size, **tuning)) for case, tuning in GOALS] if goals else [one], designs, json)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.policy import Sync
 from rallypoint.core.worker.slots import Compute, Initialise, Install
 from rallypoint.launch import environment
+from rallypoint.launch.access import access_of
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.session import Job
@@ -57,9 +58,10 @@ def rallypoint(task: Task) -> Result:
     })  # fmt: skip
     layout = build_layout([TensorSpec("gradient", (task.words,), "float32", 0)], config.shard_bytes)
     record = record_of(config, layout)
+    access = access_of(role="worker")
     with Job(
         id=os.environ[environment.ID], coordinator=os.environ[environment.COORDINATOR],
-        token=os.environ[environment.TOKEN], near=os.environ.get(environment.NEAR, ""),
+        token=access.token, transport=access.transport, near=os.environ.get(environment.NEAR, ""),
     ) as job:  # fmt: skip
         exchange = job.open_exchange(record, config)
         finishes = _exchange_all(job, exchange, task)

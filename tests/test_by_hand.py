@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,9 +17,10 @@ import pytest
 
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.errors import ConfigError
-from rallypoint.launch.commands.by_hand import decoded, described
+from rallypoint.errors import ConfigError, UsageError
+from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
 from rallypoint.launch.options import CoordinatorOptions
+from rallypoint.net.keys import role_token
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program, run_program
 
@@ -34,6 +37,7 @@ with rp.join() as job:
         with micro:
             micro.backward(model(micro.batch[0]).square().mean())
 """
+JOB = "the job's own token"
 ENV = {**os.environ, "RALLYPOINT_TOKEN": "a token for this test", "COLUMNS": "200"}
 
 
@@ -81,7 +85,8 @@ def members(tmp_path: Path) -> Iterator[Members]:
 
 
 def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members: Members) -> None:
-    coordinator, *others = documented()
+    token, coordinator, *others = documented()
+    assert token[0] == "token"
     assert [arguments[0] for arguments in (coordinator, *others)] == ["coordinator", *["server"] * 2, *["worker"] * 2]
     local = {"10.0.0.7:4700": "127.0.0.1:0", "/shared/run": str(members.folder / "snapshots")}
     members.start("coordinator", [local.get(word, word) for word in coordinator])
@@ -119,6 +124,38 @@ def test_a_worker_by_hand_that_is_told_to_go_says_that_it_has_left(members: Memb
     members.started["w1"].send_signal(signal.SIGTERM)
     assert members.started["w1"].wait(60.0) == 0
     assert members.said("w1").splitlines()[-1] == "w1 has left the job"
+
+
+def test_a_worker_is_a_script_for_this_python_or_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, mode in (("train.py", 0o755), ("train", 0o644), ("train.sh", 0o755)):
+        (tmp_path / name).touch()
+        (tmp_path / name).chmod(mode)
+    assert _argv_of(["train.py", "--x"]) == [sys.executable, "train.py", "--x"]
+    assert _argv_of(["train"]) == [sys.executable, "train"]
+    assert _argv_of(["./train.sh", "3"]) == ["./train.sh", "3"]
+    assert _argv_of([sys.executable, "train.py"]) == [sys.executable, "train.py"]
+    assert _argv_of(["sh", "-c", "true"]) == [shutil.which("sh"), "-c", "true"]
+    for missing, why in (("nothing.py", "there is no script nothing.py"), ("nothing", "and no program of that name")):
+        with pytest.raises(UsageError, match=why):
+            _argv_of([missing])
+
+
+def test_a_program_gets_where_the_coordinator_may_be_and_its_role_s_token_alone(tmp_path: Path) -> None:
+    (tmp_path / "job.token").write_text(JOB)
+    show = "import os; print(*(os.environ.get(name) for name in os.environ['SHOWN'].split()))"
+    names = "RALLYPOINT_COORDINATOR RALLYPOINT_ID RALLYPOINT_TOKEN RALLYPOINT_TOKEN_FILE OMP_NUM_THREADS"
+    env = {**ENV, "RALLYPOINT_TOKEN_FILE": "job.token", "RALLYPOINT_TOKEN": "", "SHOWN": names}
+    options = ["--coordinator", "a:1,b:2", "--id", "w7", "--threads", "3"]
+    status, said = run_program(
+        ["-m", "rallypoint.cli", "worker", *options, "--", sys.executable, "-c", show], tmp_path / "output", env=env,
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert status == 0, said
+    assert said.splitlines() == [
+        f"w7 runs {sys.executable} for the job at a:1,b:2",
+        f"a:1,b:2 w7 {role_token(JOB, 'worker')} None 3",
+    ]
 
 
 @pytest.mark.parametrize(

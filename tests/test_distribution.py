@@ -43,7 +43,8 @@ def run(*argv: str | Path, cwd: Path) -> str:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a wheel that was built from the source distribution, and of that one."""
     source, to = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "Dockerfile"):
+    others = ("README.md", "LICENSE", "CHANGELOG.md", "constraints.txt", "Dockerfile")
+    for name in ("pyproject.toml", "MANIFEST.in", *others):
         shutil.copy(ROOT / name, source)
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     # Without isolation: the registry is not asked for setuptools, which is here.

@@ -111,7 +111,9 @@ class Kubelet:
             folder = self.folder / "volumes" / (mount["name"] if shared else f"{pod.name}-{mount['name']}")
             folder.mkdir(parents=True, exist_ok=True)
             for item in volume.get("secret", {}).get("items", []):
-                (folder / item["path"]).write_text(self._secrets[volume["secret"]["secretName"]][item["key"]])
+                file = folder / item["path"]
+                file.write_text(self._secrets[volume["secret"]["secretName"]][item["key"]])
+                file.chmod(0o600)
             mounts[mount["mountPath"]] = folder
         return mounts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -23,8 +24,9 @@ from manifests import (
 
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch.commands.by_hand import FAILED
-from rallypoint.launch.kubernetes.beside import new_secret
+from rallypoint.launch.kubernetes.beside import certificates, new_secret
 from rallypoint.launch.kubernetes.objects import plain
+from rallypoint.net.tls.making import make_certificates
 
 EVERYTHING: dict[str, Any] = {
     "workers": "2:8", "servers": 3, "replication": 2, "namespace": "ml", "threads": 2, "cpu": "4", "memory": "16Gi",
@@ -37,6 +39,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
     "url": {"snapshots": "s3://bucket/gpt"},
     "claim": {"claim": "mine", "snapshots": "none"},
+    "tls": {"tls": "gpt-tls"},
 }
 
 
@@ -145,6 +148,19 @@ def test_each_role_gets_its_own_token_and_none_stands_in_the_manifest(manifests:
     assert made["stringData"].keys() == {"coordinator", "server", "worker"}
     assert len(set(made["stringData"].values())) == 3
     assert made["stringData"] != plain(new_secret("gpt-token"))["stringData"]
+
+
+def test_each_role_gets_its_own_certificate_and_not_the_cas_key(tmp_path: Path) -> None:
+    make_certificates(tmp_path, hosts=[], days=1)
+    made = plain(certificates("gpt-tls", tmp_path))
+    check_core(made)
+    assert not [key for key in made["stringData"] if key.startswith("ca-")]
+    for name, job in jobs_of(the("JobSet", rendered(tls="gpt-tls"))["spec"]).items():
+        (volume,) = [volume for volume in pod_of(job)["spec"]["volumes"] if volume["name"] == "tls"]
+        files = {item["path"]: made["stringData"][item["key"]] for item in volume["secret"]["items"]}
+        assert files == {file: (tmp_path / name / file).read_text() for file in ("ca.pem", "cert.pem", "key.pem")}
+    with pytest.raises(UsageError, match="makes the certificates"):
+        certificates("gpt-tls", tmp_path / "nowhere")
 
 
 def test_a_drain_takes_one_server_at_a_time_and_never_the_only_one() -> None:

@@ -11,8 +11,9 @@ import pytest
 from manifests import Manifest, rendered, the
 from processes import Kubelet, Pod, kubelet, pods_of, told
 
-from rallypoint.launch.kubernetes.beside import new_secret
+from rallypoint.launch.kubernetes.beside import certificates, new_secret
 from rallypoint.launch.kubernetes.objects import plain
+from rallypoint.net.tls.making import make_certificates
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import run_program
 
@@ -82,6 +83,20 @@ def test_the_pods_of_a_jobset_make_the_same_bytes_as_a_run_on_this_machine(clust
     assert list((cluster.folder / "volumes/job/snapshots").glob("step-00000020-*"))
     tokens = secrets()["gpt-token"].values()
     assert not [pod.name for pod in cluster.pods if any(token in cluster.said(pod) for token in tokens)]
+
+
+@pytest.mark.slow
+def test_the_pods_of_a_jobset_with_tls_make_the_same_bytes(tmp_path: Path, wanted: str) -> None:
+    make_certificates(tmp_path / "certificates", hosts=[], days=1)
+    data = {**secrets(), "gpt-tls": plain(certificates("gpt-tls", tmp_path / "certificates"))["stringData"]}
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "gate").touch()
+    pods = as_jobset(rendered("train.py", "digest", workers="2", servers=2, save=100, tls="gpt-tls"))
+    with kubelet(tmp_path, pods, data) as cluster:
+        for pod in cluster.pods:
+            cluster.start(pod)
+        finish(cluster)
+    assert (tmp_path / "volumes/job/digest").read_text() == wanted
 
 
 @pytest.mark.slow

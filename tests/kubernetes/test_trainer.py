@@ -11,6 +11,7 @@ from kubeflow_trainer_api.models.trainer_v1alpha1_cluster_training_runtime impor
 from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 from manifests import Manifest, check_core, check_jobs, container_of, jobs_of, pod_of, refusals, rendered, the
 from processes import kubelet, pods_of, told
+from status_server import status_server
 from test_pods import SCRIPT, secrets, wanted
 
 from rallypoint.launch.kubernetes.trainer import JOBSET_NAME
@@ -100,13 +101,20 @@ def test_each_train_job_has_a_volume_and_a_budget_of_its_own() -> None:
 
 @pytest.mark.slow
 @pytest.mark.programs
-def test_the_pods_of_a_train_job_make_the_same_bytes(tmp_path: Path, wanted: str) -> None:
+def test_the_pods_of_a_train_job_make_the_same_bytes_and_tell_their_progress(tmp_path: Path, wanted: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "gate").touch()
     name, spec = as_trainer_makes_it(rendered("train.py", "digest", kind="trainer", workers="2", servers=2, save=100))
-    with kubelet(tmp_path, pods_of(name, spec), secrets(), {JOBSET_NAME: name}) as cluster:
+    (tmp_path / "trainer").mkdir()
+    with (
+        status_server(tmp_path / "trainer") as server,
+        kubelet(tmp_path, pods_of(name, spec), secrets(), {JOBSET_NAME: name}) as cluster,
+    ):
+        given = [{"name": key, "value": value} for key, value in server.env.items()]  # as Trainer does
+        container_of(jobs_of(spec)["node"])["env"].extend(given)
         for pod in cluster.pods:
             cluster.start(pod)
         for pod in cluster.pods:
             assert cluster.running[pod.name].wait(100.0) == 0, told(cluster)
     assert (tmp_path / "volumes/job/digest").read_text() == wanted
+    assert [status["progressPercentage"] for status in server.taken][-1] == 100

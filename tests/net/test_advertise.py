@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rallypoint import cli
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.errors import UsageError
+from rallypoint.errors import LinkError, UsageError
 from rallypoint.launch import lifeline
 from rallypoint.launch.commands import by_hand
 from rallypoint.net.advertise import advertised
@@ -34,6 +34,40 @@ def test_nobody_is_told_to_connect_to_every_address(bound: str) -> None:
 ])  # fmt: skip
 def test_what_is_told_is_what_was_asked_for_or_where_it_listens(wanted: str, told: str) -> None:
     assert advertised("127.0.0.1:4700", wanted) == told
+
+
+@pytest.mark.parametrize(("wanted", "told"), [
+    ("[fd00::7]", "[fd00::7]:4700"), ("[fd00::7]:80", "[fd00::7]:80"), ("", "[::1]:4700"),
+])  # fmt: skip
+def test_the_same_over_ipv6(wanted: str, told: str) -> None:
+    assert advertised("[::1]:4700", wanted) == told
+
+
+def test_an_ipv6_address_stands_in_brackets() -> None:
+    with pytest.raises(UsageError, match=r"--advertise \[fd00::7\]$"):
+        advertised("[::1]:4700", "fd00::7")
+
+
+@pytest.mark.parametrize("address", ["[fe80::1]:4700", "[fe80::1%eth0]:4700"])
+def test_a_link_local_address_is_told_nobody(address: str) -> None:
+    """It means another link on every machine."""
+    with pytest.raises(UsageError, match="is link-local, and no other machine knows"):
+        advertised(address)
+    with pytest.raises(UsageError, match="is link-local"):
+        advertised("[::]:4700", address)
+
+
+@pytest.mark.parametrize(("bound", "towards", "told"), [
+    ("0.0.0.0:4700", "127.0.0.1:9", "127.0.0.1:4700"), ("[::]:4700", "[::1]:9", "[::1]:4700"),
+    ("[::]:4700", "127.0.0.1:9", "127.0.0.1:4700"), ("0.0.0.0:4700", "localhost:9", "127.0.0.1:4700"),
+])  # fmt: skip
+def test_a_wildcard_is_told_as_an_address_of_its_own_family(bound: str, towards: str, told: str) -> None:
+    assert advertised(bound, towards=towards) == told
+
+
+def test_no_way_to_the_coordinator_is_a_link_error() -> None:
+    with pytest.raises(LinkError, match=r"no way to \[::1\]:9: .*; add --advertise HOST:PORT"):
+        advertised("0.0.0.0:4700", towards="[::1]:9")
 
 
 def test_a_server_bound_to_every_address_tells_the_one_on_its_way_to_the_coordinator() -> None:
@@ -63,7 +97,7 @@ def test_a_coordinator_bound_to_every_address_needs_to_be_told_what_to_tell() ->
 def test_the_server_s_command_passes_its_addresses_on(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(service, "ServerService", lambda **how: made.append(how))
-    monkeypatch.setattr(by_hand, "run_server", lambda started, coordinator: 0)
+    monkeypatch.setattr(by_hand, "run_server", lambda started, coordinator, told: 0)
     monkeypatch.setattr(lifeline, "hold_lifeline", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     where = ["--bind", "0.0.0.0:4700", "--advertise", "node7:80"]

@@ -21,6 +21,7 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.gate import Gate, Unproven
 from rallypoint.net.handshake import Identity, check_exposure, introduce
+from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Hello, Welcome
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
@@ -616,6 +617,21 @@ def test_both_directions_at_once_under_load_keep_their_order(certificates: Path,
         check(far)
         for thread in (one, two, three):
             thread.raise_if_failed()
+
+
+def test_frames_arrive_through_tls(certificates: Path, opened: contextlib.ExitStack) -> None:
+    transport = tls(certificates, "server")
+    listener = transport.listen("127.0.0.1:0")
+    opened.callback(listener.close)
+    keys = LinkKeys(b"a" * 32, b"b" * 32)
+    near, far = connected(transport, listener)
+    sends, receives = Channel(near, "far", keys), Channel(far, "near", keys.other_side())
+    opened.callback(sends.close)
+    opened.callback(receives.close)
+    payload = os.urandom(300_000)
+    for length in (0, 300_000):
+        sends.send(Header(Kind.VERSION, length=length), memoryview(payload)[:length])
+        assert receives.receive_bytes(receives.receive_header()) == payload[:length]
 
 
 def test_a_connection_that_failed_to_shake_hands_is_closed(certificates: Path, opened: contextlib.ExitStack) -> None:

@@ -16,7 +16,7 @@ from rallypoint.core.aggregator.shell import AggregatorShell
 from rallypoint.core.job import JobRecord
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
-from rallypoint.net.advertise import advertised
+from rallypoint.net.advertise import wanted
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
@@ -75,7 +75,7 @@ class AggregatorService:
             started.callback(self._gate.close)
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, me=self._me,
-                listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
+                listening_at=wanted(self._gate.address, self._advertise),
                 handlers=Handlers(self._on_message, self._on_coordinator_lost, self._on_admitted, self._beat),
             )  # fmt: skip
             started.pop_all()

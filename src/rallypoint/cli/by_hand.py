@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
@@ -16,19 +16,45 @@ from rallypoint.launch.options import (
     Advertise,
     CoordinatorOptions,
     HealthAt,
+    Interface,
     JobAddress,
     Tls,
     TokenFile,
     with_options,
 )
 
-_ALONE = CoordinatorOptions(workers="1", servers=1, snapshots="none")
+
+@dataclass(frozen=True, kw_only=True)
+class Alone(CoordinatorOptions):
+    """The options of a coordinator that was started by hand."""
+
+    interface: Interface = ""
+
+
+_START = Alone(workers="1", servers=1, snapshots="none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listening:
+    """The options of a member that listens."""
+
+    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0"
+    interface: Interface = ""
+    advertise: Advertise = ""
+    health: HealthAt = ""
+
+    @property
+    def at(self) -> str:
+        """Where it listens, "host:port"."""
+        from rallypoint.net.places.interfaces import at_interface
+
+        return at_interface(self.bind, self.interface)
 
 
 @app.command(rich_help_panel=BY_HAND)
-@with_options(CoordinatorOptions, _ALONE)
+@with_options(Alone, _START)
 def coordinator(
-    options: CoordinatorOptions,
+    options: Alone,
     token_file: TokenFile = "", tls: Tls = "",
     resume: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to begin with, of --snapshots.")] = "",
     linger: Annotated[float, typer.Option(
@@ -38,17 +64,23 @@ def coordinator(
     terms: Annotated[str, typer.Option(hidden=True, help="All of how the cluster behaves (Terms), as JSON.")] = "",
     join_info: Annotated[str, typer.Option(hidden=True, help="All that members are told (JoinInfo), as JSON.")] = "",
 ) -> None:
-    """Run the coordinator of one job. Start it first: it prints where it listens.
+    """Run the coordinator of one job: it decides who computes what, and shows the progress.
+
+    The order of starting is free: members wait 30 s for the coordinator, and the coordinator waits for them. With port
+    0 it comes first, because it prints where it listens.
 
     The job's token comes in --token-file or RALLYPOINT_TOKEN; without one, a new one is made, and the way to it is
-    printed. With --folder it keeps a journal there: started again at the same address, it goes on.
+    printed. With --folder it keeps a journal there: if it dies, start another with the same folder and token, here or
+    on another machine that has the folder, and the job goes on. Name both addresses to the members. Never run two at
+    once.
 
-    Example: [bold]rallypoint coordinator --bind 10.0.0.7:4700 --workers 2 --servers 2[/bold]
+    Example: [bold]rallypoint coordinator --bind 10.0.0.7:4700 --token-file job.token --workers 2 --servers 2[/bold]
     """
     from rallypoint.coordinator.service import JoinInfo
     from rallypoint.core.cluster.terms import Terms
     from rallypoint.launch.commands.by_hand import decoded, described, end_process, run_coordinator
     from rallypoint.launch.health import answering
+    from rallypoint.net.places.interfaces import at_interface
 
     known, about = described(options.plan([], folder=str(options.folder or "")))
     if terms or join_info:  # from a launcher
@@ -56,24 +88,28 @@ def coordinator(
         about = decoded(join_info or "{}", JoinInfo, "--join-info")
     with answering(health) as told:
         status = run_coordinator(
-            known, about, access_of(token_file, "coordinator", tls), told, bind=options.bind,
-            advertise=options.advertise, resume=resume, linger=linger,
+            known, about, access_of(token_file, "coordinator", tls), told, resume=resume, linger=linger,
+            bind=at_interface(options.bind, options.interface), advertise=options.advertise,
         )  # fmt: skip
     end_process(status)
 
 
 @app.command(rich_help_panel=BY_HAND)
+@with_options(Listening)
 def server(
-    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
+    options: Listening,
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This server's name; by default RALLYPOINT_ID, or server-PID.")] = "",
-    advertise: Advertise = "", health: HealthAt = "",
 ) -> None:
-    """Run one server of one job. On SIGTERM it hands its shards over and ends.
+    """Run one server of one job: it owns a part of the parameters. On SIGTERM it hands its shards over and ends.
 
-    The job's token comes in --token-file or RALLYPOINT_TOKEN.
+    Start as many as the coordinator was told to wait for, at any time, before it or after it; later ones take their
+    share too. One that has died is replaced by another, under any name. At --bind 0.0.0.0:0 it tells others the address
+    of the interface that leads to the coordinator.
 
-    Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0[/bold]
+    Example: [bold]rallypoint server --coordinator 10.0.0.7:4700 --bind 10.0.0.8:0 --token-file server.token[/bold]
+
+    If the coordinator may move: [bold]--coordinator 10.0.0.7:4700,10.0.0.9:4700[/bold]
     """
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering
@@ -82,9 +118,9 @@ def server(
     access, address = access_of(token_file, "server", tls), address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
-        token=access.token, bind=bind, advertise=advertise, transport=access.transport,
+        token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
     )  # fmt: skip
-    with answering(health) as told:
+    with answering(options.health) as told:
         status = run_server(service, address, told)
     end_process(status)
 
@@ -92,7 +128,10 @@ def server(
 @app.command(context_settings=PASS_ON, rich_help_panel=BY_HAND)
 def worker(
     context: typer.Context,
-    script: Annotated[Path, typer.Argument(help="Your training script; everything after it is passed on to it.")],
+    program: Annotated[str, typer.Argument(
+        metavar="SCRIPT | -- PROGRAM",
+        help="Your training script, run by this Python, or a program; everything after it is passed on to it.",
+    )],
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or worker-PID.")] = "",
     threads: Annotated[int, typer.Option(
@@ -100,36 +139,43 @@ def worker(
     )] = 1,
     health: HealthAt = "",
 ) -> None:  # fmt: skip
-    """Run a script as one worker of one job. On SIGTERM it hands its replicas over and ends.
+    """Run a script, or any program that calls rallypoint.join(), as one worker of one job.
 
-    The job's token comes in --token-file or RALLYPOINT_TOKEN.
+    Start as many as the coordinator was told to wait for, at any time, before it or after it; more stand by and take
+    over. One that has died is replaced by another, under any name. On SIGTERM it hands its replicas over and ends.
 
-    Example: [bold]rallypoint worker --coordinator 10.0.0.7:4700 train.py --my-option 3[/bold]
+    The program gets the coordinator's places, the worker's token and name, and the number of threads in its
+    environment.
+
+    Example: [bold]rallypoint worker --coordinator 10.0.0.7:4700 --token-file worker.token train.py --my-option 3[/bold]
+
+    With another Python: [bold]rallypoint worker --coordinator 10.0.0.7:4700 -- env/bin/python train.py[/bold]
     """
     from rallypoint.launch.commands.by_hand import start_worker
 
-    refuse_option(context, str(script), "script")
+    refuse_option(context, program, "script")
     start_worker(
-        script, context.args, coordinator=coordinator, token_file=token_file, id=id, threads=threads,
+        (program, *context.args), coordinator=coordinator, token_file=token_file, id=id, threads=threads,
         health=health, tls=tls,
     )  # fmt: skip
 
 
 @app.command(rich_help_panel=BY_HAND)
+@with_options(Listening)
 def aggregator(
-    bind: Annotated[str, typer.Option(help="Where workers connect; port 0 is any free one.")] = "127.0.0.1:0",
+    options: Listening,
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This aggregator's name; by default RALLYPOINT_ID, or aggregator-PID.")] = "",
     near: Annotated[str, typer.Option(
         metavar="PLACE", help="A host or a rack, by any name: for workers whose RALLYPOINT_NEAR is the same.",
     )] = "",
-    advertise: Advertise = "", health: HealthAt = "",
 ) -> None:  # fmt: skip
-    """Run one aggregator of one job: it adds up the contributions of workers near it. It may be ended at any time.
+    """Run one aggregator of one job: it adds up the contributions of workers near it.
 
-    The job's token comes in --token-file or RALLYPOINT_TOKEN.
+    No job needs one. It may be started and ended at any time: its workers go to the servers then.
 
-    Example: [bold]rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0 --near rack2[/bold]
+    Example: [bold]rallypoint aggregator --coordinator 10.0.0.7:4700 --bind 10.0.0.9:0 --near rack2[/bold], and its
+    workers with RALLYPOINT_NEAR=rack2
     """
     from rallypoint.aggregator.service import AggregatorService
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
@@ -138,9 +184,9 @@ def aggregator(
     access, address = access_of(token_file, "aggregator", tls), address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
-        token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=bind,
-        advertise=advertise, transport=access.transport,
+        token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=options.at,
+        advertise=options.advertise, transport=access.transport,
     )  # fmt: skip
-    with answering(health) as told:
+    with answering(options.health) as told:
         status = run_server(service, address, told)
     end_process(status)

@@ -41,12 +41,18 @@ def render(
 def secret(
     name: Annotated[str, typer.Argument(help="The Secret's name: NAME-token for the job NAME.")],
     namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace; by default that of kubectl.")] = "",
-) -> None:
+    tls: Annotated[Path | None, typer.Option(
+        metavar="FOLDER", help="Print the roles' certificates instead, from a folder of `rallypoint certs`.",
+    )] = None,
+) -> None:  # fmt: skip
     """Print a Secret with a new token for each role of one job. Pipe it into kubectl: it belongs in no file.
 
     Example: [bold]rallypoint k8s secret gpt-token | kubectl apply -f -[/bold]
+
+    With TLS: [bold]rallypoint k8s secret gpt-tls --tls certificates | kubectl apply -f -[/bold]
     """
-    from rallypoint.launch.kubernetes.beside import new_secret
+    from rallypoint.launch.kubernetes.beside import certificates, new_secret
     from rallypoint.launch.kubernetes.text import yaml_of
 
-    print(yaml_of([new_secret(name, namespace)]), end="")
+    made = new_secret(name, namespace) if tls is None else certificates(name, tls, namespace)
+    print(yaml_of([made]), end="")

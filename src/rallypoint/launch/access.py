@@ -68,8 +68,8 @@ def token_for(role: str, token_file: str) -> str:
         return new_token()
     if role not in ROLES:
         raise UsageError(f"there is no --role {role}: choose of {', '.join(ROLES)}; a coordinator has the job's own")
-    if token := access_of(token_file, role).token:
-        return token
+    if token := access_of(token_file).token:
+        return role_token(token, role)
     raise UsageError("a role's token follows from the job's: give --token-file FILE; `rallypoint token` makes a job's")
 
 

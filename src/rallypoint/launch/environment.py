@@ -15,6 +15,7 @@ ID = "RALLYPOINT_ID"
 NEAR = "RALLYPOINT_NEAR"  # the place where a member is: a host or a rack, by any name (see `core.view.Member`)
 HEALTH = "RALLYPOINT_HEALTH"  # where a worker answers health checks: see `launch.health`
 LEFT_STATUS = "RALLYPOINT_LEFT_STATUS"  # the exit status of a member that was told to go while its job goes on; 0
+KUBEFLOW_TRAINER = "KUBEFLOW_TRAINER_SERVER_URL"  # set by Kubeflow Trainer: see `launch.kubernetes.progress`
 LIFELINE = "RALLYPOINT_LIFELINE"
 ANNOUNCE = "RALLYPOINT_ANNOUNCE"
 LISTENS_AT = "the coordinator listens at "  # the beginning of the line that a coordinator prints when it is ready

@@ -43,6 +43,10 @@ def join() -> Job:
             near=os.environ.get(environment.NEAR, ""),
         )  # fmt: skip
         health.joined()
+        if os.environ.get(environment.KUBEFLOW_TRAINER):
+            from rallypoint.launch.kubernetes.progress import telling
+
+            until_exit.enter_context(telling(lambda: job.progress))
         atexit.register(until_exit.pop_all().close)
     if threading.current_thread() is threading.main_thread():
         status = environment.left_status()

@@ -41,10 +41,15 @@ Sets = Annotated[list[str] | None, typer.Option(
     "--set", metavar="KEY=VALUE", rich_help_panel=_FILES, help="One setting, as in --set steps=200; may be repeated.",
 )]  # fmt: skip
 JobAddress = Annotated[str, typer.Option(
-    metavar="HOST:PORT", help="Where the job's coordinator listens; by default RALLYPOINT_COORDINATOR.",
+    metavar="PLACES", help="Where the job's coordinator may listen: host:port, several of them with commas between, "
+    "file:PATH with one a line, or srv+dns://NAME; by default RALLYPOINT_COORDINATOR.",
 )]  # fmt: skip
 TokenFile = Annotated[str, typer.Option(
-    metavar="FILE", help="The file that holds the job's token; by default RALLYPOINT_TOKEN_FILE or RALLYPOINT_TOKEN.",
+    metavar="FILE", help="The file that holds the job's token, or that of this role; by default RALLYPOINT_TOKEN_FILE "
+    "or RALLYPOINT_TOKEN. `rallypoint token` makes them.",
+)]  # fmt: skip
+Interface = Annotated[str, typer.Option(
+    metavar="NAME", help="Listen at the address of this network interface, as eth0, in place of the host in --bind.",
 )]  # fmt: skip
 HealthAt = Annotated[str, typer.Option(
     metavar="HOST:PORT", help="Answer GET /healthz and /readyz here: for the probes of whoever runs this process.",
@@ -233,10 +238,8 @@ _SAME = {
 }  # fmt: skip
 
 
-def with_options(
-    kind: type[CoordinatorOptions], defaults: CoordinatorOptions | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:  # fmt: skip
-    """Give a command all options of `kind`, as one argument, `options`."""
+def with_options(kind: type[Any], defaults: Any = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command all options of `kind`, a dataclass of them, as one argument, `options`."""
     start = defaults or kind()
     hints = get_type_hints(kind, include_extras=True)
 

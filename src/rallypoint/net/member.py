@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster.health.silence import LIVING_S
 from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, ProtocolError, RallypointError, UnprovenPeer
+from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Kind
 from rallypoint.net.handshake import COORDINATOR, Credentials, Identity, introduce
 from rallypoint.net.messages import Admitted, Beat, GiveUp, Hello, Knows, Message, NewView, Refused
 from rallypoint.net.outbox import Backlog
-from rallypoint.net.transport import Connection, Transport
-from rallypoint.observe.lines import Once
+from rallypoint.net.places.whereabouts import Whereabouts
+from rallypoint.net.transport import Transport
 
 log = logging.getLogger("rallypoint")
 
@@ -56,14 +57,16 @@ class Handlers:
 class CoordinatorLink:
     """A member's link to the coordinator. The constructor joins as `me`; `start` begins to receive messages.
 
-    The constructor waits up to `patience` seconds (default 30) for a coordinator. `listening_at` is a server's own
-    address. It raises AccessDenied when the coordinator refuses, or when nobody there has proved in time that it knows
-    the token; LinkError when there is no coordinator in time.
+    `address` says where the coordinator may be (see `Whereabouts`): each attempt tries each place in turn. The
+    constructor waits up to `patience` seconds (default 30) for a coordinator. `listening_at` is a server's own address;
+    if it is a wildcard, the coordinator is told that of the interface that leads to it. The constructor raises
+    AccessDenied when the coordinator refuses, or when nobody there has proved in time that it knows the token;
+    LinkError when there is no coordinator in time.
 
-    When the link breaks, its thread connects again, to the same or a restarted coordinator. Messages sent meanwhile
-    wait. They are dropped if the coordinator has given this member up and admits it as a new one. Nothing is believed
-    of whoever listens at the coordinator's address and does not prove that it knows the token (and, once this member is
-    admitted, its secret): the link tries again.
+    When the link breaks, its thread connects again, to the same or a restarted coordinator, at the same or another
+    place. Messages sent meanwhile wait. They are dropped if the coordinator has given this member up and admits it as a
+    new one. Nothing is believed of whoever listens at one of the places and does not prove that it knows the token
+    (and, once this member is admitted, its secret): the link tries again.
 
     `credentials` are those of this member, for its links to servers too.
     """
@@ -72,7 +75,7 @@ class CoordinatorLink:
         self, *, transport: Transport, address: str, me: Identity, handlers: Handlers, listening_at: str = "",
         patience: float | None = None,
     ) -> None:  # fmt: skip
-        self._transport, self._address, self._handlers = transport, address, handlers
+        self._transport, self._places, self._handlers = transport, Whereabouts(address), handlers
         self._listening_at = listening_at
         self.credentials = Credentials(me)
         self._process = secrets.token_bytes(_NAME_BYTES)
@@ -80,7 +83,7 @@ class CoordinatorLink:
         self._knows = Knows()  # the newest view that came
         self._unsent: deque[Message] = deque()
         self._corrupt: Channel | None = None
-        self._said_that_it_waits = Once()
+        self._said_that_it_waits = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channel = self._join_patiently(JOIN_TIMEOUT_S if patience is None else patience)
@@ -136,17 +139,12 @@ class CoordinatorLink:
 
     # ---- joining ----
 
-    def _join(self, patience: float) -> Channel:
-        def waits(error: LinkError) -> None:
-            newcomer = not self.incarnation and self._me.role != "observer"
-            if newcomer and self._said_that_it_waits.is_new(self._address):
-                # It cannot know which: nobody is there to ask
-                why = "the coordinator may not have been started yet, or its job is over"
-                log.warning("%s; trying again for %.0f s: %s", error, patience, why)
-
-        connection = connect_patiently(self._transport, self._address, patience, self._closed, waits)
+    def _join(self, place: str, patience: float) -> Channel:
+        connection = self._transport.connect(place, timeout=min(_CONNECT_S, max(0.1, patience)))
         try:
             me = self._me
+            if self._listening_at:  # once it is known, it stays: the first coordinator has told others
+                self._listening_at = advertised(self._listening_at, towards=place)
             hello = Hello(
                 me.role, me.id, socket.gethostname(), self._listening_at, me.incarnation, to=COORDINATOR,
                 process=self._process, near=me.near,
@@ -157,28 +155,46 @@ class CoordinatorLink:
             raise
         return Channel(connection, "the coordinator", keys, backlog=Backlog(_MOST_WAITING, _MOST_WAITING))
 
+    def _join_somewhere(self, deadline: float) -> Channel | list[LinkError]:
+        """Join at the first place where a coordinator is. If there is none: why, for each place."""
+        try:
+            places = self._places.now()
+        except LinkError as error:
+            return [error]
+        failed = list[LinkError]()
+        for place in places:
+            try:
+                return self._join(place, deadline - time.monotonic())
+            except LinkError as error:
+                failed.append(error)
+            if self._closed.is_set():
+                break
+        return failed
+
     def _join_patiently(self, patience: float) -> Channel:
         """Join. A coordinator that dies meanwhile, or that has not proved itself, is waited for like an absent one.
 
         LinkError if there is none in time; AccessDenied if it refuses, or has not proved itself in time.
         """
         deadline, warned, pause = time.monotonic() + patience, False, _RETRY_S
-        while True:
-            try:
-                return self._join(deadline - time.monotonic())
-            except UnprovenPeer as error:
+        while isinstance(failed := self._join_somewhere(deadline), list):
+            error, unproven = _in_one(failed), any(isinstance(error, UnprovenPeer) for error in failed)
+            if unproven:
                 pause = min(2 * pause, _SLOW_RETRY_S)
-                if not warned and not self.incarnation:
+                if not warned and not self.incarnation and all(isinstance(error, UnprovenPeer) for error in failed):
                     deadline = min(deadline, time.monotonic() + NEWCOMER_TIMEOUT_S)
-                if time.monotonic() >= deadline or self._closed.is_set():
-                    raise AccessDenied(str(error)) from None
-                if not warned:
-                    log.warning("%s; trying again for %.0f s", error, deadline - time.monotonic())
-                    warned = True
-            except LinkError:
-                if time.monotonic() >= deadline or self._closed.is_set():
-                    raise
-            self._closed.wait(min(pause, max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= deadline or self._closed.is_set():
+                raise AccessDenied(str(error)) if unproven else error
+            left = deadline - time.monotonic()
+            if unproven and not warned:
+                log.warning("%s; trying again for %.0f s", error, left)
+                warned = True
+            elif not (unproven or self.incarnation or self._me.role == "observer" or self._said_that_it_waits):
+                self._said_that_it_waits = True
+                why = "the coordinator may not have been started yet, or its job is over"
+                log.warning("%s; trying again for %.0f s: %s", error, left, why)  # nobody is there to ask which
+            self._closed.wait(min(pause, max(0.0, left)))
+        return failed
 
     def _rejoin(self) -> None:
         """Connect again. LinkError if no coordinator answers in time, AccessDenied if it refuses."""
@@ -285,20 +301,7 @@ class CoordinatorLink:
             raise ProtocolError(f"its {type(message).__name__} message could not be acted on: {error!r}") from error
 
 
-def connect_patiently(
-    transport: Transport, address: str, timeout: float, stop: threading.Event | None = None,
-    waits: Callable[[LinkError], None] = lambda error: None,
-) -> Connection:  # fmt: skip
-    """Connect; try again while nobody listens there, because members may be started in any order.
 
-    LinkError after `timeout` seconds, or when `stop` is set. `waits` gets each error after which it tries again.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return transport.connect(address, timeout=min(_CONNECT_S, max(0.1, deadline - time.monotonic())))
-        except LinkError as error:
-            if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
-                raise
-            waits(error)
-            time.sleep(_RETRY_S)
+def _in_one(failed: list[LinkError]) -> LinkError:
+    """One error for those of all places; a place that was tried in vain is in each sentence."""
+    return failed[0] if len(failed) == 1 else LinkError("; ".join(dict.fromkeys(str(error) for error in failed)))

@@ -15,7 +15,7 @@ from rallypoint.core.shard.links import PeerLinks
 from rallypoint.core.typed import LONGEST_NAME
 from rallypoint.core.view import View
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, RallypointError
-from rallypoint.net.advertise import advertised
+from rallypoint.net.advertise import wanted
 from rallypoint.net.channel import Channel
 from rallypoint.net.gate import Gate
 from rallypoint.net.handshake import Identity
@@ -95,7 +95,7 @@ class ServerService:
             started.callback(self._gate.close)
             self._link = CoordinatorLink(
                 transport=self._transport, address=self._coordinator, me=me,
-                listening_at=advertised(self._gate.address, self._advertise, self._coordinator),
+                listening_at=wanted(self._gate.address, self._advertise),
                 handlers=Handlers(
                     self._on_message, self._on_coordinator_lost, self._on_admitted,
                     lambda: Beat() if self._peers is None else Beat(self._peers.unreachable()),

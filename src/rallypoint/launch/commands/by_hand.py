@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Aborted, Finished, Message
+from rallypoint.net.places.whereabouts import Whereabouts
 from rallypoint.net.transport import Transport
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -172,14 +174,17 @@ def end_process(status: int) -> NoReturn:
 
 
 def start_worker(
-    script: Path, arguments: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int,
-    health: str = "", tls: str = "",
+    command: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int, health: str = "",
+    tls: str = "",
 ) -> None:  # fmt: skip
-    """Replace this process by ``python SCRIPT``, which joins the job at `coordinator` with `rallypoint.join`."""
-    check_script(script)
+    """Replace this process by a program that joins the job at `coordinator` with `rallypoint.join`.
+
+    `command` is a script, for this Python, or a program, and its arguments.
+    """
+    argv = _argv_of(command)
     name = id or os.environ.get(environment.ID) or f"worker-{os.getpid()}"
     address = address_of(coordinator)
-    print(f"{name} runs {script} for the job at {address}", flush=True)
+    print(f"{name} runs {command[0]} for the job at {address}", flush=True)
     env = {
         **os.environ, environment.COORDINATOR: address, environment.ID: name,
         environment.TOKEN: access_of(token_file, "worker", tls).token,
@@ -190,13 +195,28 @@ def start_worker(
         env[environment.TLS] = str(Path(tls).resolve())
     if health:
         env[environment.HEALTH] = health
-    os.execve(sys.executable, [sys.executable, str(script), *arguments], env)
+    os.execve(argv[0], argv, env)
+
+
+def _argv_of(command: Sequence[str]) -> list[str]:
+    """A program with its path, and its arguments. UsageError if there is no such script or program.
+
+    What ends in .py, and a file that is not executable, is a script: ``train.py``. The rest are programs:
+    ``python train.py``, ``./train.sh``.
+    """
+    first = Path(command[0])
+    if first.suffix != ".py" and (program := shutil.which(command[0])):
+        return [program, *command[1:]]
+    if first.suffix != ".py" and not first.exists():
+        raise UsageError(f"there is no script {first}, and no program of that name")
+    check_script(first)
+    return [sys.executable, *command]
 
 
 def address_of(given: str) -> str:
-    """Return the coordinator's address, from an option or the environment. Raises UsageError without one."""
+    """Return where the coordinator may be, from an option or the environment. UsageError without it."""
     if address := given or os.environ.get(environment.COORDINATOR, ""):
-        return address
+        return str(Whereabouts(address))
     raise UsageError("which job? give --coordinator host:port or set RALLYPOINT_COORDINATOR")
 
 

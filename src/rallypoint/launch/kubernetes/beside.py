@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
+from rallypoint.errors import UsageError
 from rallypoint.launch.kubernetes import objects as k
+from rallypoint.launch.kubernetes.pods import certificate_key
 from rallypoint.launch.kubernetes.shape import Shape, check_label
 from rallypoint.net.handshake import new_token
 from rallypoint.net.keys import role_token
+from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 
 _ROLES = ("coordinator", "server", "worker")
 
@@ -56,6 +59,24 @@ def new_secret(name: str, namespace: str = "") -> k.Secret:
     return k.Secret(
         api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
         string_data={role: role_token(token, role) for role in _ROLES},
+    )  # fmt: skip
+
+
+def certificates(name: str, folder: Path, namespace: str = "") -> k.Secret:
+    """Return a Secret with each role's certificate, from a folder of `rallypoint certs`. UsageError if one is missing.
+    """
+    check_label(name, "the Secret")
+    data: dict[str, str] = {}
+    for role in _ROLES:
+        for file in (CA, CERTIFICATE, KEY):
+            try:
+                data[certificate_key(role, file)] = (folder / role / file).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"{folder / role / file} cannot be read ({error}): `rallypoint certs {folder}` makes "
+                                 "the certificates") from None
+    return k.Secret(
+        api_version="v1", kind="Secret", metadata=k.Meta(name=name, namespace=namespace), type="Opaque",
+        string_data=data,
     )  # fmt: skip
 
 

@@ -39,6 +39,10 @@ class RenderOptions(CoordinatorOptions):
         help="The Secret with the roles' tokens; by default NAME-token. See `rallypoint k8s secret`.", panel=_JOB,
         metavar="NAME",
     )] = ""  # fmt: skip
+    tls: Annotated[str, _option(
+        help="Use TLS: the Secret with the roles' certificates. See `rallypoint k8s secret --tls`.", panel=_JOB,
+        metavar="NAME",
+    )] = ""  # fmt: skip
     send_script: Annotated[bool, _option(
         "--send-script", panel=_JOB,
         help="Put the script itself into the manifest: an image with rallypoint is enough.",
@@ -98,7 +102,7 @@ class RenderOptions(CoordinatorOptions):
             claim=self.claim, storage=self.storage, storage_class=self.storage_class,
             worker=Size(cpu=self.cpu, memory=self.memory, gpus=self.gpus),
             server=Size(cpu=self.server_cpu, memory=self.server_memory), spot=(key, value), grace=self.grace,
-            save=self.save, secret=self.secret,
+            save=self.save, secret=self.secret, tls=self.tls,
         )  # fmt: skip
 
     def _path(self, script: Path) -> str:

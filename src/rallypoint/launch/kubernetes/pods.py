@@ -9,6 +9,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.commands.by_hand import FAILED
 from rallypoint.launch.kubernetes import objects as k
 from rallypoint.launch.kubernetes.shape import (
+    CERTIFICATES,
     CODE,
     COORDINATOR_PORT,
     FOLDER,
@@ -18,6 +19,7 @@ from rallypoint.launch.kubernetes.shape import (
     Shape,
     Size,
 )
+from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 
 LEFT_STATUS = 143  # of who was told to go: 128 + SIGTERM. With 0 its pod would count as done, and nobody replace it
 GPU = "nvidia.com/gpu"
@@ -79,7 +81,8 @@ class Pods:
         return self._template("worker", container, restart="OnFailure", grace=max(shape.grace, shape.save))
 
     def _access(self) -> tuple[str, ...]:
-        return f"--token-file={TOKEN_FILE}", f"--health={_HEALTH}"
+        tls = (f"--tls={CERTIFICATES}",) if self.shape.tls else ()
+        return f"--token-file={TOKEN_FILE}", *tls, f"--health={_HEALTH}"
 
     def _container(self, role: str, command: tuple[str, ...], *, port: int = 0, size: Size = _ANY) -> k.Container:
         gpus = {GPU: str(size.gpus)} if size.gpus else {}
@@ -139,6 +142,11 @@ class Pods:
         )
         volumes = [k.Volume(name="token", secret=token)]
         mounts = [k.Mount(name="token", mount_path=TOKEN_FILE.rpartition("/")[0], read_only=True)]
+        if shape.tls:
+            items = [k.KeyToPath(key=certificate_key(role, file), path=file) for file in (CA, CERTIFICATE, KEY)]
+            own = k.SecretSource(secret_name=shape.tls, default_mode=0o440, items=items)
+            volumes.append(k.Volume(name="tls", secret=own))
+            mounts.append(k.Mount(name="tls", mount_path=CERTIFICATES, read_only=True))
         if role == "worker" and shape.code:
             volumes.append(k.Volume(name="code", config_map=k.ConfigMapSource(name=shape.name)))
             mounts.append(k.Mount(name="code", mount_path=CODE, read_only=True))
@@ -149,6 +157,11 @@ class Pods:
             volumes.append(k.Volume(name="saved", empty_dir=k.EmptyDir()))
             mounts.append(k.Mount(name="saved", mount_path=FOLDER))
         return volumes, mounts
+
+
+def certificate_key(role: str, file: str) -> str:
+    """Return the key in a Secret of one of a role's files, as ``server-cert.pem``. The CA's is everybody's."""
+    return file if file == CA else f"{role}-{file}"
 
 
 def claimed(shape: Shape) -> k.Volume:

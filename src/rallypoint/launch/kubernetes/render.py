@@ -18,7 +18,8 @@ def render(kind: str, shape: Shape) -> str:
     if kind not in KINDS:
         known = ", ".join(KINDS)
         raise UsageError(f"there is no kind {kind}{meant(kind, KINDS) or f': choose one of {known}'}")
-    return _HEADER.format(shape=shape, namespace=_namespace(shape)) + yaml_of(KINDS[kind](shape))
+    tls = _TLS_HEADER if shape.tls else ""
+    return (_HEADER + tls).format(shape=shape, namespace=_namespace(shape)) + yaml_of(KINDS[kind](shape))
 
 
 def _jobset(shape: Shape) -> list[Part]:
@@ -45,4 +46,8 @@ KINDS: dict[str, Callable[[Shape], list[Part]]] = {"jobset": _jobset, "trainer":
 _HEADER = """\
 # Once, before this: rallypoint k8s secret {shape.secret_name}{namespace} | kubectl apply -f -
 # How it gets on:    kubectl logs -f -l app.kubernetes.io/instance={shape.name},app.kubernetes.io/component=coordinator
+"""
+_TLS_HEADER = """\
+# For TLS, once:     rallypoint certs certificates
+#                    rallypoint k8s secret {shape.tls}{namespace} --tls certificates | kubectl apply -f -
 """

@@ -11,6 +11,7 @@ from rallypoint.launch.plan import parse_workers
 
 FOLDER = "/rallypoint"  # where the shared volume is mounted: the job's folder
 TOKEN_FILE = "/run/rallypoint/token/token"
+CERTIFICATES = "/run/rallypoint/tls"
 CODE = "/code"  # where a script that travels in the manifest is mounted
 COORDINATOR_PORT, SERVER_PORT, HEALTH_PORT = 4700, 4701, 4780
 LONGEST_NAME = 63  # of whatever becomes part of a DNS name
@@ -46,6 +47,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         grace: seconds that a pod has, after SIGTERM, to hand over what it holds.
         save: seconds that workers have, after the last step, to save the model.
         secret: the Secret with the roles' tokens; "": that of the job's name.
+        tls: the Secret with the roles' certificates; "": there is no TLS.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     grace: int = 60
     save: int = 600
     secret: str = ""
+    tls: str = ""
 
     def __post_init__(self) -> None:
         """Raises UsageError for what Kubernetes would refuse."""

@@ -25,8 +25,8 @@ from rallypoint.net.tls.files import Loaded, TlsFiles, role_of
 from rallypoint.net.tls.records import Records
 from rallypoint.net.transport import Secured
 
-_PIECE = 64 << 10  # bytes that are encrypted at once: what a payload needs of spare memory
-_ROOM = 128 << 10  # bytes that are received at once
+_PIECE = 128 << 10  # bytes that are encrypted at once: what a payload needs of spare memory
+_ROOM = 256 << 10  # bytes that are received at once; with less, a receiver wakes up more often
 _GREETING_ROOM = 4 << 10  # less for a peer that has not proved anything
 _FIRST_WORD_S = 2.0  # a dialer with TLS speaks first, at once; one without waits to be greeted
 _LABEL = b"rallypoint/tls"

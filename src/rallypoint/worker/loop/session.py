@@ -49,6 +49,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.loop.own import several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -173,6 +174,16 @@ class Job:
     def _say_done(self) -> None:
         if (generation := self._done) is not None:
             self._link.send(Done(generation))
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far this worker's run is; None before it has one. Any thread may ask."""
+        if (run := self._run) is None:
+            return None
+        with self._changed:
+            metrics = self._metrics[-1].values if self._metrics else {}
+        steps = run.config.steps
+        return Progress(steps if self._finished else min(max(0, run.step), steps), steps, self._leads(), metrics)
 
     @property
     def left(self) -> bool:

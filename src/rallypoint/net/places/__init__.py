@@ -1,0 +1,1 @@
+"""Where others are, and where this process can be reached: no settings, no connections."""
