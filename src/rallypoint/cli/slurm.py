@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +29,6 @@ class SlurmOptions(RunOptions):
     time: Annotated[str, option(metavar="TIME", panel=_SLURM, help="The job's limit, as 4:00:00.")] = ""
     partition: Annotated[str, option(metavar="NAME", panel=_SLURM, help="Of the workers, and of servers too,")] = ""
     server_partition: Annotated[str, option(metavar="NAME", panel=_SLURM, help="... unless they have their own.")] = ""
-    gpus: Annotated[int, option(min=0, metavar="N", panel=_SLURM, help="GPUs of each worker.")] = 0
     worker_cpus: Annotated[int, option(min=1, metavar="N", panel=_SLURM, help="Cores of each worker,")] = 1
     server_cpus: Annotated[int, option(min=1, metavar="N", panel=_SLURM, help="... and of each server.")] = 2
     together: Annotated[bool, option(
@@ -66,13 +66,13 @@ def slurm(
     check_script(script)
     if options.engine != "local" or options.hosts:
         raise UsageError("a Slurm job runs on the machines that Slurm gives it: without --engine and --hosts")
-    ours = replace(options, engine="slurm", or_resume=True)
+    ours = replace(options, engine="slurm", or_resume=True, gpus=0.0)
     ours.run([], script=str(script))  # its options can be used
     words = arguments_of(replace(ours, folder=Path(FOLDER)) if ours.folder is None else ours, RunOptions)
     batch = Batch(
         name=options.job_name or script.stem, workers=parse_workers(options.workers)[0][1], servers=options.servers,
         aggregators=options.aggregators, together=options.together, server_cpus=options.server_cpus,
-        worker_cpus=options.worker_cpus, gpus=options.gpus, time=options.time, partition=options.partition,
+        worker_cpus=options.worker_cpus, gpus=math.ceil(options.gpus), time=options.time, partition=options.partition,
         server_partition=options.server_partition, lead=options.lead, lines=options.sbatch or (),
         setup=options.setup or (),
     )  # fmt: skip

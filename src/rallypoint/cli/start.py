@@ -122,6 +122,9 @@ def resume(
 ) -> None:  # fmt: skip
     """Go on with a run from its newest usable snapshot: nothing else is needed.
 
+    This runs the command that the folder's run.json says, with its arguments. So a folder that another user owns or may
+    write is refused; read run.json before you resume a run that somebody gave you.
+
     Settings may change: a lower learning rate or [bold]--set clip=1.0[/bold] after a loss that was not finite, more
     steps. What the snapshot depends on (replicas, batch, seed, groups, sync, ...) cannot.
 

@@ -172,7 +172,7 @@ class RunOptions(CoordinatorOptions):
     )] = 1  # fmt: skip
     engine: Annotated[str, option(
         metavar="NAME", panel=_CLUSTER,
-        help="What starts the processes: local (this machine), ssh, or slurm (inside of its job).",
+        help="What starts the processes: local (this machine), ray, ssh, or slurm (inside of its job).",
     )] = "local"  # fmt: skip
     hosts: Annotated[str, option(
         metavar="FILE|A,B", panel=_CLUSTER, help="Run on these machines over ssh: a file with one a line, or a list.",
@@ -180,6 +180,13 @@ class RunOptions(CoordinatorOptions):
     ssh: Annotated[str, option(
         metavar="COMMAND", panel=_CLUSTER, help="The ssh client, with its options: 'ssh -F my_config'.",
     )] = "ssh"  # fmt: skip
+    address: Annotated[str, option(
+        metavar="ADDRESS", panel=_CLUSTER, show_default=False,
+        help="The Ray cluster: auto, of this machine (the default); local, a new one here; or HOST:PORT.",
+    )] = ""  # fmt: skip
+    gpus: Annotated[float, option(
+        min=0, metavar="N", panel=_CLUSTER, help="GPUs of each worker, with Ray or Slurm.",
+    )] = 0.0  # fmt: skip
     tls: Annotated[str, option(
         metavar="FOLDER|auto", panel=_CLUSTER,
         help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
@@ -221,11 +228,13 @@ class RunOptions(CoordinatorOptions):
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""
         check_engine(self.engine)
+        if self.engine != "ray" and (self.address or self.gpus):
+            raise UsageError(f"{'--address' if self.address else '--gpus'} is for --engine ray")
         bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
         if not self.hosts:
             if self.engine == "ssh":
                 raise UsageError("--engine ssh on which machines? give --hosts, a file with one a line or a list")
-            return {"bind": bind} if self.engine == "slurm" else {}
+            return {"bind": bind} if self.engine in ("ray", "slurm") else {}
         if self.engine not in ("local", "ssh"):
             raise UsageError(f"--hosts is for ssh, not for --engine {self.engine}")
         return {"engine": "ssh", "hosts": hosts_of(self.hosts), "ssh": self.ssh, "bind": bind}
@@ -234,7 +243,7 @@ class RunOptions(CoordinatorOptions):
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "engine", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "address", "gpus", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

@@ -14,7 +14,12 @@ from rallypoint.config.keys import check_keys
 from rallypoint.config.resolve import merged
 from rallypoint.config.values import check_values
 from rallypoint.errors import UsageError
-from rallypoint.launch.folder import has_snapshot, refuse_a_finished_run, refuse_a_running_run
+from rallypoint.launch.folder import (
+    has_snapshot,
+    refuse_a_finished_run,
+    refuse_a_running_run,
+    refuse_others_words,
+)
 from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, read_plan, resized
 from rallypoint.store.snapshots import SnapshotStore
 
@@ -41,8 +46,10 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     """Return the plan with which the run in this folder goes on from its newest usable snapshot.
 
     `say` gets a sentence about the snapshot, one for each setting that changes, and one for each snapshot that cannot
-    be used. Raises UsageError when the run cannot go on, ConfigError for a setting that cannot change.
+    be used. Raises UsageError when the run cannot go on, or another user could have written its plan; ConfigError for a
+    setting that cannot change.
     """
+    refuse_others_words(run)
     plan = read_plan(run)
     check_keys(wishes.settings)
     check_values(wishes.settings)

@@ -11,7 +11,7 @@ from rallypoint.launch.engines.cluster import Cluster
 from rallypoint.launch.engines.slurm.requeue import AGAIN, requeue
 from rallypoint.launch.plan import Launch
 
-ENGINES = ("local", "ssh", "slurm")
+ENGINES = ("local", "ray", "slurm", "ssh")
 
 
 def check_engine(name: str) -> None:
@@ -29,6 +29,14 @@ def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
     """
     check_engine(plan.engine)
     match plan.engine:
+        case "ray":
+            from rallypoint.launch.engines.ray import RayCluster
+
+            with RayCluster(
+                plan.address or "auto", folder=plan.folder, snapshots=plan.snapshots, servers=plan.servers,
+                cpus=plan.threads, gpus=plan.gpus, say=say,
+            ) as nodes:  # fmt: skip
+                yield nodes
         case "ssh":
             from rallypoint.launch.engines.ssh import SshCluster
 
