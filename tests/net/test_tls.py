@@ -466,7 +466,7 @@ def test_an_expired_certificate_that_is_renewed_lets_the_same_member_in(
     Member(transport, door, opened)
 
 
-@pytest.mark.parametrize("change", ["no key", "another key", "garbage"])
+@pytest.mark.parametrize("change", ["no key", "another key", "garbage", "another role"])
 def test_files_that_are_half_renewed_are_told_of_and_the_old_ones_count(
     certificates: Path, tmp_path: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture, change: str
 ) -> None:
@@ -482,6 +482,9 @@ def test_files_that_are_half_renewed_are_told_of_and_the_old_ones_count(
             shutil.copy(folder / "server" / KEY, key)
         case "garbage":
             (folder / "worker" / CERTIFICATE).write_text("half a fi")
+        case "another role":
+            for name in (CERTIFICATE, KEY):
+                shutil.copy(folder / "server" / name, folder / "worker" / name)
     Member(transport, door, opened)
     assert "new connections use the certificate from before" in caplog.text
 

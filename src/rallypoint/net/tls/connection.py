@@ -69,6 +69,10 @@ class TlsConnection:
 
     @property
     def secured(self) -> Secured:
+        return self._ensure_secured()
+
+    def _ensure_secured(self) -> Secured:
+        """Shake hands if that has not been done. Threads that come meanwhile wait."""
         if self._secured is None:
             with self._shaking:
                 if self._secured is None:
@@ -82,7 +86,7 @@ class TlsConnection:
     # ---- bytes ----
 
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
-        assert self.secured
+        self._ensure_secured()
         for pieces in _pieces(head, payload):
             with self._lock:
                 try:
@@ -94,7 +98,7 @@ class TlsConnection:
             self._stream.send(data)
 
     def recv_into(self, view: memoryview) -> None:
-        assert self.secured
+        self._ensure_secured()
         while len(view):
             if self._closed:
                 raise LinkError(f"the link to {self.peer} is closed")

@@ -22,13 +22,11 @@ class Loaded:
     Attributes:
         dialing, listening: for the connections that this process makes, and accepts.
         certificate: this member's own one (DER).
-        role: the role that it names.
     """
 
     dialing: ssl.SSLContext
     listening: ssl.SSLContext
     certificate: bytes
-    role: str
 
 
 class TlsFiles:
@@ -41,15 +39,11 @@ class TlsFiles:
     def __init__(self, folder: Path, role: str) -> None:
         own = folder / role
         self.folder = own if (own / CERTIFICATE).exists() else folder
+        self._role = role
         self._lock = threading.Lock()
         self._lines = Sparingly(burst=1)
         self._seen = self._signature()
         self._loaded = self._load()
-        if self._loaded.role != role:
-            raise UsageError(
-                f"{self.folder / CERTIFICATE} is the certificate of a {self._loaded.role}, and this is a {role}: "
-                f"give --tls the folder {role} of `rallypoint certs`, or the one above it"
-            )
 
     def loaded(self) -> Loaded:
         """Return the files as they are now, or as they were when they could last be used."""
@@ -86,7 +80,12 @@ class TlsFiles:
             role = role_of(_described(self.folder / CERTIFICATE))
         except (OSError, ValueError) as error:  # (an SSLError is an OSError)
             raise UsageError(f"the certificate and key in {self.folder} cannot be used: {_why(error)}") from None
-        return Loaded(dialing, listening, certificate, role)
+        if role != self._role:
+            raise UsageError(
+                f"{self.folder / CERTIFICATE} is the certificate of a {role}, and this is a {self._role}: give --tls "
+                f"the folder {self._role} of `rallypoint certs`, or the one above it"
+            )
+        return Loaded(dialing, listening, certificate)
 
     def _context(self, side: int) -> ssl.SSLContext:
         context = ssl.SSLContext(side)
@@ -125,7 +124,7 @@ def _check_readable(path: Path) -> None:
             return
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror}; `rallypoint certs {path.parent.parent}` makes certificates"
+            f"{path} cannot be read: {error.strerror}; `rallypoint certs FOLDER` makes certificates"
         ) from None
 
 
