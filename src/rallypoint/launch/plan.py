@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.errors import ConfigError, DataError, UsageError
-from rallypoint.launch.engines.ssh.hosts import Host
+from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
