@@ -1,8 +1,9 @@
 # An image with rallypoint, from the wheel in dist/:
 #
 #   make dist
-#   docker build --tag me/rallypoint .                       # torch's own build; it brings CUDA, and is large
+#   docker build --tag me/rallypoint .
 #   docker build --tag me/rallypoint --build-arg TORCH="torch --index-url URL" .   # a build for CPUs, from its index
+#   docker build --tag me/rallypoint --build-arg EXTRAS="[ray]" .                  # for KubeRay
 #
 # Your own image adds your script and what it imports:
 #
@@ -16,23 +17,20 @@
 #   docker run --init me/rallypoint worker --coordinator HOST:4700 --token-file FILE train.py
 
 ARG PYTHON=3.13
-FROM python:${PYTHON}-slim AS build
-
-# torch first and by itself: it takes longest, and changes least.
-ARG TORCH="torch>=2.9"
-RUN python -m venv /opt/rallypoint \
- && /opt/rallypoint/bin/pip install --no-cache-dir --no-compile ${TORCH}
-ARG EXTRAS=""
-COPY dist/rallypoint-*.whl /tmp/
-RUN /opt/rallypoint/bin/pip install --no-cache-dir --no-compile "$(ls /tmp/rallypoint-*.whl)${EXTRAS}"
-
 FROM python:${PYTHON}-slim
 
-COPY --from=build /opt/rallypoint /opt/rallypoint
-ENV PATH=/opt/rallypoint/bin:$PATH PYTHONUNBUFFERED=1
+# torch first and by itself: it takes longest, and changes least. Everything goes into the image's own Python: KubeRay
+# starts Ray from a login shell, which would not find a virtual environment.
+ARG TORCH="torch>=2.9"
+RUN pip install --no-cache-dir --no-compile ${TORCH}
+ARG EXTRAS=""
+RUN --mount=type=bind,source=dist,target=/dist \
+    pip install --no-cache-dir --no-compile "$(ls /dist/rallypoint-*.whl)${EXTRAS}"
+
 # A number: a pod with runAsNonRoot cannot check a name.
 RUN useradd --uid 1000 --create-home rallypoint
 USER 1000
 WORKDIR /home/rallypoint
+ENV PYTHONUNBUFFERED=1
 ENTRYPOINT ["rallypoint"]
 CMD ["--help"]

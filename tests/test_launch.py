@@ -308,7 +308,7 @@ def test_a_signal_that_the_launcher_was_started_to_ignore_stays_ignored(
 ) -> None:
     while_it_ran: list[Any] = []
 
-    def started(plan: Launch) -> Any:
+    def started(plan: Launch, say: Any) -> Any:
         while_it_ran.extend(map(signal.getsignal, (signal.SIGHUP, signal.SIGTERM)))
         raise KeyboardInterrupt
 

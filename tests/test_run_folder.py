@@ -32,6 +32,7 @@ from rallypoint.launch.folder import (
     read_where,
     refuse_a_finished_run,
     refuse_an_old_run,
+    refuse_others_words,
     write_where,
 )
 from rallypoint.launch.plan import Launch, read_plan, write_plan
@@ -45,6 +46,52 @@ sys.path.insert(0, str(Path(__file__).parent / "store"))
 from samples import take as snapshot
 
 RECORD = record_of(JobConfig(steps=800), build_layout([TensorSpec("w", (4,), "float32", 0)], 64))
+
+
+def test_a_run_that_only_its_owner_may_write_is_resumed(tmp_path: Path) -> None:
+    old_run(tmp_path, None)
+    (tmp_path / "code").mkdir()
+    refuse_others_words(tmp_path)
+    refuse_others_words(tmp_path / "none")  # who reads the plan says that there is none
+
+
+@pytest.mark.parametrize("name", [".", "run.json", "code"])
+@pytest.mark.parametrize("mode", [0o020, 0o002, 0o022])
+def test_a_run_that_others_may_write_is_not_resumed(tmp_path: Path, name: str, mode: int) -> None:
+    """It runs what run.json says: any user who may write that could have anything run."""
+    old_run(tmp_path, None)
+    (tmp_path / "code").mkdir()
+    path = tmp_path / name
+    path.chmod(path.stat().st_mode | mode)
+    with pytest.raises(UsageError, match=rf"^other users may write {path}, .* chmod -R go-w {tmp_path}$"):
+        refuse_others_words(tmp_path)
+    result = CliRunner().invoke(cli.app, ["resume", str(tmp_path)])
+    assert isinstance(result.exception, UsageError)
+    assert "other users may write" in str(result.exception)
+
+
+def test_a_run_of_another_user_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old_run(tmp_path, None)
+    mine = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    if mine:
+        with pytest.raises(UsageError, match=rf"belongs to another user \(number {mine}\)"):
+            refuse_others_words(tmp_path)
+    else:
+        refuse_others_words(tmp_path)  # root's is as good as one's own
+        os.chown(tmp_path / "run.json", 12345, -1)
+        with pytest.raises(UsageError, match=r"run.json belongs to another user \(number 12345\)"):
+            refuse_others_words(tmp_path)
+
+
+def test_a_new_run_s_folder_is_written_by_its_owner_alone(tmp_path: Path) -> None:
+    before = os.umask(0o002)
+    try:
+        with locked(tmp_path / "run"):
+            write_plan(Launch(folder=str(tmp_path / "run"), worker=("python",)))
+    finally:
+        os.umask(before)
+    refuse_others_words(tmp_path / "run")
 
 
 def old_run(folder: Path, last_word: Finish | Abort | None, *, snapshots: str = "") -> None:

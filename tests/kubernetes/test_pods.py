@@ -25,7 +25,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 data = torch.utils.data.TensorDataset(torch.randn(64, 8))
 with rp.join() as job:
-    run = job.train(model, data, replicas=4, batch=4, steps=20)
+    run = job.train(model, data, replicas=4, batch=4, steps=int(sys.argv[2]))
     for micro in run:
         while not pathlib.Path("gate").exists():
             time.sleep(0.01)
@@ -44,7 +44,8 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "train.py").write_text(SCRIPT)
     (folder / "gate").touch()
     env = {**os.environ, "COLUMNS": "200"}
-    argv = ["-m", "rallypoint.cli", "run", "--workers", "2", "--servers", "2", "--folder", "run", "train.py", "digest"]
+    command = ["run", "--workers", "2", "--servers", "2", "--folder", "run", "train.py", "digest", "20"]
+    argv = ["-m", "rallypoint.cli", *command]
     status, text = run_program(argv, folder / "output", env=env, cwd=folder, timeout=100.0)
     assert status == 0, text
     return (folder / "run" / "digest").read_text()
@@ -62,7 +63,7 @@ def as_jobset(manifests: list[Manifest]) -> list[Pod]:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Kubelet]:
     (tmp_path / "train.py").write_text(SCRIPT)
-    pods = as_jobset(rendered("train.py", "digest", workers="2", servers=2, save=100))
+    pods = as_jobset(rendered("train.py", "digest", "20", workers="2", servers=2, save=100))
     with kubelet(tmp_path, pods, secrets()) as made:
         yield made
 
@@ -79,8 +80,8 @@ def test_the_pods_of_a_jobset_make_the_same_bytes_as_a_run_on_this_machine(clust
     for pod in reversed(cluster.pods):  # in any order
         cluster.start(pod)
     finish(cluster)
-    assert (cluster.folder / "volumes/job/digest").read_text() == wanted
-    assert list((cluster.folder / "volumes/job/snapshots").glob("step-00000020-*"))
+    assert (cluster.folder / "volumes/job/gpt/digest").read_text() == wanted
+    assert list((cluster.folder / "volumes/job/gpt/snapshots").glob("step-00000020-*"))
     tokens = secrets()["gpt-token"].values()
     assert not [pod.name for pod in cluster.pods if any(token in cluster.said(pod) for token in tokens)]
 
@@ -91,12 +92,32 @@ def test_the_pods_of_a_jobset_with_tls_make_the_same_bytes(tmp_path: Path, wante
     data = {**secrets(), "gpt-tls": plain(certificates("gpt-tls", tmp_path / "certificates"))["stringData"]}
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "gate").touch()
-    pods = as_jobset(rendered("train.py", "digest", workers="2", servers=2, save=100, tls="gpt-tls"))
+    pods = as_jobset(rendered("train.py", "digest", "20", workers="2", servers=2, save=100, tls="gpt-tls"))
     with kubelet(tmp_path, pods, data) as cluster:
         for pod in cluster.pods:
             cluster.start(pod)
         finish(cluster)
-    assert (tmp_path / "volumes/job/digest").read_text() == wanted
+    assert (tmp_path / "volumes/job/gpt/digest").read_text() == wanted
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_from_another_ones_snapshot_to_the_same_bytes(tmp_path: Path, wanted: str) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "gate").touch()
+    size = {"workers": "2", "servers": 2, "save": 100}
+    first = as_jobset(rendered("train.py", "digest", "12", **size))
+    with kubelet(tmp_path, first, secrets()) as cluster:
+        for pod in first:
+            cluster.start(pod)
+        finish(cluster)
+    (snapshot,) = (tmp_path / "volumes/job/gpt/snapshots").glob("step-00000012-*")
+    more = {"name": "more", "claim": "gpt", "secret": "gpt-token", "resume": f"gpt/{snapshot.name}"}
+    then = as_jobset(rendered("train.py", "digest", "20", **size, **more, sets=["steps=20"]))
+    with kubelet(tmp_path, then, secrets()) as cluster:
+        for pod in then:
+            cluster.start(pod)
+        finish(cluster)
+    assert (tmp_path / "volumes/job/more/digest").read_text() == wanted
 
 
 @pytest.mark.slow
@@ -116,4 +137,4 @@ def test_a_pod_that_is_evicted_makes_room_for_the_next_and_the_bytes_are_the_sam
     cluster.start(replacement)
     for pod in others:
         assert cluster.running[pod.name].wait(100.0) == 0, told(cluster)
-    assert (cluster.folder / "volumes/job/digest").read_text() == wanted
+    assert (cluster.folder / "volumes/job/gpt/digest").read_text() == wanted

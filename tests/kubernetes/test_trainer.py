@@ -104,7 +104,8 @@ def test_each_train_job_has_a_volume_and_a_budget_of_its_own() -> None:
 def test_the_pods_of_a_train_job_make_the_same_bytes_and_tell_their_progress(tmp_path: Path, wanted: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "gate").touch()
-    name, spec = as_trainer_makes_it(rendered("train.py", "digest", kind="trainer", workers="2", servers=2, save=100))
+    manifests = rendered("train.py", "digest", "20", kind="trainer", workers="2", servers=2, save=100)
+    name, spec = as_trainer_makes_it(manifests)
     (tmp_path / "trainer").mkdir()
     with (
         status_server(tmp_path / "trainer") as server,
@@ -116,5 +117,5 @@ def test_the_pods_of_a_train_job_make_the_same_bytes_and_tell_their_progress(tmp
             cluster.start(pod)
         for pod in cluster.pods:
             assert cluster.running[pod.name].wait(100.0) == 0, told(cluster)
-    assert (tmp_path / "volumes/job/digest").read_text() == wanted
+    assert (tmp_path / "volumes/job/gpt/digest").read_text() == wanted
     assert [status["progressPercentage"] for status in server.taken][-1] == 100

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.engines.ssh.hosts import Host, coordinators_host, hosts_of, parse
-from rallypoint.launch.engines.ssh.link import OPTIONS, ssh_command
-from rallypoint.launch.engines.ssh.placement import place
+from rallypoint.launch.engines.remote.hosts import Host, coordinators_host, hosts_of, parse
+from rallypoint.launch.engines.remote.placement import place
+from rallypoint.launch.engines.ssh import OPTIONS, ssh_command
 from rallypoint.launch.options import RunOptions
 
 A, B, C = Host("a"), Host("b"), Host("c")
@@ -116,7 +116,7 @@ def test_the_command_of_the_client_has_no_secret_and_asks_nobody() -> None:
     options = [word for option in OPTIONS for word in ("-o", option)]
     assert argv == [
         *("ssh", "-F", "my config", "-T"), *options, *("-p", "2222", "--", "me@b"),
-        "exec '/opt/my python' -m rallypoint.launch.engines.ssh.remote",
+        "exec '/opt/my python' -m rallypoint.launch.engines.remote.far_end",
     ]  # fmt: skip
     assert "BatchMode=yes" in OPTIONS
 

@@ -16,9 +16,9 @@ from sshd import Shell, shell
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.ssh.cluster import SshCluster
-from rallypoint.launch.engines.ssh.hosts import Host, parse
-from rallypoint.launch.engines.ssh.link import SshProcess
+from rallypoint.launch.engines.remote.hosts import Host, parse
+from rallypoint.launch.engines.remote.link import RemoteProcess
+from rallypoint.launch.engines.ssh import SshCluster
 from rallypoint.launch.plan import Launch
 from rallypoint.testing.contracts import cluster as cluster_contract
 from rallypoint.testing.contracts.beside import until
@@ -92,7 +92,7 @@ _WHO = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"
 
 
 def _client(started: Started) -> psutil.Process:
-    assert isinstance(started.handle, SshProcess)
+    assert isinstance(started.handle, RemoteProcess)
     client = started.handle.link._client
     assert client is not None
     return psutil.Process(client.pid)
@@ -104,7 +104,7 @@ def test_a_host_that_does_not_answer_is_left_out_with_a_sentence(plan: Launch, s
     with SshCluster(_with_hosts(plan, host, gone), said.append) as cluster:
         worker = Started(cluster, "print('here')", name="worker0")
         assert worker.exit().status == 0
-        assert isinstance(worker.handle, SshProcess)
+        assert isinstance(worker.handle, RemoteProcess)
         assert worker.handle.host == host
     (sentence,) = said
     assert "is left out" in sentence
@@ -132,7 +132,7 @@ def test_a_python_that_is_not_there_is_named_with_what_to_write(plan: Launch, ho
 LAUNCHER = """
 import signal, sys, msgspec
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.ssh.cluster import SshCluster
+from rallypoint.launch.engines.ssh import SshCluster
 from rallypoint.launch.plan import Launch
 with SshCluster(msgspec.json.decode(sys.argv[1], type=Launch), print) as cluster:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(1000)"

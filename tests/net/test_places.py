@@ -19,6 +19,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Message, Welcome
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 
 TOKEN = "a token of this job alone"
@@ -135,3 +136,21 @@ def test_a_wildcard_is_told_as_the_interface_that_leads_to_who_answers() -> None
     assert service._shell.machine.course.members.servers["s"].address == "127.0.0.1:4711"
     link.close()
     service.close()
+
+
+def test_a_coordinator_and_a_server_over_ipv6_are_told_in_brackets() -> None:
+    try:
+        TcpTransport().listen("[::1]:0").close()
+    except LinkError:
+        pytest.skip("this machine has no IPv6")
+    service = CoordinatorService(terms=Terms(), token=TOKEN, bind="[::1]:0")
+    service.start()
+    server = ServerService(id="s", coordinator=f"[::1]:1,{service.address}", token=TOKEN, bind="[::]:0")
+    server.start()
+    until(lambda: "s" in service._shell.machine.course.members.servers)
+    told = service._shell.machine.course.members.servers["s"].address
+    assert service.address.startswith("[::1]:")
+    assert told == server.address.replace("[::]", "[::1]")
+    connection = TcpTransport().connect(told, PATIENCE_S)
+    for thing in (connection, server, service):
+        thing.close()

@@ -11,6 +11,7 @@ import typer
 from rallypoint.cli.app import AFTER, PASS_ON, START, app
 from rallypoint.cli.given import hint_at_misplaced, recipe_argv, refuse_option, sizes, without_settings
 from rallypoint.config import overrides_from
+from rallypoint.errors import UsageError
 from rallypoint.launch.options import (
     Advertise,
     Bind,
@@ -121,6 +122,9 @@ def resume(
 ) -> None:  # fmt: skip
     """Go on with a run from its newest usable snapshot: nothing else is needed.
 
+    This runs the command that the folder's run.json says, with its arguments. So a folder that another user owns or may
+    write is refused; read run.json before you resume a run that somebody gave you.
+
     Settings may change: a lower learning rate or [bold]--set clip=1.0[/bold] after a loss that was not finite, more
     steps. What the snapshot depends on (replicas, batch, seed, groups, sync, ...) cannot.
 
@@ -138,8 +142,13 @@ def resume(
 
 
 def _launch(argv: list[str], options: RunOptions, *, script: str = "", settings: list[str] | None = None) -> None:
+    from rallypoint.launch.commands.resume import going_on_or_anew
     from rallypoint.launch.console import RunConsole
     from rallypoint.launch.launcher import launch
 
-    plan = options.run(argv, script=script, more_settings=settings)
-    raise typer.Exit(launch(plan, RunConsole(), overwrite=options.overwrite))
+    if options.or_resume and options.folder is None:
+        raise UsageError("--or-resume which run? give --folder")
+    plan, overwrite = options.run(argv, script=script, more_settings=settings), options.overwrite
+    if options.or_resume:
+        plan, overwrite = going_on_or_anew(plan, lambda text: print(text, flush=True))
+    raise typer.Exit(launch(plan, RunConsole(), overwrite=overwrite))

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def locked(folder: Path) -> Iterator[None]:
     The lock is the operating system's: it ends with this process, in any case.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # others may not write it: see `refuse_others_words`
         fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise UsageError(f"{folder} cannot be a run's folder: {error.strerror}; choose another --folder") from None
@@ -68,6 +69,29 @@ def locked(folder: Path) -> Iterator[None]:
 
 class UnderWay(UsageError):
     """Another launcher holds the folder."""
+
+
+def refuse_others_words(folder: Path) -> None:
+    """Raise UsageError when another user could have written what the run in this folder runs.
+
+    That is its plan (``run.json``: a command with its arguments) and the code that it keeps. They, and the folder, must
+    belong to this user (or to root), and nobody else may write them.
+    """
+    for path in (folder, folder / RUN_FILE, folder / CODE):
+        try:
+            about = path.stat()
+        except OSError:
+            continue  # who reads it says what is missing
+        if about.st_uid not in (os.geteuid(), 0):
+            raise UsageError(
+                f"{path} belongs to another user (number {about.st_uid}), and resuming a run runs what it says: copy "
+                "the folder, and read its run.json, if you trust it"
+            )
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UsageError(
+                f"other users may write {path}, and resuming a run runs what it says: look at its run.json, then "
+                f"chmod -R go-w {shlex.quote(str(folder))}"
+            )
 
 
 def refuse_a_running_run(folder: Path) -> None:

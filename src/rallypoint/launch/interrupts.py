@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):
-    """SIGTERM or SIGHUP has arrived: end like after Ctrl-C."""
+    """SIGTERM, SIGHUP or a notice has arrived (its first argument is the signal's number): end like after Ctrl-C."""
 
 
 @contextlib.contextmanager
-def raised() -> Iterator[None]:
-    """In the body, SIGTERM and SIGHUP raise Interrupted in the main thread, like Ctrl-C raises KeyboardInterrupt."""
-    previous = {number: signal.signal(number, _interrupt) for number in _heeded(signal.SIGTERM, signal.SIGHUP)}
+def raised(notices: Sequence[signal.Signals] = ()) -> Iterator[None]:
+    """In the body, SIGTERM and SIGHUP raise Interrupted in the main thread, like Ctrl-C raises KeyboardInterrupt.
+
+    So do `notices`: signals by which an engine says that it will end this process soon.
+    """
+    numbers = _heeded(signal.SIGTERM, signal.SIGHUP, *notices)
+    previous = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
@@ -26,13 +30,13 @@ def raised() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[list[int]]:
-    """In the body, SIGINT, SIGTERM and SIGHUP only append their number to the yielded list.
+def noted(notices: Sequence[signal.Signals] = ()) -> Iterator[list[int]]:
+    """In the body, SIGINT, SIGTERM, SIGHUP and `notices` only append their number to the yielded list.
 
     An exception could be raised anywhere, for example between a lock's acquire and its release.
     """
     came: list[int] = []
-    numbers = _heeded(*_INTERRUPTS)
+    numbers = _heeded(*_INTERRUPTS, *notices)
     previous = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
     try:
         yield came
@@ -47,4 +51,4 @@ def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise Interrupted
+    raise Interrupted(number)

@@ -8,7 +8,7 @@ from rich.markup import escape
 
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole
-from rallypoint.launch.engines.choice import cluster_of
+from rallypoint.launch.engines.choice import cluster_of, notices_of, run_again
 from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, refuse_an_old_run, refuse_used_snapshots
 from rallypoint.launch.interrupts import Interrupted, raised
 from rallypoint.launch.plan import Launch, write_plan
@@ -47,15 +47,21 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
         console.say(f"[yellow]{escape(text)}[/yellow]")
 
     try:
-        with raised(), cluster_of(plan, warn) as cluster, ClusterRun(plan, console, cluster, edited) as run:
+        with (
+            raised(notices_of(plan)),
+            cluster_of(plan, warn) as cluster,
+            ClusterRun(plan, console, cluster, edited) as run,
+        ):
             status = run.watch(intervene)
         if status == 0:
             console.console.print(f"[dim]everything of this run: {escape(plan.folder)}[/dim]", soft_wrap=True)
         return status
-    except (KeyboardInterrupt, Interrupted):
+    except (KeyboardInterrupt, Interrupted) as interrupt:
         console.close()
         console.console.print("[yellow]interrupted: every process has been ended[/yellow]")
         console.say_how_to_go_on(plan, failed=False)
+        if isinstance(interrupt, Interrupted) and interrupt.args[0] in notices_of(plan):
+            console.say(escape(run_again(plan)))
         return INTERRUPTED
     except OutputClosed:
         return CLOSED

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import typer
@@ -19,7 +19,7 @@ from rallypoint.config.values import check_values
 from rallypoint.errors import ConfigError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.engines.choice import check_engine
-from rallypoint.launch.engines.ssh.hosts import hosts_of
+from rallypoint.launch.engines.remote.hosts import hosts_of
 from rallypoint.launch.folder import new_folder
 from rallypoint.launch.plan import AUTO, HERE, SNAPSHOTS, Launch, parse_workers
 from rallypoint.store.retention import Retention
@@ -69,7 +69,8 @@ def check_script(script: Path) -> None:
         raise UsageError(f"there is no script {script}")
 
 
-def _option(*names: str, help: str, metavar: str | None, panel: str, **limits: Any) -> Any:
+def option(*names: str, help: str, metavar: str | None, panel: str, **limits: Any) -> Any:
+    """Return what describes an option to typer."""
     return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=panel, **limits)
 
 
@@ -77,55 +78,55 @@ def _option(*names: str, help: str, metavar: str | None, panel: str, **limits: A
 class CoordinatorOptions:
     """The options that say how a cluster behaves."""
 
-    workers: Annotated[str, _option(
+    workers: Annotated[str, option(
         "--workers", "-w", metavar="N[:M]", panel=_CLUSTER,
         help="Worker processes, which compute gradients: 4, or 2:8 for from 2 to 8.",
     )] = "2"  # fmt: skip
-    servers: Annotated[int, _option(
+    servers: Annotated[int, option(
         "--servers", "-s", min=1, metavar="N", panel=_CLUSTER, help="Server processes; they own the parameters.",
     )] = 2  # fmt: skip
-    replication: Annotated[int, _option(
+    replication: Annotated[int, option(
         min=1, max=2, metavar="1|2", panel=_CLUSTER,
         help="2: every shard is on two servers, and either may die without a step lost.",
     )] = 1  # fmt: skip
-    heartbeat: Annotated[float, _option(
+    heartbeat: Annotated[float, option(
         min=0.5, metavar="S", panel=_CLUSTER, help="Seconds without a sign of life until a process is given up.",
     )] = 3.0  # fmt: skip
-    hang_after: Annotated[float, _option(
+    hang_after: Annotated[float, option(
         min=0, metavar="S", panel=_CLUSTER,
         help="Give a worker up whose main thread does nothing for so long while all others wait for it (0: never).",
     )] = 60.0  # fmt: skip
-    backup_tasks: Annotated[bool, _option(
+    backup_tasks: Annotated[bool, option(
         "--backup-tasks", metavar=None, panel=_CLUSTER,
         help="Give a slow worker's replica to an idle worker too; the first result counts.",
     )] = False  # fmt: skip
     bind: Bind = _ON_LOOPBACK
     advertise: Advertise = ""
-    snapshot_seconds: Annotated[float, _option(
+    snapshot_seconds: Annotated[float, option(
         min=0, metavar="S", panel=_SNAPSHOTS, help="Take a snapshot every so many seconds; 0: not by time.",
     )] = 60.0  # fmt: skip
-    snapshot_steps: Annotated[int, _option(
+    snapshot_steps: Annotated[int, option(
         min=0, metavar="N", panel=_SNAPSHOTS, help="Take a snapshot every so many steps; 0: not by steps.",
     )] = 0  # fmt: skip
-    snapshots: Annotated[str, _option(
+    snapshots: Annotated[str, option(
         metavar="URL", panel=_SNAPSHOTS,
         help="Where: a folder or any fsspec URL; none for no snapshots. A run's default is its own folder.",
     )] = ""  # fmt: skip
-    compression: Annotated[str, _option(
+    compression: Annotated[str, option(
         metavar="KIND", panel=_SNAPSHOTS, help="none, zstd or zstd-planes (smaller, slower).",
     )] = "none"  # fmt: skip
-    keep_last: Annotated[int, _option(
+    keep_last: Annotated[int, option(
         min=1, metavar="N", panel=_SNAPSHOTS, help="Snapshots to keep: the last so many,",
     )] = 3  # fmt: skip
-    keep_every: Annotated[int, _option(
+    keep_every: Annotated[int, option(
         min=0, metavar="N", panel=_SNAPSHOTS, help="... those of a version that is a multiple of this (0: none),",
     )] = 0  # fmt: skip
-    keep_best: Annotated[str, _option(
+    keep_best: Annotated[str, option(
         metavar="NAME", panel=_SNAPSHOTS, help="... and the one with the lowest value of this metric.",
     )] = ""  # fmt: skip
     config: ConfigFile = None
     sets: Sets = None
-    folder: Annotated[Path | None, _option(
+    folder: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES, help="For the journal and the event log; without it there are none.",
     )] = None  # fmt: skip
 
@@ -156,39 +157,51 @@ class CoordinatorOptions:
 class RunOptions(CoordinatorOptions):
     """The options that ``run``, ``train`` and ``chaos`` share."""
 
-    folder: Annotated[Path | None, _option(
+    folder: Annotated[Path | None, option(
         metavar="FOLDER", panel=_FILES, help="The run's folder; by default a new one under runs/.",
     )] = None  # fmt: skip
-    aggregators: Annotated[int, _option(
+    aggregators: Annotated[int, option(
         min=0, metavar="N", panel=_CLUSTER,
         help="Processes that add up the contributions of workers near them; each has an even share of the workers.",
     )] = 0  # fmt: skip
-    standby: Annotated[int, _option(
+    standby: Annotated[int, option(
         min=0, metavar="N", panel=_CLUSTER, help="More workers, imported and connected, to take over at once.",
     )] = 0  # fmt: skip
-    threads: Annotated[int, _option(
+    threads: Annotated[int, option(
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
-    engine: Annotated[str, _option(
-        metavar="NAME", panel=_CLUSTER, help="What starts the processes: local (this machine) or ssh.",
+    engine: Annotated[str, option(
+        metavar="NAME", panel=_CLUSTER,
+        help="What starts the processes: local (this machine), ray, ssh, or slurm (inside of its job).",
     )] = "local"  # fmt: skip
-    hosts: Annotated[str, _option(
+    hosts: Annotated[str, option(
         metavar="FILE|A,B", panel=_CLUSTER, help="Run on these machines over ssh: a file with one a line, or a list.",
     )] = ""  # fmt: skip
-    ssh: Annotated[str, _option(
+    ssh: Annotated[str, option(
         metavar="COMMAND", panel=_CLUSTER, help="The ssh client, with its options: 'ssh -F my_config'.",
     )] = "ssh"  # fmt: skip
-    tls: Annotated[str, _option(
+    address: Annotated[str, option(
+        metavar="ADDRESS", panel=_CLUSTER, show_default=False,
+        help="The Ray cluster: auto, of this machine (the default); local, a new one here; or HOST:PORT.",
+    )] = ""  # fmt: skip
+    gpus: Annotated[float, option(
+        min=0, metavar="N", panel=_CLUSTER, help="GPUs of each worker, with Ray or Slurm.",
+    )] = 0.0  # fmt: skip
+    tls: Annotated[str, option(
         metavar="FOLDER|auto", panel=_CLUSTER,
         help="Use TLS for every link, with the certificates of `rallypoint certs`; auto makes some for the run.",
     )] = ""  # fmt: skip
-    overwrite: Annotated[bool, _option(
+    or_resume: Annotated[bool, option(
+        "--or-resume", metavar=None, panel=_FILES,
+        help="If --folder holds a run already, go on with it from its newest snapshot (without one: anew).",
+    )] = False  # fmt: skip
+    overwrite: Annotated[bool, option(
         "--overwrite", metavar=None, panel=_FILES, help="Delete the run that --folder holds already.",
     )] = False  # fmt: skip
-    trace: Annotated[Path | None, _option(
+    trace: Annotated[Path | None, option(
         metavar="FILE", panel=_FILES, help="Write a Chrome trace (Perfetto) of a few steps to this file.",
     )] = None  # fmt: skip
-    trace_steps: Annotated[str, _option(
+    trace_steps: Annotated[str, option(
         metavar="A:B", panel=_FILES, help="Which steps to trace, from A to before B.",
     )] = "5:7"  # fmt: skip
 
@@ -215,20 +228,22 @@ class RunOptions(CoordinatorOptions):
     def _machines(self, plan: Launch) -> dict[str, Any]:
         """Return what differs in the plan of a run that is not on this machine only."""
         check_engine(self.engine)
+        if self.engine != "ray" and (self.address or self.gpus):
+            raise UsageError(f"{'--address' if self.address else '--gpus'} is for --engine ray")
+        bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
         if not self.hosts:
             if self.engine == "ssh":
                 raise UsageError("--engine ssh on which machines? give --hosts, a file with one a line or a list")
-            return {}
+            return {"bind": bind} if self.engine in ("ray", "slurm") else {}
         if self.engine not in ("local", "ssh"):
             raise UsageError(f"--hosts is for ssh, not for --engine {self.engine}")
-        bind = f"{HERE}:0" if plan.bind == _ON_LOOPBACK else plan.bind
         return {"engine": "ssh", "hosts": hosts_of(self.hosts), "ssh": self.ssh, "bind": bind}
 
 
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "engine", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "address", "gpus", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 
@@ -261,6 +276,25 @@ def with_options(kind: type[Any], defaults: Any = None) -> Callable[[Callable[..
         return called
 
     return decorate
+
+
+def arguments_of(options: CoordinatorOptions, kind: type[CoordinatorOptions]) -> list[str]:
+    """Return the words of a command line that mean these options: those of `kind` that differ from its defaults."""
+    words: list[str] = []
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        value = getattr(options, field.name)
+        if value == field.default:
+            continue
+        (given,) = get_args(hints[field.name])[1:]
+        # (In an annotation the first name is where typer keeps a default)
+        named = [name for name in (given.default, *given.param_decls) if str(name).startswith("--")]
+        name = named[0] if named else f"--{field.name.replace('_', '-')}"
+        if value is True:
+            words.append(name)
+        else:
+            words += [word for one in (value if isinstance(value, list) else [value]) for word in (name, str(one))]
+    return words
 
 
 def _steps(text: str) -> tuple[int, int]:

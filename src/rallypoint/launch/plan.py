@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.errors import ConfigError, DataError, UsageError
-from rallypoint.launch.engines.ssh.hosts import Host
+from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.store.retention import Retention
 
 RUN_FILE = "run.json"
@@ -36,6 +36,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         engine: what starts the processes: see `engines.choice`.
         tls: the folder of the certificates; AUTO: made for the run, in its folder; "": without TLS.
         hosts, ssh: the machines of the engine "ssh", and the command that is its client.
+        address: where the engine is; "": where it is by default.
+        gpus: how many each worker gets of an engine that counts them.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -68,6 +70,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     tls: str = ""
     hosts: tuple[Host, ...] = ()
     ssh: str = "ssh"
+    address: str = ""
+    gpus: float = 0.0
     changes: tuple[str, ...] = ()
 
 

@@ -18,6 +18,7 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.engines.choice import notices_of
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
@@ -36,6 +37,7 @@ _CLOSE_S = 15.0  # seconds in which servers and the coordinator may close their 
 _ERROR_S = 1.0  # seconds in which other workers may end with the error that one has ended with
 _POLL_S = 0.02
 _LAST_SNAPSHOT_S = 3.0  # after Ctrl-C a last snapshot may take so many seconds
+_NOTICE_S = 60.0  # and so many after an engine's notice, which comes well before the end
 _LOST_S = LIVING_S + 10.0  # a worker that was given up before the end: it finds no coordinator, and ends by then
 _SILENCE_S = 5.0  # seconds after which a wait reports what it waits for
 
@@ -100,12 +102,13 @@ class ClusterRun:
 
     def watch(self, intervene: Intervene) -> int:
         """Run until the job is over. Returns the exit status."""
-        with noted() as interrupts:
+        with noted(notices_of(self.plan)) as interrupts:
             self._do(self.supervisor.begin(time.monotonic()))
             while not (self._is_over or self.console.failure or self.failure):
                 if interrupts and not self._release(interrupts):
-                    _take_last_snapshot(self, interrupts)
-                    raise Interrupted
+                    first = interrupts[0]
+                    _take_last_snapshot(self, interrupts, _NOTICE_S if first in notices_of(self.plan) else None)
+                    raise Interrupted(first)
                 if isinstance(self.console.console, Screen) and self.console.console.closed:
                     _take_last_snapshot(self, interrupts)
                     raise OutputClosed
@@ -356,7 +359,7 @@ def _with_files(run: ClusterRun) -> list[Handle]:
     return [*(h for h in joined if h.command.name in run.supervisor.took_part), *run.of_role(COORDINATOR)]
 
 
-def _take_last_snapshot(run: ClusterRun, interrupts: list[int]) -> None:
+def _take_last_snapshot(run: ClusterRun, interrupts: list[int], patience: float | None = None) -> None:
     """After Ctrl-C, when nobody reads our output, or when a process has failed: take a snapshot if that is quick.
 
     Ctrl-C again ends the wait.
@@ -366,7 +369,7 @@ def _take_last_snapshot(run: ClusterRun, interrupts: list[int]) -> None:
         return
     run._observer.send(SnapshotWanted())
     interrupts.clear()
-    deadline = time.monotonic() + _LAST_SNAPSHOT_S
+    deadline = time.monotonic() + (patience or _LAST_SNAPSHOT_S)
     # One that was under way already may be complete first: the next one is of what was computed until now
     while run.console.steps_stored < steps and time.monotonic() < deadline and not interrupts:
         if run._is_over or run.console.failure:

@@ -14,8 +14,13 @@ from rallypoint.config.keys import check_keys
 from rallypoint.config.resolve import merged
 from rallypoint.config.values import check_values
 from rallypoint.errors import UsageError
-from rallypoint.launch.folder import refuse_a_finished_run, refuse_a_running_run
-from rallypoint.launch.plan import Launch, parse_workers, read_plan, resized
+from rallypoint.launch.folder import (
+    has_snapshot,
+    refuse_a_finished_run,
+    refuse_a_running_run,
+    refuse_others_words,
+)
+from rallypoint.launch.plan import RUN_FILE, Launch, parse_workers, read_plan, resized
 from rallypoint.store.snapshots import SnapshotStore
 
 
@@ -41,8 +46,10 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
     """Return the plan with which the run in this folder goes on from its newest usable snapshot.
 
     `say` gets a sentence about the snapshot, one for each setting that changes, and one for each snapshot that cannot
-    be used. Raises UsageError when the run cannot go on, ConfigError for a setting that cannot change.
+    be used. Raises UsageError when the run cannot go on, or another user could have written its plan; ConfigError for a
+    setting that cannot change.
     """
+    refuse_others_words(run)
     plan = read_plan(run)
     check_keys(wishes.settings)
     check_values(wishes.settings)
@@ -70,3 +77,18 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
         limits, start = parse_workers(wishes.workers)
         plan = msgspec.structs.replace(plan, workers=limits, workers_start=start)
     return resized(plan, 0, wishes.servers)
+
+
+def going_on_or_anew(plan: Launch, say: Callable[[str], None]) -> tuple[Launch, bool]:
+    """Return the plan with which the run in the plan's folder goes on, or this plan if there is none to go on with.
+
+    Also, whether the folder must be cleared first: it holds a run that has no snapshot yet. Raises as `going_on`.
+    """
+    folder = Path(plan.folder)
+    if not (folder / RUN_FILE).exists():
+        return plan, False
+    refuse_a_running_run(folder)
+    if not has_snapshot(plan.snapshots):
+        say(f"{folder} holds a run that has no snapshot yet: it begins anew")
+        return plan, True
+    return going_on(folder, Wishes(settings=plan.overrides), say), False

@@ -71,7 +71,7 @@ class Cluster(Protocol):
 
     An implementation over ssh in ten lines (`_Remote`, its handle, wraps `subprocess.Popen`)::
 
-        class SshCluster:
+        class RemoteCluster:
             def __init__(self, hosts):
                 self._hosts, self._started = itertools.cycle(hosts), []
 

@@ -94,7 +94,7 @@ AFTER_THE_COORDINATOR = (DependsOn(name="coordinator", status="Ready"),)
 
 def jobset(shape: Shape) -> JobSet:
     """Return the JobSet of a job."""
-    pods = Pods(shape=shape, host=f"{shape.name}-coordinator-0-0.{shape.name}", folder=claimed(shape))
+    pods = Pods(shape=shape, name=shape.name, folder=claimed(shape))
     about = k.Meta(name=shape.name, namespace=shape.namespace, labels=shape.labels())
     return JobSet(api_version=API, kind="JobSet", metadata=about, spec=jobset_spec(pods))
 

@@ -78,6 +78,10 @@ class RenderOptions(CoordinatorOptions):
         help="Its storage class. All pods mount it (ReadWriteMany), unless --snapshots is a URL.", panel=_STORAGE,
         metavar="NAME",
     )] = ""  # fmt: skip
+    resume: Annotated[str, _option(
+        help="Begin with this snapshot of another job on that volume, or with this one at --snapshots URL.",
+        panel=_STORAGE, metavar="JOB/SNAPSHOT",
+    )] = ""  # fmt: skip
     # Options of a coordinator that have only one good value in a pod.
     bind: Annotated[str, typer.Option(hidden=True)] = CoordinatorOptions.bind
     advertise: Annotated[str, typer.Option(hidden=True)] = ""
@@ -92,6 +96,8 @@ class RenderOptions(CoordinatorOptions):
         self.plan([], folder=FOLDER)  # it raises for what is impossible
         if self.snapshots not in ("", "none") and "://" not in self.snapshots:
             raise UsageError(f"--snapshots {self.snapshots}: give a URL that all pods reach, none, or leave it out")
+        if self.resume and ("/" not in self.resume) == ("://" not in self.snapshots):
+            raise UsageError(f"--resume {self.resume}: write JOB/SNAPSHOT, or SNAPSHOT with --snapshots URL")
         key, equals, value = self.spot.partition("=")
         if self.spot and not (key and equals):
             raise UsageError(f"--spot {self.spot}: write the nodes' label as KEY=VALUE")
@@ -103,6 +109,7 @@ class RenderOptions(CoordinatorOptions):
             worker=Size(cpu=self.cpu, memory=self.memory, gpus=self.gpus),
             server=Size(cpu=self.server_cpu, memory=self.server_memory), spot=(key, value), grace=self.grace,
             save=self.save, secret=self.secret, tls=self.tls,
+            resume=self.resume,
         )  # fmt: skip
 
     def _path(self, script: Path) -> str:

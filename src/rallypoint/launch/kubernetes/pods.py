@@ -24,7 +24,7 @@ from rallypoint.net.tls.files import CA, CERTIFICATE, KEY
 LEFT_STATUS = 143  # of who was told to go: 128 + SIGTERM. With 0 its pod would count as done, and nobody replace it
 GPU = "nvidia.com/gpu"
 JOB = "job"  # the volume with the job's folder
-_USER = 1000  # the image's user: see Dockerfile
+USER = 1000  # the image's user: see Dockerfile
 _HEALTH = f"0.0.0.0:{HEALTH_PORT}"
 _STARTS_WITHIN_S = 1800  # a script may load its data before it joins
 _FAREWELL_S = 30
@@ -37,25 +37,32 @@ class Pods:
 
     Attributes:
         shape: the job.
-        host: the name under which the coordinator is found. ``$(NAME)`` in it is one of `env`.
+        name: of the JobSet. ``$(NAME)`` in it is one of `env`.
         folder: the volume with the job's folder. None: whoever starts the pods adds one that is called `JOB`.
         env: variables that each pod has besides.
     """
 
     shape: Shape
-    host: str
+    name: str
     folder: k.Volume | None
     env: Sequence[k.Env] = ()
+
+    @property
+    def host(self) -> str:
+        """The name under which the coordinator is found."""
+        return f"{self.name}-coordinator-0-0.{self.name}"
 
     def coordinator(self) -> k.PodTemplate:
         """Return the coordinator's pod. Told to go, it ends at once: another goes on with its journal."""
         shape = self.shape
+        begun_by, _, snapshot = shape.resume.rpartition("/")
+        snapshots = shape.snapshots or f"{FOLDER}/{begun_by or self.name}/snapshots"
         command = (
             "rallypoint", "coordinator",
             f"--bind=0.0.0.0:{COORDINATOR_PORT}", f"--advertise={self.host}:{COORDINATOR_PORT}",
-            f"--workers={shape.workers}", f"--servers={shape.servers}", f"--folder={FOLDER}",
-            f"--snapshots={shape.snapshots or f'{FOLDER}/snapshots'}", f"--linger={shape.save}",
-            *self._access(), *shape.options,
+            f"--workers={shape.workers}", f"--servers={shape.servers}",
+            f"--folder={FOLDER}/{self.name}", f"--snapshots={snapshots}",
+            *([f"--resume={snapshot}"] if snapshot else []), f"--linger={shape.save}", *self._access(), *shape.options,
         )  # fmt: skip
         container = self._container("coordinator", command, port=COORDINATOR_PORT, size=_SMALL)
         return self._template("coordinator", container, restart="Never", grace=_FAREWELL_S)
@@ -125,7 +132,7 @@ class Pods:
                 automount_service_account_token=False, enable_service_links=False,
                 share_process_namespace=True,  # else a process without a handler for SIGTERM would ignore it, as pid 1
                 security_context=k.PodSecurity(
-                    run_as_non_root=True, fs_group=_USER, seccomp_profile=k.Seccomp(type="RuntimeDefault")
+                    run_as_non_root=True, fs_group=USER, seccomp_profile=k.Seccomp(type="RuntimeDefault")
                 ),
                 node_selector={key: value} if key else {},
                 tolerations=[k.Toleration(key=key, operator="Equal", value=value, effect="NoSchedule")] if key else [],

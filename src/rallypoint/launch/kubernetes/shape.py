@@ -9,7 +9,7 @@ import msgspec
 from rallypoint.errors import UsageError
 from rallypoint.launch.plan import parse_workers
 
-FOLDER = "/rallypoint"  # where the shared volume is mounted: the job's folder
+FOLDER = "/rallypoint"  # where the shared volume is mounted; each job has a folder in it
 TOKEN_FILE = "/run/rallypoint/token/token"
 CERTIFICATES = "/run/rallypoint/tls"
 CODE = "/code"  # where a script that travels in the manifest is mounted
@@ -40,6 +40,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         options: what `rallypoint coordinator` gets besides: ``["--heartbeat", "5.0"]``.
         threads: intra-op threads of each worker.
         snapshots: a URL that all pods reach; "": in the shared volume; "none": there are none.
+        resume: the snapshot to begin with, ``JOB/SNAPSHOT`` in the shared volume, or ``SNAPSHOT`` at a URL.
         claim: a claim that is there; "": one is made.
         storage: how much that one asks for.
         spot: the label of the nodes that may be taken away, ``(key, value)``, for workers. A taint of the same key is
@@ -61,6 +62,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     options: tuple[str, ...] = ()
     threads: int = 1
     snapshots: str = ""
+    resume: str = ""
     claim: str = ""
     storage: str = "10Gi"
     storage_class: str = ""
@@ -95,7 +97,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shared(self) -> bool:
-        """True if all pods mount the job's folder; else only the coordinator does."""
+        """True if snapshots are in the job's folder, so that all pods mount it; else only the coordinator does."""
         return "://" not in self.snapshots
 
     @property

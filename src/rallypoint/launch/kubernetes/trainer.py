@@ -89,7 +89,7 @@ def runtime(shape: Shape) -> Runtime:
     """Return the runtime of jobs of this shape. It belongs to no namespace."""
     name = k.Env(name="JOBSET_NAME", value_from=field(f"metadata.labels['{JOBSET_NAME}']"))
     pods = Pods(
-        shape=shape, host="$(JOBSET_NAME)-coordinator-0-0.$(JOBSET_NAME)", env=[name],
+        shape=shape, name="$(JOBSET_NAME)", env=[name],
         folder=claimed(shape) if shape.claim else None,
     )  # fmt: skip
     workers = ReplicatedJob(

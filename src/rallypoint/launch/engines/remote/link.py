@@ -1,4 +1,4 @@
-"""One host of an `SshCluster`: the ssh client that leads there, and the processes that run behind it.
+"""One host of a `RemoteCluster`: the program that leads there (`RemoteShell`), and the processes that run behind it.
 
     idle --connect()--> connecting --Ready, Unpacked--> up --the connection ends--> idle
                             |                                                        ^
@@ -12,20 +12,20 @@ starts when it is up.
 from __future__ import annotations
 
 import contextlib
-import shlex
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import BinaryIO
 
 import msgspec
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.ssh.hosts import Host
-from rallypoint.launch.engines.ssh.messages import (
+from rallypoint.launch.engines.remote.hosts import Host
+from rallypoint.launch.engines.remote.messages import (
     GREETING,
     Begin,
     Ended,
@@ -39,19 +39,29 @@ from rallypoint.launch.engines.ssh.messages import (
     Unpacked,
 )
 
-_REMOTE = "rallypoint.launch.engines.ssh.remote"
+FAR_END = "rallypoint.launch.engines.remote.far_end"
 _LOST = signal.SIGHUP  # how a process ends whose connection is gone
 _END_S = 5.0  # seconds in which a host may end its processes and say so
-OPTIONS = (
-    "BatchMode=yes",  # ask nobody for a password
-    "ConnectTimeout=10",
-    "ServerAliveInterval=3",  # a machine that has died is noticed within 9 s
-    "ServerAliveCountMax=3",
-    "EscapeChar=none",
-)
 
 
-class SshProcess:
+@dataclass(frozen=True, slots=True)
+class RemoteShell:
+    """The program that leads to a host, starts the far end there, and carries what both say.
+
+    Attributes:
+        name: of the program, for sentences.
+        command: returns its command line for a host.
+        failed: the exit status by which it says that it has failed itself, and not the far end; None if it has none.
+        hint: what to do if there is no Rallypoint on a host.
+    """
+
+    name: str
+    command: Callable[[Host], list[str]]
+    failed: int | None
+    hint: str
+
+
+class RemoteProcess:
     """A process on another machine; see `Handle`."""
 
     def __init__(self, command: Command, number: int, link: HostLink, output: Callable[[str], None]) -> None:
@@ -82,16 +92,16 @@ class HostLink:
     """The connection to one host. Its methods may be called from any thread."""
 
     def __init__(
-        self, host: Host, ssh: str, begin: Begin, judge: Callable[[Host, Ready], str | Unpack | None]
+        self, host: Host, shell: RemoteShell, begin: Begin, judge: Callable[[Host, Ready], str | Unpack | None]
     ) -> None:  # fmt: skip
         """`judge` returns why a host that is ready cannot be used, or what it has to unpack, or None."""
         self.host, self._begin, self._judge = host, begin, judge
-        self._argv = ssh_command(ssh, host)
+        self._shell = shell
         self._lock = threading.RLock()
         self._client: subprocess.Popen[bytes] | None = None
         self._threads: list[threading.Thread] = []
         self._waiting: list[ToHost] = []  # for the link to be up
-        self._processes: dict[int, SshProcess] = {}
+        self._processes: dict[int, RemoteProcess] = {}
         self._settled = threading.Event()  # up, or failed
         self._errors: list[str] = []
         self._problem = ""
@@ -107,14 +117,14 @@ class HostLink:
     def connect(self) -> None:
         """Begin to connect, and return at once. Does nothing if that is done, or under way.
 
-        Raises UsageError if there is no ssh client.
+        Raises UsageError if there is no such program.
         """
         with self._lock:
             if self._client is not None:
                 return
             self._settled.clear()
             self._errors, self._problem, self.failed_at = [], "", None
-            self._client = client = _started(self._argv)
+            self._client = client = _started(self._shell.command(self.host))
             self._write(self._begin)
             assert client.stdout is not None
             assert client.stderr is not None
@@ -132,7 +142,7 @@ class HostLink:
         """Wait until the link is up or has failed. Returns False if neither happens in so many seconds."""
         return self._settled.wait(timeout)
 
-    def run(self, process: SshProcess) -> None:
+    def run(self, process: RemoteProcess) -> None:
         """Start a process, now or as soon as the link is up. If there will be no link, the process ends as lost."""
         command = process.command
         with self._lock:  # so that the link cannot be lost in between
@@ -152,11 +162,11 @@ class HostLink:
         """End the input of the far end, which kills its processes. Returns at once; see `join`."""
         with self._lock:
             self._end_input()
-            if self._client is not None and not self.up:  # nothing runs there; ssh may still wait for an answer
+            if self._client is not None and not self.up:  # nothing runs there; the program may still wait for an answer
                 self._client.terminate()
 
     def join(self, deadline: float) -> None:
-        """Wait until the connection has ended. At `deadline` (time.monotonic) the ssh client is killed."""
+        """Wait until the connection has ended. At `deadline` (time.monotonic) the program is killed."""
         client, threads = self._client, self._threads
         if client is None:
             return
@@ -258,11 +268,11 @@ class HostLink:
             process.ended(how)
 
     def _why(self, status: int, greeted: bool) -> str:
-        """Return why the connection ended, from what ssh has printed last."""
-        said = self._errors[-1] if self._errors else f"the connection ended (ssh's status is {status})"
-        if greeted or status == 255:  # ssh's own failures
+        """Return why the connection ended, from what the program has printed last."""
+        said = self._errors[-1] if self._errors else f"the connection ended ({self._shell.name}'s status is {status})"
+        if greeted or status == self._shell.failed:
             return said
-        return f"{said} (write python=PATH after the host, if Rallypoint is in another Python there)"
+        return f"{said} ({self._shell.hint})"
 
 
 def _started(argv: list[str]) -> subprocess.Popen[bytes]:
@@ -270,12 +280,4 @@ def _started(argv: list[str]) -> subprocess.Popen[bytes]:
     try:  # in a session of its own: Ctrl-C is for the launcher only
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     except OSError as error:
-        raise UsageError(f"{argv[0]} cannot be started: {error.strerror}; install an ssh client") from None
-
-
-def ssh_command(ssh: str, host: Host) -> list[str]:
-    """Return the command that starts the far end on a host. `ssh`: the client, as ``ssh -F my_config``."""
-    options = [word for option in OPTIONS for word in ("-o", option)]
-    port = ["-p", str(host.port)] if host.port else []
-    program = shlex.join([host.python, "-m", _REMOTE])
-    return [*shlex.split(ssh), "-T", *options, *port, "--", host.name, f"exec {program}"]
+        raise UsageError(f"{argv[0]} cannot be started: {error.strerror}; is it installed here?") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from rallypoint.launch.engines.ssh.hosts import Host, coordinators_host
+from rallypoint.launch.engines.remote.hosts import Host, coordinators_host
 
 
 def place(

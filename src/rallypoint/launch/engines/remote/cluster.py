@@ -1,6 +1,7 @@
-"""Processes on machines that the system's ``ssh`` reaches: the cluster of ``rallypoint run --hosts``.
+"""Processes on machines that another program leads to (`RemoteShell`): ``ssh``, or Slurm's ``srun``.
 
-Nothing of ours runs there before: ``ssh`` starts `remote`, which starts the processes, and ends with the connection.
+Nothing of ours runs there before: the program starts `far_end`, which starts the processes, and ends with the
+connection.
 What a process is told (its token, too) goes through the connection, never onto a command line, which others can read.
 """
 
@@ -10,17 +11,18 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.engines.cluster import Command
-from rallypoint.launch.engines.ssh.hosts import Host, coordinators_host
-from rallypoint.launch.engines.ssh.link import HostLink, SshProcess
-from rallypoint.launch.engines.ssh.messages import PACKAGE, Begin
-from rallypoint.launch.engines.ssh.placement import place
-from rallypoint.launch.engines.ssh.sharing import Sharing
+from rallypoint.launch.engines.remote.hosts import Host, coordinators_host
+from rallypoint.launch.engines.remote.link import HostLink, RemoteProcess, RemoteShell
+from rallypoint.launch.engines.remote.messages import PACKAGE, Begin
+from rallypoint.launch.engines.remote.placement import place
+from rallypoint.launch.engines.remote.sharing import Sharing
 from rallypoint.launch.plan import HERE, Launch, is_loopback
 
 _CONNECT_S = 30.0  # seconds in which the hosts must be ready when a run begins
@@ -28,13 +30,13 @@ _AGAIN_S = 20.0  # seconds after which a host that was gone is tried again, when
 _END_S = 10.0  # seconds in which the hosts may end their processes
 
 
-class SshCluster:
-    """Starts processes on the plan's hosts; a context manager that leaves none behind."""
+class RemoteCluster:
+    """Starts processes on these hosts; a context manager that leaves none behind."""
 
-    def __init__(self, plan: Launch, say: Callable[[str], None]) -> None:
+    def __init__(self, plan: Launch, hosts: Sequence[Host], shell: RemoteShell, say: Callable[[str], None]) -> None:
         """`say` gets a sentence about each host that is left out. Raises UsageError when the folders cannot be written.
         """
-        self._hosts = tuple(host if host.python else replace(host, python=sys.executable) for host in plan.hosts)
+        self._hosts = tuple(host if host.python else replace(host, python=sys.executable) for host in hosts)
         if not self._hosts:
             raise UsageError("which machines? give --hosts a file with one host a line, or a list as a,b,c")
         self._say, self._bind = say, plan.bind
@@ -42,18 +44,18 @@ class SshCluster:
         folder, package = str(Path(plan.folder).resolve()), str(PACKAGE)
         self._links = {
             host: HostLink(
-                host, plan.ssh,
+                host, shell,
                 Begin(folder, host.folder or os.getcwd(), self._sharing.markers, sys.executable, package, HERE),
                 self._sharing.judge,
             )
             for host in self._hosts
         }  # fmt: skip
         self._numbers = itertools.count(1)
-        self._started: list[SshProcess] = []
+        self._started: list[RemoteProcess] = []
         self._left_out: set[Host] = set()
         self._ended = False
 
-    def __enter__(self) -> SshCluster:
+    def __enter__(self) -> Self:
         """Connect to every host. Raises UsageError if the coordinator's cannot be used."""
         try:
             self._connect()
@@ -65,7 +67,7 @@ class SshCluster:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def start(self, command: Command, output: Callable[[str], None]) -> SshProcess:
+    def start(self, command: Command, output: Callable[[str], None]) -> RemoteProcess:
         """Start a process; see `Cluster.start`. Raises UsageError when no host takes its role."""
         if self._ended:
             raise UsageError("this cluster has been ended")
@@ -75,7 +77,7 @@ class SshCluster:
         host = place(command.role, self._hosts, up, self._running())
         if host is None:
             raise UsageError(f"{command.name} has no host: none in --hosts takes the role {command.role}")
-        process = SshProcess(command, next(self._numbers), self._links[host], output)
+        process = RemoteProcess(command, next(self._numbers), self._links[host], output)
         self._started.append(process)
         self._links[host].run(process)
         return process

@@ -1,4 +1,4 @@
-"""The far end of `SshCluster`: ``python -m rallypoint.launch.engines.ssh.remote``, started over ssh on each host.
+"""The far end of `RemoteCluster`: ``python -m rallypoint.launch.engines.remote.far_end``, started on each host.
 
 It reads messages from standard input, starts processes as `LocalCluster` does, and writes what they print and how they
 end to standard output. When its input ends (the connection or the launcher is gone) it kills every process that it has
@@ -21,7 +21,7 @@ import msgspec
 from rallypoint.errors import RallypointError
 from rallypoint.launch.engines.cluster import Command
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
-from rallypoint.launch.engines.ssh.messages import (
+from rallypoint.launch.engines.remote.messages import (
     GREETING,
     PACKAGE,
     Begin,

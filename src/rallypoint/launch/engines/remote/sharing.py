@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.code.kept import CODE
-from rallypoint.launch.engines.ssh.hosts import Host, coordinators_host
-from rallypoint.launch.engines.ssh.messages import Ready, Unpack
+from rallypoint.launch.engines.remote.hosts import Host, coordinators_host
+from rallypoint.launch.engines.remote.messages import Ready, Unpack
 from rallypoint.launch.plan import Launch
 
 

@@ -1,0 +1,80 @@
+"""``rallypoint slurm``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rallypoint.cli.app import START, app
+from rallypoint.cli.given import refuse_option
+from rallypoint.errors import UsageError
+from rallypoint.launch.engines.slurm.batch import FOLDER, Batch, script_of
+from rallypoint.launch.options import RunOptions, arguments_of, check_script, option, with_options
+from rallypoint.launch.plan import parse_workers
+
+_SLURM = "What Slurm is asked for"
+_ANYWHERE = {"allow_extra_args": True, "ignore_unknown_options": True}  # our options may stand after the script too
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions(RunOptions):
+    """The options of a run, and what Slurm is asked for."""
+
+    job_name: Annotated[str, option(metavar="NAME", panel=_SLURM, help="By default the script's.")] = ""
+    time: Annotated[str, option(metavar="TIME", panel=_SLURM, help="The job's limit, as 4:00:00.")] = ""
+    partition: Annotated[str, option(metavar="NAME", panel=_SLURM, help="Of the workers, and of servers too,")] = ""
+    server_partition: Annotated[str, option(metavar="NAME", panel=_SLURM, help="... unless they have their own.")] = ""
+    worker_cpus: Annotated[int, option(min=1, metavar="N", panel=_SLURM, help="Cores of each worker,")] = 1
+    server_cpus: Annotated[int, option(min=1, metavar="N", panel=_SLURM, help="... and of each server.")] = 2
+    together: Annotated[bool, option(
+        "--together", metavar=None, panel=_SLURM,
+        help="Servers on the workers' nodes: a plain job. Otherwise it is a heterogeneous one.",
+    )] = False  # fmt: skip
+    lead: Annotated[int, option(
+        min=60, metavar="S", panel=_SLURM,
+        help="Seconds before the limit at which it stores all and asks to be run again.",
+    )] = 120  # fmt: skip
+    sbatch: Annotated[list[str] | None, option(
+        metavar="OPTION", panel=_SLURM, help="Another option of sbatch, as --sbatch=--account=me; may be repeated.",
+    )] = None  # fmt: skip
+    setup: Annotated[list[str] | None, option(
+        metavar="LINE", panel=_SLURM, help="A line of shell before the job, as 'module load cuda'; may be repeated.",
+    )] = None  # fmt: skip
+
+
+@app.command(context_settings=_ANYWHERE, rich_help_panel=START)
+@with_options(SlurmOptions)
+def slurm(
+    context: typer.Context,
+    script: Annotated[Path, typer.Argument(help="Your training script, with its own options after it.")],
+    options: SlurmOptions,
+) -> None:
+    """Write a Slurm job that runs a script on many machines: rallypoint slurm ... > job.sbatch; sbatch job.sbatch
+
+    The job asks for the coordinator and servers, and for workers, as two components of one heterogeneous job. The
+    folder it is submitted from must be seen by all nodes. Before its time limit it stores the last version and asks to
+    be run again; run again it goes on from there, as after a preemption or a lost node.
+
+    Example: [bold]rallypoint slurm train.py --workers 8 --servers 4 --gpus 1 --time 4:00:00 > job.sbatch[/bold]
+    """
+    refuse_option(context, str(script), "script")
+    check_script(script)
+    if options.engine != "local" or options.hosts:
+        raise UsageError("a Slurm job runs on the machines that Slurm gives it: without --engine and --hosts")
+    ours = replace(options, engine="slurm", or_resume=True, gpus=0.0)
+    ours.run([], script=str(script))  # its options can be used
+    words = arguments_of(replace(ours, folder=Path(FOLDER)) if ours.folder is None else ours, RunOptions)
+    batch = Batch(
+        name=options.job_name or script.stem, workers=parse_workers(options.workers)[0][1], servers=options.servers,
+        aggregators=options.aggregators, together=options.together, server_cpus=options.server_cpus,
+        worker_cpus=options.worker_cpus, gpus=math.ceil(options.gpus), time=options.time, partition=options.partition,
+        server_partition=options.server_partition, lead=options.lead, lines=options.sbatch or (),
+        setup=options.setup or (),
+    )  # fmt: skip
+    command = [sys.executable, "-m", "rallypoint.cli", "run", *words, str(script), *context.args]
+    print(script_of(batch, ["rallypoint", *sys.argv[1:]], command), end="")

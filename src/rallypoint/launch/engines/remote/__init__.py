@@ -1,0 +1,1 @@
+"""Processes on machines that another program leads to, such as ``ssh``."""

@@ -1,0 +1,113 @@
+"""The job script that `rallypoint slurm` writes for ``sbatch``. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rallypoint.errors import UsageError
+
+FOLDER = "runs/slurm-$SLURM_JOB_ID"  # a job that is requeued keeps its number
+_TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """What a job script asks Slurm for.
+
+    Attributes:
+        name: the job's name.
+        servers, aggregators, workers: how many processes; of 2:8 workers, 8.
+        together: one component, with servers on the workers' nodes; else a heterogeneous job of two.
+        server_cpus, worker_cpus: cores of each process.
+        gpus: of each worker.
+        time: the job's limit, as Slurm writes it (``4:00:00``); "": the partition's.
+        partition, server_partition: "": Slurm's default; of servers, the workers'.
+        lead: seconds before the limit at which the job stores its last version and asks to be run again.
+        lines: more options for ``#SBATCH``, for each component.
+        setup: shell lines before the command: ``module load``, ``source .venv/bin/activate``.
+    """
+
+    name: str
+    workers: int
+    servers: int
+    aggregators: int = 0
+    together: bool = False
+    server_cpus: int = 2
+    worker_cpus: int = 1
+    gpus: int = 0
+    time: str = ""
+    partition: str = ""
+    server_partition: str = ""
+    lead: int = 120
+    lines: Sequence[str] = ()
+    setup: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if self.time and not _TIME.fullmatch(self.time):
+            raise UsageError(f"--time {self.time}: Slurm writes it as 4:00:00, 1-12:00:00 or minutes")
+        if wrong := next((line for line in self.lines if not line.startswith("--")), None):
+            raise UsageError(f"--sbatch {wrong}: an option of sbatch, as --sbatch=--account=me")
+
+
+def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> str:
+    """Return the job script. `made_by` is the command line that asked for it, `command` what runs in the job."""
+    general = [
+        f"--job-name={batch.name}",
+        "--output=%x-%j.out",
+        "--open-mode=append",  # a job that is run again goes on with its log
+        "--requeue",
+        f"--signal=B:USR1@{batch.lead}",
+    ]
+    each = [
+        "--no-kill",  # a node that dies takes its processes along, not the job
+        *([f"--time={batch.time}"] if batch.time else []),
+        *batch.lines,
+    ]
+    comment = "# "
+    text = [
+        "#!/bin/bash",
+        f"{comment}Written by: {shlex.join(made_by)}",
+        f"{comment}Submit it with sbatch. It may be edited; Slurm reads the lines that begin with #SBATCH.",
+        *_sbatch(general),
+    ]
+    if batch.together:
+        both = batch.workers + batch.servers + batch.aggregators
+        text += _sbatch(_resources(both, max(batch.server_cpus, batch.worker_cpus), batch.gpus, batch.partition))
+        text += _sbatch(each)
+    else:
+        servers = batch.servers + batch.aggregators
+        text += [f"{comment}The first component: coordinator and servers. They need no GPU."]
+        text += _sbatch(_resources(servers, batch.server_cpus, 0, batch.server_partition or batch.partition))
+        text += _sbatch(each)
+        text += ["#SBATCH hetjob", f"{comment}The second component: workers."]
+        text += _sbatch(_resources(batch.workers, batch.worker_cpus, batch.gpus, batch.partition))
+        text += _sbatch(each)
+    text += ["", *batch.setup, *([""] if batch.setup else [])]
+    text += [
+        f"{comment}Seconds before the limit ({batch.lead}), at `scancel --batch --signal=USR1 JOB`, the launcher takes",
+        f"{comment}a last snapshot and asks Slurm to run the job again; then, and after a node was lost or the job was",
+        f"{comment}preempted, this same command goes on from the newest snapshot.",
+        f"exec {_quoted(command)}",
+    ]
+    return "\n".join(text) + "\n"
+
+
+def _resources(tasks: int, cpus: int, gpus: int, partition: str) -> list[str]:
+    return [
+        *([f"--partition={partition}"] if partition else []),
+        f"--ntasks={tasks}",
+        f"--cpus-per-task={cpus}",
+        *([f"--gpus-per-task={gpus}"] if gpus else []),
+    ]
+
+
+def _sbatch(options: Sequence[str]) -> list[str]:
+    return [f"#SBATCH {option}" for option in options]
+
+
+def _quoted(command: Sequence[str]) -> str:
+    """The command as a shell reads it; the default folder's variable stays one."""
+    return " ".join(f'"{word}"' if word == FOLDER else shlex.quote(word) for word in command)

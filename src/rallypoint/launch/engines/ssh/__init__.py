@@ -1,1 +1,0 @@
-"""Processes on machines that ``ssh`` reaches."""

@@ -1,0 +1,182 @@
+"""Processes on Ray pass the contract of a cluster; what is said of those that wait for room, and of nodes that go."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ray_nodes import no_leaks
+
+from rallypoint.errors import UsageError
+from rallypoint.launch.engines import guard, ray_node
+from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.ray_node import Driver, NodeProcess, argv_here, pack, unpack
+from rallypoint.launch.options import RunOptions
+from rallypoint.launch.plan import HERE
+from rallypoint.testing.contracts import cluster as cluster_contract
+from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, Started
+
+DRIVER = Driver(node="head", python="/their/python", runner="/their/runner.py", cwd="/nowhere", code="/run/code")
+
+
+def test_a_command_is_run_with_what_its_node_has() -> None:
+    argv = ("/their/python", "/their/runner.py", "/run/code", "train.py", HERE)
+    worker = Command(name="worker0", role="worker", argv=argv)
+    runner = ray_node.runner.__file__
+    assert argv_here(worker, DRIVER, address="10.0.0.7", code="/tmp/x") == (
+        sys.executable, runner, "/tmp/x", "train.py", HERE,
+    )  # fmt: skip
+    server = Command(name="server0", role="server", argv=("/their/python", "-m", "x", "--bind", f"{HERE}:0"))
+    assert argv_here(server, DRIVER, address="10.0.0.7", code="")[-1] == "10.0.0.7:0"
+
+
+def test_code_comes_to_a_node_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "train.py").write_text("1")
+    (tmp_path / "package" / "model.py").write_text("2")
+    there = Path(unpack(pack(tmp_path)))
+    assert [(there / name).read_text() for name in ("train.py", "package/model.py")] == ["1", "2"]
+    guard.watch(iter(()), [str(there)])  # type: ignore[arg-type]
+    assert not there.exists()
+
+
+def test_on_machines_of_an_engine_each_listens_at_its_own_address() -> None:
+    assert RunOptions(engine="ray").run(["x"]).bind == f"{HERE}:0"
+    assert RunOptions(engine="ray", bind="0.0.0.0:0", advertise="10.0.0.7").run(["x"]).bind == "0.0.0.0:0"
+    for given in (RunOptions(gpus=1.0), RunOptions(address="auto")):
+        with pytest.raises(UsageError, match="is for --engine ray"):
+            given.run(["x"])
+
+
+def test_a_server_on_a_node_that_does_not_see_the_snapshots_is_refused_with_a_sentence(tmp_path: Path) -> None:
+    driver = Driver(
+        node="head", python="", runner="", cwd="/nowhere", marker=str(tmp_path / "snapshots" / ".seen")
+    )  # fmt: skip
+    actor = NodeProcess("other", "10.0.0.8")
+    assert actor.start(Command(name="server0", role="server", argv=("true",)), driver).pid == 0
+    news = actor.more(0)
+    assert news.lines[0].startswith(f"error: the node 10.0.0.8 does not see {tmp_path}/snapshots, where")
+    assert news.exit == Exit(127)
+
+
+SUPERVISED = """
+import os, sys
+from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.ray_node import Driver, NodeProcess
+code = "import subprocess, sys, time; argv = [sys.executable, '-c', 'import time; time.sleep(1000)']; "
+code += "print(subprocess.Popen(argv).pid, __import__('os').getpid(), flush=True); time.sleep(1000)"
+actor = NodeProcess("node")
+driver = Driver(node="head", python=sys.executable, runner="", cwd="/nowhere")
+actor.start(Command(name="worker0", role="worker", argv=(sys.executable, "-c", code)), driver)
+print(actor.more(0).lines[0], flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_process_and_its_children_end_with_their_actor() -> None:
+    """Though they hold no lifeline: the guard ends them."""
+    said = subprocess.run([sys.executable, "-c", SUPERVISED], capture_output=True, text=True, timeout=PATIENCE_S)
+    gone = [psutil.Process(int(pid)) for pid in said.stdout.split() if psutil.pid_exists(int(pid))]
+    assert len(said.stdout.split()) == 2, said.stderr
+    assert psutil.wait_procs(gone, timeout=PATIENCE_S)[1] == []
+
+
+def test_lines_come_once_and_the_exit_after_them() -> None:
+    actor = NodeProcess("head")
+    code = "for n in range(2500): print(n)"
+    actor.start(Command(name="worker0", role="worker", argv=(sys.executable, "-c", code)), DRIVER)
+    lines: list[str] = []
+    while (news := actor.more(len(lines))).exit is None:
+        assert news.first == len(lines)
+        lines += news.lines
+    assert [*lines, *news.lines] == [str(n) for n in range(2500)]
+    assert actor.more(2500).exit == Exit(0)
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """One Ray for the tests of this module."""
+    pytest.importorskip("ray")
+    from ray_nodes import ray_nodes
+
+    with ray_nodes(8):
+        import ray
+
+        yield ray
+
+
+class TestRayCluster(ClusterContract):
+    @pytest.fixture(autouse=True)
+    def _leak_police(self, ray: Any) -> Iterator[None]:
+        """Instead of that of all tests."""
+        yield from no_leaks()
+
+    @pytest.fixture
+    def cluster(self, ray: Any) -> Any:
+        from rallypoint.launch.engines.ray import RayCluster
+
+        return RayCluster()
+
+    def test_what_a_killed_worker_had_started_does_not_outlive_it(self, running: Any) -> None:
+        worker = Started(running, cluster_contract._PARENT)
+        left = psutil.Process(int(worker.line()))
+        left.parent().kill()  # type: ignore[union-attr]
+        assert worker.exit().died
+        assert psutil.wait_procs([left], timeout=PATIENCE_S)[1] == []
+
+    def test_a_lost_actor_is_a_death_and_its_process_ends(self, running: Any) -> None:
+        worker = Started(running, cluster_contract._PARENT)
+        left = psutil.Process(int(worker.line()))
+        process = left.parent()
+        assert process is not None
+        process.parent().kill()  # type: ignore[union-attr]
+        assert (how := worker.exit()).died
+        assert "Ray actor is gone" in str(how)
+        assert psutil.wait_procs([left, process], timeout=PATIENCE_S)[1] == []
+
+    def test_what_does_not_fit_waits_with_a_sentence_and_is_no_death(
+        self, running: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from rallypoint.launch.engines import ray as engine
+
+        monkeypatch.setattr(engine, "_WAITS_S", 0.0)
+        running._needs["worker"], running._say = (100.0, 0.0), (said := queue.SimpleQueue[str]()).put
+        large = Started(running, "pass")
+        assert said.get(timeout=PATIENCE_S) == "worker0 waits for room in the Ray cluster (100 CPU)"
+        assert large.handle.exit() is None
+        large.handle.signal(signal.SIGTERM)
+        assert large.exit() == Exit(143, "SIGTERM", "it waited for room in the Ray cluster")
+
+    @pytest.mark.slow
+    def test_servers_find_room_though_workers_want_everything(self, ray: Any) -> None:
+        from rallypoint.launch.engines.ray import RayCluster
+
+        with RayCluster(servers=2, cpus=2.0) as cluster:
+            workers = [Started(cluster, "import time; time.sleep(1000)", name=f"worker{n}") for n in range(4)]
+            said: list[str] = []
+            code = "print('here', flush=True); import time; time.sleep(1000)"
+            for n in range(2):
+                argv = (sys.executable, "-c", code)
+                cluster.start(Command(name=f"server{n}", role="server", argv=argv), said.append)
+            until(lambda: len(said) == 2 and [w.handle.begun for w in workers].count(None) == 1)  # type: ignore[attr-defined]
+
+    def test_after_its_end_nothing_can_be_started(self, running: Any) -> None:
+        running.end()
+        with pytest.raises(UsageError, match="ended"):
+            Started(running, "pass")
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until this is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,145 @@
+"""What Slurm gives a job, the script that asks for it, and what goes into it from a command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rallypoint.errors import UsageError
+from rallypoint.launch.engines.remote.hosts import Host
+from rallypoint.launch.engines.slurm.allocation import hosts_of_job, node_and_component, tasks_per_node
+from rallypoint.launch.engines.slurm.batch import Batch, script_of
+from rallypoint.launch.engines.slurm.cluster import srun_command
+from rallypoint.launch.options import RunOptions, arguments_of
+from rallypoint.testing.programs import run_program
+
+SERVERS = ("coordinator", "server", "aggregator")
+
+
+def nodes_of(text: str) -> list[str]:
+    return text.split(",")
+
+
+def test_a_plain_job_runs_every_role_anywhere() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1,n2,n3", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    assert hosts_of_job(environ, nodes_of) == (Host("n1", slots=2), Host("n2", slots=2), Host("n3"))
+
+
+def test_a_heterogeneous_job_runs_servers_and_workers_apart() -> None:
+    environ = {
+        "SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "n1",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "n1,n2", "SLURM_TASKS_PER_NODE_HET_GROUP_0": "2",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1,4",
+    }  # fmt: skip
+    hosts = hosts_of_job(environ, nodes_of)
+    assert hosts == (
+        Host("n1+0", roles=SERVERS, slots=2), Host("n1+1", roles=("worker",)), Host("n2+1", roles=("worker",), slots=4),
+    )  # fmt: skip
+    assert [node_and_component(host) for host in hosts] == [("n1", "0"), ("n1", "1"), ("n2", "1")]
+
+
+def test_outside_of_a_job_it_says_how_to_make_one() -> None:
+    with pytest.raises(UsageError, match="rallypoint slurm"):
+        hosts_of_job({}, nodes_of)
+    with pytest.raises(UsageError, match="3 components"):
+        hosts_of_job({"SLURM_JOB_ID": "7", "SLURM_HET_SIZE": "3"}, nodes_of)
+
+
+@pytest.mark.parametrize(("text", "counts"), [("3", [3]), ("2(x3),1", [2, 2, 2, 1]), ("1,2(x1)", [1, 2])])
+def test_how_many_tasks_each_node_has_is_read(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+@pytest.mark.parametrize("text", ["", "x", "2(x", "2 (x3)"])
+def test_what_is_no_list_of_tasks_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="tasks"):
+        tasks_per_node(text)
+
+
+def test_the_step_on_a_node_has_all_that_the_job_has_there() -> None:
+    argv = srun_command(Host("n2+1", python="/py"))
+    assert argv[0] == "srun"
+    assert {"--het-group=1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"} <= set(argv)
+    assert argv[-3:-1] == ["/py", "-m"]
+    assert not any(word.startswith("--het-group") for word in srun_command(Host("n2", python="/py")))
+
+
+# ---- the script ---------------------------------------------------------------------------------------------------
+
+
+def directives(text: str) -> list[list[str]]:
+    """The options of each component."""
+    components: list[list[str]] = [[]]
+    for line in text.splitlines():
+        if line == "#SBATCH hetjob":
+            components.append([])
+        elif line.startswith("#SBATCH "):
+            components[-1].append(line.removeprefix("#SBATCH "))
+    return components
+
+
+def test_the_script_asks_for_servers_and_workers_apart() -> None:
+    batch = Batch(name="job", workers=8, servers=3, aggregators=1, gpus=1, worker_cpus=4, time="4:00:00", partition="g",
+                  server_partition="c", lines=["--account=me"])  # fmt: skip
+    servers, workers = directives(script_of(batch, ["rallypoint"], ["run"]))
+    assert {"--job-name=job", "--requeue", "--open-mode=append", "--signal=B:USR1@120"} <= set(servers)
+    assert {"--ntasks=4", "--cpus-per-task=2", "--partition=c"} <= set(servers)
+    assert {"--ntasks=8", "--cpus-per-task=4", "--gpus-per-task=1", "--partition=g"} <= set(workers)
+    for component in (servers, workers):
+        assert {"--no-kill", "--time=4:00:00", "--account=me"} <= set(component)
+    assert not any("gpus" in option for option in servers)
+
+
+def test_together_is_one_component() -> None:
+    (both,) = directives(script_of(Batch(name="job", workers=8, servers=3, together=True), ["rallypoint"], ["run"]))
+    assert "--ntasks=11" in both
+
+
+def test_words_are_quoted_for_the_shell_but_the_folder_has_the_jobs_number() -> None:
+    text = script_of(
+        Batch(name="j", workers=1, servers=1, setup=["module load cuda"]), ["rallypoint", "a b"],
+        ["rallypoint", "--folder", "runs/slurm-$SLURM_JOB_ID", "my script.py", "$HOME"],
+    )  # fmt: skip
+    assert "# Written by: rallypoint 'a b'" in text
+    assert text.splitlines()[-1] == "exec rallypoint --folder \"runs/slurm-$SLURM_JOB_ID\" 'my script.py' '$HOME'"
+    assert text.index("module load cuda") < text.index("exec ")
+    assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("wrong", [{"time": "tomorrow"}, {"lines": ["account=me"]}])
+def test_what_slurm_would_not_take_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"tomorrow|account"):
+        Batch(name="j", workers=1, servers=1, **wrong)  # type: ignore[arg-type]
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def test_options_become_the_words_that_mean_them() -> None:
+    options = RunOptions(workers="2:8", backup_tasks=True, sets=["a=1", "b=2"], folder=Path("x"), snapshot_seconds=2.5)
+    assert arguments_of(options, RunOptions) == [
+        "--workers", "2:8", "--backup-tasks", "--snapshot-seconds", "2.5", "--set", "a=1", "--set", "b=2",
+        "--folder", "x",
+    ]  # fmt: skip
+    assert arguments_of(RunOptions(), RunOptions) == []
+
+
+@pytest.mark.programs
+def test_the_command_writes_a_script_from_options_on_both_sides_of_the_users(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    argv = ["slurm", "--servers", "3", "train.py", "--workers", "2:8", "--lr", "0.1", "--gpus=1"]
+    status, text = run_program(["-m", "rallypoint.cli", *argv], tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
+    assert status == 0, text
+    servers, workers = directives(text)
+    assert "--ntasks=3" in servers
+    assert {"--ntasks=8", "--gpus-per-task=1", "--no-kill"} <= set(workers)
+    command = text.splitlines()[-1]
+    assert command.startswith(f"exec {sys.executable} -m rallypoint.cli run --workers 2:8 --servers 3 ")
+    assert command.endswith("--engine slurm --or-resume train.py --lr 0.1")
+    argv = ["-m", "rallypoint.cli", "slurm", "no.py"]
+    status, text = run_program(argv, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
+    assert (status, text.strip()) == (1, "error: there is no script no.py")
