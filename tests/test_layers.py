@@ -34,6 +34,7 @@ LAYERS = {
     "aggregator": 11,
     "launch": 12,
     "": 13,  # the public names
+    "bridges": 14,
     "recipes": 14,
     "testing": 15,
     "cli": 16,

@@ -1,0 +1,1 @@
+"""Rallypoint behind the interfaces of other libraries."""
