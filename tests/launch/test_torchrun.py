@@ -48,7 +48,8 @@ class Agents:
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(count), "--nproc-per-node", "2"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job", "train.py"),
         ]
-        options = {"RALLYPOINT_OPTIONS": f"--replication {count} --snapshot-steps 4 --folder {folder / 'run'}"}
+        options = {"TMPDIR": str(folder)}  # where a killed rank 0 leaves the file of its token
+        options["RALLYPOINT_OPTIONS"] = f"--replication {count} --snapshot-steps 4 --folder {folder / 'run'}"
         self.agents = []
         for number in range(count):
             with (folder / f"output{number}").open("w") as output:
