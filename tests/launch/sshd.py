@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,28 +106,28 @@ class Shell:
             children = _processes(daemon.pid)
             daemon.kill()
             daemon.wait()
-            for child in children:
-                if child.is_running():
-                    child.kill()
-            psutil.wait_procs(children, timeout=10.0)
+            kill_all(children)
 
 
 @contextmanager
 def shell(folder: Path) -> Iterator[Shell]:
     """A `Shell` in this folder, closed after the body."""
     require_sshd()
-    made = os.geteuid() == 0 and not _SEPARATION.exists()
-    if made:
-        _SEPARATION.mkdir(mode=0o755)
+    if os.geteuid() == 0:  # it stays: another test's sshd may use it at the same time, and it is empty
+        _SEPARATION.mkdir(mode=0o755, exist_ok=True)
+    opened = Shell(folder)
     try:
-        open_shell = Shell(folder)
-        try:
-            yield open_shell
-        finally:
-            open_shell.close()
+        yield opened
     finally:
-        if made:
-            _SEPARATION.rmdir()
+        opened.close()
+
+
+def kill_all(processes: Sequence[psutil.Process]) -> None:
+    """Kill those that still run, and wait for their end."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10.0)
 
 
 def _processes(pid: int) -> Sequence[psutil.Process]:

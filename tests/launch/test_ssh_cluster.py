@@ -41,6 +41,7 @@ def plan(shells: Shell, host: Host, tmp_path: Path) -> Launch:
     return Launch(worker=(), engine="ssh", hosts=(host,), ssh=shells.ssh, folder=str(tmp_path / "run"))
 
 
+@pytest.mark.slow
 class TestSshCluster(ClusterContract):
     @pytest.fixture
     def cluster(self, plan: Launch) -> Iterator[SshCluster]:
@@ -111,6 +112,7 @@ def test_a_host_that_does_not_answer_is_left_out_with_a_sentence(plan: Launch, s
     assert "Connection refused" in sentence
 
 
+@pytest.mark.slow
 def test_without_the_coordinators_host_nothing_begins(plan: Launch, shells: Shell, host: Host) -> None:
     gone = Host(host.name, 1, python=shells.python)
     with (
@@ -120,6 +122,7 @@ def test_without_the_coordinators_host_nothing_begins(plan: Launch, shells: Shel
         pass
 
 
+@pytest.mark.slow
 def test_a_python_that_is_not_there_is_named_with_what_to_write(plan: Launch, host: Host) -> None:
     wrong = Host(host.name, host.port, python="/no/such/python")
     with (
@@ -142,6 +145,7 @@ with SshCluster(msgspec.json.decode(sys.argv[1], type=Launch), print) as cluster
 """
 
 
+@pytest.mark.slow
 def test_no_process_outlives_a_launcher_that_was_killed(plan: Launch) -> None:
     argv = [sys.executable, "-c", LAUNCHER, msgspec.json.encode(plan).decode()]
     launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
@@ -153,6 +157,7 @@ def test_no_process_outlives_a_launcher_that_was_killed(plan: Launch) -> None:
     assert psutil.wait_procs([remote, *clients], timeout=PATIENCE_S)[1] == []
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_see_the_runs_folder_gets_the_code(plan: Launch, shells: Shell, host: Host) -> None:
     """Its Python runs where the folder is an empty file system of its own."""
     folder = Path(plan.folder)
@@ -168,6 +173,7 @@ def test_a_host_that_does_not_see_the_runs_folder_gets_the_code(plan: Launch, sh
     assert not list(folder.glob(".seen-*"))
 
 
+@pytest.mark.slow
 def test_snapshots_that_a_host_would_not_see_are_refused(plan: Launch, shells: Shell, host: Host) -> None:
     folder = Path(plan.folder)
     folder.mkdir()

@@ -3,48 +3,20 @@ killed."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from sshd import Shell, shell
+from gated import AT, ENV, PATIENCE_S, SCRIPT, alone, hash_of, named, steps_done, wait_until
+from sshd import Shell, kill_all, shell
 
-import rallypoint
 from rallypoint.testing import netlab
 from rallypoint.testing.netlab import Netlab, NetlabUnavailable
-from rallypoint.testing.programs import run_program
 
 pytestmark = [pytest.mark.netns, pytest.mark.slow, pytest.mark.programs, pytest.mark.timeout(300)]
-
-PATIENCE_S = 90.0
-STEPS, AT = 60, 10  # AT: the step that is not left before the gate is open
-SCRIPT = f"""
-import pathlib, sys, time, torch, rallypoint as rp
-from rallypoint.worker.tensors import weights_hash
-gate = pathlib.Path(sys.argv[1])
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 30), torch.nn.Dropout(0.2), torch.nn.Linear(30, 3))
-data = torch.utils.data.TensorDataset(torch.randn(50, 6), torch.randn(50, 3))
-with rp.join() as job:
-    run = job.train(model, data, replicas=4, batch=4, steps={STEPS}, clip=0.5, optimizer=rp.AdamW(lr=1e-2))
-    for micro in run:
-        with micro:
-            while micro.step >= {AT} and not gate.exists():
-                time.sleep(0.005)
-                model[0].weight.sum()
-            micro.backward(torch.nn.functional.mse_loss(model(micro.batch[0]), micro.batch[1]))
-    if run.lead:
-        print("sha256", weights_hash(model), flush=True)
-"""
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "300", "PYTHONPATH": str(Path(rallypoint.__file__).parents[1])}
-
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Netlab]:
@@ -68,16 +40,7 @@ def hosts(lab: Netlab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The hash of the job in one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    (folder / "train.py").write_text(SCRIPT)
-    status, text = run_program(["train.py", str(folder)], folder / "output", env=ENV, cwd=folder)
-    assert status == 0, text
-    return _hash(text)
-
-
-def _hash(text: str) -> str:
-    return re.findall(r"sha256 (\w+)", text)[-1]
+    return alone(tmp_path_factory.mktemp("alone"))
 
 
 class Launched:
@@ -106,22 +69,14 @@ class Launched:
 
     def until_step(self, step: int) -> None:
         """Wait until the coordinator has counted this step as done."""
-        log = self.folder / "run" / "events.jsonl"
-        deadline = time.monotonic() + PATIENCE_S
-        while not (log.exists() and self._steps(log) >= step):
-            assert self.process.poll() is None, self.said()
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.05)
-
-    def _steps(self, log: Path) -> int:
-        events = [json.loads(line) for line in log.read_text().splitlines() if line.endswith("}")]
-        return max((event["step"] for event in events if event["type"] == "StepDone"), default=-1)
+        running = lambda: self.process.poll() is None  # noqa: E731
+        wait_until(lambda: steps_done(self.folder / "run") >= step, running, self.said)
 
     def ended(self) -> str:
         """Let the job end well. Returns its hash."""
         self.gate.touch()
         assert self.process.wait(PATIENCE_S) == 0, self.said()
-        return _hash(self.said())
+        return hash_of(self.said())
 
 
 def test_two_hosts_give_the_bytes_of_one_machine_also_when_the_coordinator_dies(
@@ -129,7 +84,7 @@ def test_two_hosts_give_the_bytes_of_one_machine_also_when_the_coordinator_dies(
 ) -> None:
     with Launched(lab, hosts, tmp_path) as launched:
         launched.until_step(AT - 1)
-        on_each = [_named(psutil.Process(daemon.pid)) for daemon in hosts[0].started]
+        on_each = [named(psutil.Process(daemon.pid)) for daemon in hosts[0].started]
         assert [len(names) for names in on_each] == [4, 3]
         assert "coordinator" in on_each[0]
         assert {name[:6] for name in on_each[1]} == {"server", "worker"}
@@ -146,14 +101,7 @@ def test_a_host_whose_processes_are_killed_changes_no_byte(
         launched.until_step(AT - 1)
         victims = psutil.Process(hosts[0].started[1].pid).children(recursive=True)
         assert len(victims) >= 4
-        for victim in victims:
-            if victim.is_running():
-                victim.kill()
+        kill_all(victims)
         assert launched.ended() == undisturbed
         assert "was killed (SIGHUP): root@10.77.0.2: " in launched.said()
 
-
-def _named(daemon: psutil.Process) -> dict[str, psutil.Process]:
-    """A run's processes below an sshd, by their names."""
-    found = {process.environ().get("RALLYPOINT_ID", ""): process for process in daemon.children(recursive=True)}
-    return {name: process for name, process in found.items() if name}

@@ -56,7 +56,9 @@ class Listening:
 def coordinator(
     options: Alone,
     token_file: TokenFile = "", tls: Tls = "",
-    resume: Annotated[str, typer.Option(metavar="NAME", help="The snapshot to begin with, of --snapshots.")] = "",
+    resume: Annotated[str, typer.Option(
+        metavar="NAME", help="The snapshot of --snapshots to begin with; latest: the newest, if there is one.",
+    )] = "",
     linger: Annotated[float, typer.Option(
         min=0, metavar="S", help="Seconds to wait at the end for workers whose scripts still run: they may be saving.",
     )] = 0.0,

@@ -15,6 +15,7 @@ from rallypoint.errors import JobAborted, RallypointError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.console import RunConsole
+from rallypoint.launch.discovery.entry import enter, place_of
 from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.health import answering
 from rallypoint.launch.lifeline import hold_lifeline
@@ -25,12 +26,16 @@ from rallypoint.worker.loop.session import Job
 def join() -> Job:
     """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
+    Under ``torchrun`` and ``mpirun`` the processes make a cluster of their own: see `launch.discovery.entry`.
+
     The launcher gives the address in RALLYPOINT_COORDINATOR (``host:port``), with RALLYPOINT_ID, RALLYPOINT_TOKEN (or
     RALLYPOINT_TOKEN_FILE), RALLYPOINT_TLS (with TLS) and (where there are aggregators) RALLYPOINT_NEAR.
     The job's settings never come from the environment.
     """
     coordinator = os.environ.get(environment.COORDINATOR)
     if not coordinator:
+        if (place := place_of(os.environ)) is not None:
+            enter(place)  # this process becomes the supervisor of one that runs the script with an address
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence

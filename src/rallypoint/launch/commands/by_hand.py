@@ -21,7 +21,7 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.folder import Where, token_file
 from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rallypoint.aggregator.service import AggregatorService
     from rallypoint.server.service import ServerService
 
+LATEST = "latest"  # the newest usable snapshot, if there is any
 FAILED = 3  # the exit status of a coordinator and of servers whose job has failed
 _LAST_WORD_S = 2.0  # seconds in which the end of the job may arrive at the console
 _MOMENT_S = 1.0  # seconds in which threads that are about to end may do so
@@ -85,9 +86,12 @@ def run_coordinator(
         Path(about.folder).mkdir(parents=True, exist_ok=True)
     start, changes = None, list[Change]()
     if resume:
-        manifest = SnapshotStore(about.snapshots).load(resume)
-        record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-        start = (record, manifest.id, manifest.version)
+        store = SnapshotStore(about.snapshots)
+        manifest = store.latest_usable(lambda text: print(text, flush=True)) if resume == LATEST else store.load(resume)
+        if manifest is not None:
+            record, changes = changed_record(manifest.job, about.overrides, manifest.version)
+            start = (record, manifest.id, manifest.version)
+            print(f"going on from snapshot {manifest.id}", flush=True)
     service = CoordinatorService(
         terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
         transport=access.transport,
@@ -105,7 +109,7 @@ def run_coordinator(
         if by_hand:
             servers, workers = _count(terms.servers, "server"), _count(terms.workers_start, "worker")
             print(f"waiting for {servers} and {workers}", flush=True)
-            told = stack.enter_context(_shown(where, access.transport))
+            _, told = stack.enter_context(shown(where, access.transport))
         try:
             failure = service.wait()
         except KeyboardInterrupt:
@@ -231,9 +235,11 @@ def _announce(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _shown(where: Where, transport: Transport) -> Iterator[threading.Event]:
-    """While in the body, show the job's progress. Yields the event that its end has been shown."""
-    console, told = RunConsole(), threading.Event()
+def shown(
+    where: Where, transport: Transport, screen: Screen | None = None
+) -> Iterator[tuple[RunConsole, threading.Event]]:  # fmt: skip
+    """While in the body, show the job's progress. Yields the console, and the event that its end has been shown."""
+    console, told = RunConsole(screen), threading.Event()
 
     def show(message: Message) -> None:
         console.show(message)
@@ -246,7 +252,7 @@ def _shown(where: Where, transport: Transport) -> Iterator[threading.Event]:
     )
     link.start()
     try:
-        yield told
+        yield console, told
     finally:
         link.close()
         console.close()

@@ -15,7 +15,7 @@ from rallypoint.errors import UsageError
 from rallypoint.launch.code.kept import CODE
 from rallypoint.launch.engines.remote.hosts import Host, coordinators_host
 from rallypoint.launch.engines.remote.messages import Ready, Unpack
-from rallypoint.launch.plan import Launch
+from rallypoint.launch.plan import AUTO, Launch
 
 
 class Sharing:
@@ -26,7 +26,7 @@ class Sharing:
         self._coordinators = coordinators_host(hosts)
         self._folder = Path(plan.folder).resolve()
         self._snapshots = Path(plan.snapshots).resolve() if plan.snapshots and "://" not in plan.snapshots else None
-        self._script = plan.script
+        self._script, self._makes_certificates = plan.script, plan.tls == AUTO
         name = f".seen-{secrets.token_hex(8)}"
         folders = [self._folder, *([self._snapshots] if self._snapshots else [])]
         self.markers = tuple(str(folder / name) for folder in folders)
@@ -54,7 +54,11 @@ class Sharing:
                 f"it does not see {self._snapshots}, where the snapshots would be: give --snapshots a URL "
                 "(s3://...), or a folder that all hosts share, or none"
             )
-        if sees.get(self.markers[0], False) or not self._script:
+        if sees.get(self.markers[0], False):
+            return None
+        if self._makes_certificates:
+            return f"it does not see {self._folder}, where the certificates of --tls auto are: give --tls FOLDER"
+        if not self._script:
             return None
         return Unpack(_archive(self._folder))
 

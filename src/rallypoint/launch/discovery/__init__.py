@@ -1,0 +1,1 @@
+"""Roles from the environment of somebody else's launcher: torchrun, mpirun."""

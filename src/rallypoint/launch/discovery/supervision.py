@@ -1,0 +1,269 @@
+"""The supervisor of one rank: ``python -m rallypoint.launch.discovery.supervision DUTIES``; see `entry`.
+
+Its children are the worker, and beside some ranks servers; rank 0 has the coordinator too. What dies by a signal is
+started again here: servers and workers under new names, the coordinator at its old address. A child that ends with an
+error ends the supervisor with its status. When the supervisor dies, its children do (`lifeline`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from rallypoint.errors import RallypointError
+from rallypoint.launch import environment
+from rallypoint.launch.access import access_of
+from rallypoint.launch.commands.by_hand import shown
+from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.discovery.boards import Found, board_of, listens, private_folder
+from rallypoint.launch.discovery.coordination import again, coordinator_arguments
+from rallypoint.launch.discovery.entry import Duties
+from rallypoint.launch.discovery.upkeep import Upkeep
+from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.local import LocalCluster, LocalProcess
+from rallypoint.launch.folder import Where, new_folder
+from rallypoint.launch.interrupts import noted
+from rallypoint.launch.plan import is_loopback
+from rallypoint.net.handshake import new_token
+from rallypoint.net.keys import role_token
+
+_POLL_S = 0.05
+_LEAVE_S = 10.0  # seconds after SIGTERM in which a worker may hand over
+_AFTER_ERROR_S = 10.0  # seconds in which the coordinator may tell the others why a worker has failed
+_ASK_S = 0.5
+_EMPTY_S = 20.0  # seconds without any worker, after ours has ended well, until the job counts as left
+_CLI = (sys.executable, "-m", "rallypoint.cli")
+
+
+@dataclass(slots=True)
+class _Child:
+    process: LocalProcess
+    started: float
+
+
+class Supervisor:
+    """The processes of one rank; `watch` runs them to the end."""
+
+    def __init__(self, duties: Duties, cluster: LocalCluster) -> None:
+        self._duties, self._cluster = duties, cluster
+        self._children: dict[str, _Child] = {}
+        self._upkeep = Upkeep()
+        self._start_at: list[tuple[float, Command]] = []
+        self._names: dict[str, int] = {}
+        self._address = duties.found.coordinator if duties.found else ""
+        self._token = access_of(duties.found.token_file if duties.found else "").token  # the job's
+        self._coordinator: tuple[str, ...] = ()  # its arguments
+        self._console: RunConsole | None = None
+        self._status: int | None = None  # the worker's
+        self._coordinators_status: int | None = None
+        self._ended_at = self._ask_at = 0.0
+        self._again: set[str] = set()  # processes that were started in the place of others
+        self._late = False  # the worker that has ended was one of them: it may have come after the job's end
+        self._empty_since: float | None = None
+
+    def watch(self) -> int:
+        """Run to the end. Returns the exit status."""
+        with contextlib.ExitStack() as stack:
+            interrupts = stack.enter_context(noted())
+            if self._duties.found is None:
+                self._coordinate(stack, interrupts)
+            if self._address:
+                self._start_members()
+            status = None
+            while status is None and not interrupts:
+                self._look()
+                status = self._over()
+                time.sleep(_POLL_S)
+            return self._leave(interrupts[0]) if status is None else status
+
+    # ---- starting ----
+
+    def _coordinate(self, stack: contextlib.ExitStack, interrupts: list[int]) -> None:
+        """Start the coordinator, and publish its address. If it ends first, there is no address."""
+        place, given = self._duties.place, os.environ.get(environment.OPTIONS, "")
+        folder, token_file = stack.enter_context(private_folder(place)), ""
+        if not self._token:
+            self._token = new_token()
+            token_file = stack.enter_context(_token_file(folder, self._token))
+        fresh = str(new_folder(Path("runs")).resolve())
+        self._coordinator = coordinator_arguments(place, self._duties.servers_in_all, given, fresh)
+        self._start(self._command("coordinator", "coordinator", (*_CLI, "coordinator", *self._coordinator)))
+        while not (self._address or interrupts) and (self._children or self._start_at):
+            self._look()
+            time.sleep(_POLL_S)
+        if not self._address:
+            return
+        found = msgspec.json.encode(Found(self._address, token_file))
+        stack.enter_context(board_of(place).published(found))
+        screen = Screen(highlight=False, force_terminal=False)  # other ranks print between our lines
+        where, transport = Where(self._address, self._token), access_of(role="observer").transport
+        self._console, _ = stack.enter_context(shown(where, transport, screen))
+
+    def _start_members(self) -> None:
+        for name in self._duties.servers:
+            self._start(self._server(name))
+        self._start(self._worker())
+
+    def _server(self, name: str) -> Command:
+        host = self._address.rpartition(":")[0]
+        where: tuple[str, ...] = ("--bind", "127.0.0.1:0") if is_loopback(host) else ("--bind", "0.0.0.0:0")
+        if self._duties.found is None and not is_loopback(host):
+            where = (*where, "--advertise", host)  # the coordinator's machine is ours
+        return self._command(name, "server", (*_CLI, "server", *where))
+
+    def _worker(self) -> Command:
+        return self._command(f"worker{self._duties.place.rank}", "worker", self._duties.worker)
+
+    def _command(self, name: str, role: str, argv: tuple[str, ...]) -> Command:
+        threads = os.environ.get("OMP_NUM_THREADS", "1")
+        env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "PYTHONUNBUFFERED": "1", environment.ID: name}
+        env |= {environment.COORDINATOR: self._address} if self._address else {}
+        env |= {environment.TOKEN: role_token(self._token, role), environment.TOKEN_FILE: ""}
+        return Command(name=name, role=role, argv=argv, env=env)
+
+    def _start(self, command: Command) -> None:
+        process = self._cluster.start(command, self._printer(command))
+        self._children[command.name] = _Child(process, time.monotonic())
+
+    def _printer(self, command: Command) -> Callable[[str], None]:
+        def show(line: str) -> None:
+            if command.role == "coordinator" and line.startswith(environment.LISTENS_AT):
+                self._address = line.removeprefix(environment.LISTENS_AT)
+            else:
+                print(line if command.role == "worker" else f"{command.name} | {line}", flush=True)
+
+        return show
+
+    # ---- the loop ----
+
+    def _look(self) -> None:
+        """Note which children have ended, and start those that are due."""
+        for name, child in list(self._children.items()):
+            if (how := child.process.exit()) is not None:
+                del self._children[name]
+                self._ended(child, how)
+        now = time.monotonic()
+        due = [command for at, command in self._start_at if at <= now]
+        self._start_at = [(at, command) for at, command in self._start_at if at > now]
+        for command in due:
+            self._start(command)
+
+    def _ended(self, child: _Child, how: Exit) -> None:
+        command, now = child.process.command, time.monotonic()
+        if not how.died:
+            if command.role == "worker":
+                self._status, self._ended_at = how.status, now
+                self._late = command.name in self._again
+            elif command.role == "coordinator":
+                self._coordinators_status = how.status
+            return
+        pause = self._upkeep.died(command.role, now - child.started)
+        if pause is None:
+            print(f"{command.name} {how}; it is not started again: too many died soon", flush=True)
+            self._status, self._ended_at = how.status, now
+            return
+        print(f"{command.name} {how}: starting another", flush=True)
+        self._start_at.append((now + pause, self._next(command)))
+
+    def _next(self, command: Command) -> Command:
+        """Return the command that takes this one's place."""
+        if command.role == "coordinator":
+            arguments = again(self._coordinator, self._address) if self._address else self._coordinator
+            return self._command(command.name, command.role, (*_CLI, "coordinator", *arguments))
+        first = command.name.partition("+")[0]
+        self._names[first] = self._names.get(first, 0) + 1
+        name = f"{first}+{self._names[first]}"  # a name is never used twice
+        self._again.add(name)
+        return self._command(name, command.role, command.argv)
+
+    def _over(self) -> int | None:
+        """Return the exit status if there is nothing left to do.
+
+        A worker that has ended well leaves servers and the coordinator to others until they end by themselves. After an
+        error they get a moment, in which the coordinator tells the others. A worker that was started again and found
+        no job any more has not failed.
+        """
+        alone = not (self._children or self._start_at)
+        if self._status is None:
+            workers = [name for name, child in self._children.items() if child.process.command.role == "worker"]
+            if workers and self._coordinators_status == 0 and self._never_joined(workers[0]):
+                return 0
+            return None if workers or self._start_at else 1
+        if self._status and self._late and self._job_is_over():
+            self._status = 0
+        if self._status and (not alone or self._late):
+            return self._status if time.monotonic() - self._ended_at > _AFTER_ERROR_S else None
+        return self._status if alone else self._deserted()
+
+    def _never_joined(self, worker: str) -> bool:
+        """True if a worker that was started again is not in the job's last view: there is nothing left for it."""
+        members = self._console.members if self._console else None
+        return worker in self._again and members is not None and worker not in (*members.workers, *members.standby)
+
+    def _job_is_over(self) -> bool:
+        """True if the coordinator has ended well, or, where others have it, has ended."""
+        if self._duties.found is None:
+            return self._coordinators_status == 0
+        if time.monotonic() < self._ask_at:
+            return False
+        self._ask_at = time.monotonic() + _ASK_S
+        return not listens(self._address)
+
+    def _deserted(self) -> int | None:
+        """Return 1 if every worker has ended, and the job is not over: the coordinator would wait for ever."""
+        console = self._console
+        empty = console is not None and console.members is not None and not console.members.workers
+        if console is None or not empty or console.finished or console.failure:
+            self._empty_since = None
+            return None
+        self._empty_since = self._empty_since or time.monotonic()
+        if time.monotonic() - self._empty_since < _EMPTY_S:
+            return None
+        print("every worker ended before the job was over: does the script loop to the last step?", flush=True)
+        return 1
+
+    def _leave(self, number: int) -> int:
+        """The launcher ends this rank: let the worker hand over, then end everything."""
+        deadline = time.monotonic() + _LEAVE_S
+        self._start_at = []
+        members = [child.process for child in self._children.values() if child.process.command.role != "coordinator"]
+        for process in members:
+            process.signal(signal.SIGTERM)
+        while any(process.exit() is None for process in members) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return 128 + number
+
+
+@contextlib.contextmanager
+def _token_file(folder: Path, token: str) -> Iterator[str]:
+    """While in the body, the token is in a file that only this user can read. Yields its path."""
+    path = folder / f"token-{os.getpid()}"
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(token)
+    try:
+        yield str(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def main(arguments: list[str]) -> int:
+    """Supervise one rank. Returns the exit status."""
+    duties = msgspec.json.decode(arguments[0], type=Duties)
+    try:
+        with LocalCluster() as cluster:
+            return Supervisor(duties, cluster).watch()
+    except RallypointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
