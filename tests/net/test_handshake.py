@@ -351,6 +351,17 @@ def test_a_listener_with_a_role_s_token_takes_that_role_alone(ends: tuple[Tapped
         assert "came in another role than this token is for" in str(listening.outcome())
 
 
+def test_a_wrong_token_is_denied_by_a_listener_with_a_role_s_token_too(ends: tuple[Tapped, Tapped]) -> None:
+    """A doctor's probe: it knows no other role's token that it could compare with."""
+    near, far = ends
+    with Beside(Listener(far, Identity("coordinator", "", role_token(TOKEN, "observer")))) as listening:
+        with pytest.raises(UnprovenPeer):
+            join(near, role_token("another token", "observer"), msgspec.structs.replace(HELLO, role="observer"))
+        denied = listening.outcome()
+    assert isinstance(denied, AccessDenied)
+    assert str(denied).endswith("came with a wrong token")
+
+
 def test_a_role_s_token_does_not_make_a_coordinator_of_other_roles(ends: tuple[Tapped, Tapped]) -> None:
     """A worker's machine that takes the coordinator's port is not believed by a server that joins."""
     near, far = ends

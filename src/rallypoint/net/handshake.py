@@ -33,7 +33,7 @@ import msgspec
 from rallypoint.core.view import Member, View, ViewNumber
 from rallypoint.errors import AccessDenied, LinkError, ProtocolError, UnprovenPeer, UsageError
 from rallypoint.net.frames import GREETING_LIMIT, HEADER_BYTES, Header, Kind, pack, unpack
-from rallypoint.net.keys import ROLES, LinkKeys, TokenKeys, dialers_keys, role_token, token_keys
+from rallypoint.net.keys import ROLES, LinkKeys, TokenKeys, dialers_keys, role_of, role_token, token_keys
 from rallypoint.net.keys import ticket as ticket_for
 from rallypoint.net.messages import Challenge, Hello, Message, Refused, Welcome, encode, expect
 from rallypoint.net.transport import Connection, Secured, Transport, receive_bytes
@@ -197,7 +197,8 @@ def _how_wrong(transcript: _Transcript, hello: Hello, me: Identity, ticket: byte
     if me.role == COORDINATOR[0]:
         if transcript.proved(token_keys("", ticket).dialer):
             return "without a token"
-        for role in ROLES:  # the wrong file was given
+        known = () if role_of(me.token) else ROLES  # from a role's token (a doctor's probe) follows no other
+        for role in known:  # the wrong file was given
             if transcript.proved(token_keys(role_token(me.token, role), ticket).dialer):
                 return f"as {_named(hello.role, hello.id)} with the token of the role {role}"
         return "with a wrong token or ticket" if ticket else "with a wrong token"
