@@ -22,6 +22,7 @@ import rallypoint
 from rallypoint.testing.contracts.beside import until
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "salloc", "srun", "scancel", "scontrol", "squeue", "sinfo")
+CREDENTIAL_S = 5  # for so long Slurm does not run a job again that it has requeued
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
 _CONF = """
 ClusterName=test
@@ -30,7 +31,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire={credential}
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -71,9 +72,17 @@ class Slurm:
         lines = self.run("squeue", "--noheader", "--format=%i %t").splitlines()
         return [(line.split()[0], line.split()[1]) for line in lines]
 
-    def daemons_of(self, job: str) -> list[psutil.Process]:
-        """The daemons of a job's steps: each is the parent of what the step runs."""
-        return [process for process in self._steps() if process.cmdline()[0].startswith(f"slurmstepd: [{job}.")]
+    def far_ends(self) -> list[psutil.Process]:
+        """What starts and ends the processes of all jobs: one on each node of each component."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                ours = "rallypoint.launch.engines.slurm.step" in process.cmdline() and process.name() != "srun"
+                if ours and process.environ().get("SLURM_CONF") == self.env["SLURM_CONF"]:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
 
     def _steps(self) -> list[psutil.Process]:
         found = []
@@ -142,7 +151,7 @@ def _configure(made: Slurm) -> None:
         f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=4000 State=UNKNOWN"
         for node, port in zip(made.nodes, ports[1:], strict=True)
     ]
-    text = _CONF.format(folder=made.folder, ports=ports, nodes="\n".join(lines))
+    text = _CONF.format(folder=made.folder, credential=CREDENTIAL_S, ports=ports, nodes="\n".join(lines))
     (made.folder / "slurm.conf").write_text(text)
 
 
