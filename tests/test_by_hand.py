@@ -207,6 +207,32 @@ def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(m
     assert "failed: the coordinator was interrupted" in members.said("coordinator")
 
 
+def test_sigterm_ends_a_coordinator_with_a_folder_alone_and_another_goes_on_with_its_job(members: Members) -> None:
+    start = ["coordinator", "--folder", str(members.folder / "run")]
+    members.start("coordinator", start)
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.start("server", ["server", "--coordinator", address])
+    members.until("server", r"(has joined the job)")
+    members.started["coordinator"].send_signal(signal.SIGTERM)
+    assert members.started["coordinator"].wait(40.0) == 143, members.said("coordinator")
+    assert "told to go: another coordinator with --folder" in members.said("coordinator")
+    members.start("next", [*start, "--bind", address])
+    members.until("next", r"(the coordinator listens at)")
+    members.start("worker", ["worker", "--coordinator", address, "train.py"])
+    assert members.started["next"].wait(60.0) == 0, members.said("next")
+    assert members.started["server"].wait(40.0) == 0, members.said("server")
+
+
+def test_sigterm_at_a_coordinator_without_a_folder_ends_the_job_for_all(members: Members) -> None:
+    members.start("coordinator", ["coordinator"])
+    address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
+    members.start("server", ["server", "--coordinator", address])
+    members.until("server", r"(has joined the job)")
+    members.started["coordinator"].send_signal(signal.SIGTERM)
+    assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
+    assert members.started["server"].wait(40.0) == 3, members.said("server")
+
+
 def test_a_worker_that_gives_up_ends_though_its_coordinator_is_stopped(members: Members) -> None:
     """It says why, but nobody reads that: it must not wait until somebody does."""
     gate = members.folder / "gate"

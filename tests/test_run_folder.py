@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import multiprocessing
 import os
@@ -26,13 +27,16 @@ from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import launcher
 from rallypoint.launch.folder import (
+    TOKEN_FILE,
     Where,
     clear,
+    coordinated,
     locked,
     read_where,
     refuse_a_finished_run,
     refuse_an_old_run,
     refuse_others_words,
+    token_file,
     write_where,
 )
 from rallypoint.launch.plan import Launch, read_plan, write_plan
@@ -40,6 +44,7 @@ from rallypoint.net.messages import Say
 from rallypoint.store import closing
 from rallypoint.store.files import Files
 from rallypoint.store.snapshots import SnapshotStore
+from rallypoint.testing.contracts.beside import Beside
 
 sys.path.insert(0, str(Path(__file__).parent / "store"))
 
@@ -327,3 +332,37 @@ def test_files_of_an_earlier_version_that_others_could_read_are_closed_to_them(t
     closing.end(EventLog(str(tmp_path)).stop())
     for name in ("journal.sqlite", "events.jsonl"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600, name
+
+
+def test_a_folder_has_one_coordinator_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two would write one journal, and both could prove that they are the job's."""
+    monkeypatch.setattr("rallypoint.launch.folder.PREDECESSOR_S", 0.0)
+    folder = tmp_path / "run"
+    with coordinated(folder):
+        who = f"process {os.getpid()} on "
+        with pytest.raises(UsageError, match=rf"^{folder} has a coordinator already \({who}"), coordinated(folder):
+            raise AssertionError("a second one")
+    with coordinated(folder):
+        pass  # the first one has ended
+
+
+def test_a_coordinator_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
+    def come_after() -> None:
+        with coordinated(tmp_path):
+            pass
+
+    with contextlib.ExitStack() as first:
+        first.enter_context(coordinated(tmp_path))
+        with Beside(come_after) as second:
+            first.close()
+            second.raise_if_failed()
+
+
+def test_a_token_file_that_a_killed_process_of_the_same_number_left_is_replaced(tmp_path: Path) -> None:
+    """In a container every coordinator has the same process id."""
+    left = tmp_path / TOKEN_FILE.format(os.getpid())
+    left.write_text("the token from before")
+    with token_file(tmp_path, Where("127.0.0.1:1", "a new token")):
+        assert left.read_text() == "a new token"
+        assert left.stat().st_mode & 0o777 == 0o600
+    assert not left.exists()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import shlex
+import socket
 import stat
 import time
 from collections.abc import Iterator
@@ -19,10 +20,14 @@ from rallypoint.core.cluster.state import ClusterState
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, TLS, read_plan
+from rallypoint.observe.lines import printable
 from rallypoint.store.snapshots import SnapshotStore
 
 CLUSTER_FILE = "cluster.json"
 LOCK = "lock"
+COORDINATOR_LOCK = "coordinator.lock"
+PREDECESSOR_S = 5.0  # so long a coordinator waits for the one before it to end
+_LOOK_S = 0.05
 TOKEN_FILE = "token-{}"  # of a coordinator that was started by hand, with its process id
 _EVENTS = "events.jsonl"
 
@@ -65,6 +70,50 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def coordinated(folder: Path) -> Iterator[None]:
+    """While in the body, this process is the folder's only coordinator; create the folder if needed.
+
+    Two would write one journal, and both could prove that they are the job's. A coordinator that is about to end is
+    waited for, up to 5 s; then UsageError. The lock is the operating system's: it ends with this process. A file system
+    without locks keeps nobody out.
+    """
+    path = folder / COORDINATOR_LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot hold the journal: {error.strerror}; choose another --folder") from None
+    try:
+        _wait_for_lock(fd, path)
+        with contextlib.suppress(OSError):  # a full disk: the name is for a sentence
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _wait_for_lock(fd: int, path: Path) -> None:
+    """Lock this open file. UsageError if another process has the lock for too long."""
+    deadline = time.monotonic() + PREDECESSOR_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+                continue
+            who = printable(os.pread(fd, 200, 0).decode(errors="replace")) or "another process"
+            raise UsageError(
+                f"{path.parent} has a coordinator already ({who}): end that one first. If its machine has died, and "
+                f"the network file system still keeps its lock, delete {path}"
+            ) from None
+        except OSError:  # ENOLCK, ENOTSUP: it has no locks
+            return
+        return
 
 
 class UnderWay(UsageError):
@@ -221,6 +270,7 @@ def write_where(folder: Path, where: Where) -> None:
 def token_file(folder: Path, where: Where) -> Iterator[str]:
     """While in the body, the token is in a file that only this user may read. Yields how members get it."""
     path = folder / TOKEN_FILE.format(os.getpid())
+    path.unlink(missing_ok=True)  # of one that was killed: in a container all have the same process id
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(where.token)
     try:

@@ -18,11 +18,12 @@ import msgspec
 from rallypoint.config.changes import Change, changed_record
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
+from rallypoint.core.job import JobRecord
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.console import RunConsole, Screen
-from rallypoint.launch.folder import Where, token_file
+from rallypoint.launch.folder import Where, coordinated, token_file
 from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
 from rallypoint.launch.lifeline import LIFELINE_THREAD, hold_lifeline
@@ -77,30 +78,26 @@ def run_coordinator(
     """Run the coordinator of one job to its end. Returns the exit status.
 
     At a good end it waits up to `linger` seconds for the workers' scripts. Without a launcher it shows the job's
-    progress, and the token if it had to make one; Ctrl-C ends the job then.
+    progress, and the token if it had to make one; Ctrl-C ends the job then, and SIGTERM this coordinator (see
+    `_told_to_go`). UsageError if another coordinator runs in the folder.
     """
     by_hand, interrupted = not hold_lifeline(), False
     # On loopback too: other users of this machine can connect. With TLS a certificate is enough
     token = access.token or ("" if access.transport.secure else new_token())
-    if about.folder:
-        Path(about.folder).mkdir(parents=True, exist_ok=True)
-    start, changes = None, list[Change]()
-    if resume:
-        store = SnapshotStore(about.snapshots)
-        manifest = store.latest_usable(lambda text: print(text, flush=True)) if resume == LATEST else store.load(resume)
-        if manifest is not None:
-            record, changes = changed_record(manifest.job, about.overrides, manifest.version)
-            start = (record, manifest.id, manifest.version)
-            print(f"going on from snapshot {manifest.id}", flush=True)
-    service = CoordinatorService(
-        terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
-        transport=access.transport,
-    )  # fmt: skip
-    service.start()
-    health.joined(stuck=lambda: stuck_for("the coordinator", service.busy_s))
-    for change in changes:
-        service.say(f"going on from {resume} with another setting: {change}")
     with contextlib.ExitStack() as stack:
+        if by_hand:
+            stack.enter_context(_told_to_go(about.folder))
+        if about.folder:
+            stack.enter_context(coordinated(Path(about.folder)))
+        start, changes = _start_of(resume, about)
+        service = CoordinatorService(
+            terms=terms, bind=bind, advertise=advertise, join_info=about, resume=start, token=token,
+            transport=access.transport,
+        )  # fmt: skip
+        service.start()
+        health.joined(stuck=lambda: stuck_for("the coordinator", service.busy_s))
+        for change in changes:
+            service.say(f"going on from {resume} with another setting: {change}")
         stack.callback(service.close)  # also after Ctrl-C: its threads would keep the process
         _announce(service.address)
         where = Where(service.address, token)
@@ -127,6 +124,44 @@ def run_coordinator(
     if interrupted:
         return INTERRUPTED
     return 0 if failure is None else FAILED
+
+
+def _start_of(resume: str, about: JoinInfo) -> tuple[tuple[JobRecord, str, int] | None, list[Change]]:
+    """With what a job begins that goes on from the snapshot `resume`, and which settings change; None: anew."""
+    if not resume:
+        return None, []
+    store = SnapshotStore(about.snapshots)
+    manifest = store.latest_usable(lambda text: print(text, flush=True)) if resume == LATEST else store.load(resume)
+    if manifest is None:
+        return None, []
+    record, changes = changed_record(manifest.job, about.overrides, manifest.version)
+    print(f"going on from snapshot {manifest.id}", flush=True)
+    return (record, manifest.id, manifest.version), changes
+
+
+@contextlib.contextmanager
+def _told_to_go(folder: str) -> Iterator[None]:
+    """In the body, SIGTERM ends this coordinator. With a journal in `folder` it ends at once and alone, as a machine
+    that fails: another one goes on with the job. Without one nobody could, so the job ends, as after Ctrl-C.
+
+    It is heeded in containers too: as process 1 a program without a handler would not notice it.
+    """
+
+    def go(number: int, frame: object) -> None:
+        if not folder:
+            raise KeyboardInterrupt
+        with contextlib.suppress(OSError):  # nobody reads it
+            os.write(1, f"told to go: another coordinator with --folder {folder} goes on with the job\n".encode())
+        os._exit(128 + number)
+
+    if (before := signal.getsignal(signal.SIGTERM)) is signal.SIG_IGN:
+        yield
+        return
+    signal.signal(signal.SIGTERM, go)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def run_server(service: ServerService | AggregatorService, coordinator: str, health: Health) -> int:
