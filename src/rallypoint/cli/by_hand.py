@@ -74,7 +74,7 @@ def coordinator(
     The job's token comes in --token-file or RALLYPOINT_TOKEN; without one, a new one is made, and the way to it is
     printed. With --folder it keeps a journal there: if it dies, start another with the same folder and token, here or
     on another machine that has the folder, and the job goes on. Name both addresses to the members. Never run two at
-    once.
+    once. On SIGTERM it ends alone, for the next one; without --folder it ends the job, as Ctrl-C does.
 
     Example: [bold]rallypoint coordinator --bind 10.0.0.7:4700 --token-file job.token --workers 2 --servers 2[/bold]
     """
