@@ -195,7 +195,7 @@ def test_the_greeting_is_byte_for_byte_what_the_documents_say(
 def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Tapped, Tapped], wrong: str) -> None:
     near, far = ends
     with Beside(Listener(far)) as listening:
-        with pytest.raises(UnprovenPeer, match=r"^gate refuses worker w0 without proving .* wrong \(RALLYPOINT"):
+        with pytest.raises(UnprovenPeer, match=r"^gate refuses worker w0 without proving .* wrong \(--token-file"):
             join(near, wrong)
         denied = listening.outcome()
     assert isinstance(denied, AccessDenied)
@@ -207,7 +207,7 @@ def test_a_wrong_token_is_denied_on_both_sides(ends: tuple[Tapped, Tapped], wron
 def test_a_missing_token_is_told_from_a_wrong_one_on_both_sides(ends: tuple[Tapped, Tapped]) -> None:
     near, far = ends
     with Beside(Listener(far)) as listening:
-        with pytest.raises(UnprovenPeer, match=r"either there is none here \(RALLYPOINT_TOKEN is empty\), or somebody"):
+        with pytest.raises(UnprovenPeer, match=r"either there is none here \(give --token-file or RALLYPOINT_TOKEN\)"):
             join(near, "")
         denied = listening.outcome()
     assert isinstance(denied, AccessDenied)

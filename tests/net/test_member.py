@@ -369,7 +369,7 @@ def test_a_wrong_token_is_told_at_once_and_denied_when_nothing_better_comes(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(member, "NEWCOMER_TIMEOUT_S", 0.3)
-    with pytest.raises(AccessDenied, match=r"either the token here is wrong \(RALLYPOINT_TOKEN\)"):
+    with pytest.raises(AccessDenied, match=r"either the token here is wrong \(--token-file or RALLYPOINT_TOKEN\)"):
         Member(coordinator, token="another")
     warned = [entry.message for entry in caplog.records if "trying again for" in entry.message]
     assert len(warned) == 1, "one line, though it tries more than once"

@@ -255,8 +255,8 @@ def _unproved(hello: Hello, token: str, ticket: bytes) -> str:
     if hello.to[0] != COORDINATOR[0]:
         return f"that it knows the ticket of {_named(hello.role, hello.id)}"
     admitted = f", and what it is to know of {_named(hello.role, hello.id)}" if ticket else ""
-    empty = "there is none here (RALLYPOINT_TOKEN is empty)"
-    why = "the token here is wrong (RALLYPOINT_TOKEN)" if token else empty
+    empty = "there is none here (give --token-file or RALLYPOINT_TOKEN)"
+    why = "the token here is wrong (--token-file or RALLYPOINT_TOKEN)" if token else empty
     return f"that it knows the job token{admitted}: either {why}, or somebody else listens there"
 
 

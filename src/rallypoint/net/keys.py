@@ -67,7 +67,7 @@ def role_token(token: str, role: str) -> str:
             return token
         asked, made = f"a token for the role {role}", f"`rallypoint token --role {role} --token-file FILE` prints it"
         if role not in ROLES:
-            asked, made = "the job's own token", "from that follow those of the roles"
+            asked, made = "the job's own token", "give --token-file the file in which `rallypoint token` wrote it"
         raise UsageError(f"this token is for the role {own}, and {asked} is needed: {made}")
     if not token or role == "coordinator":
         return token

@@ -275,7 +275,9 @@ class TcpTransport:
                 raise AddressInUse(
                     f"port {port} on {host} is in use by another process: choose another, or 0 for any free one"
                 ) from None
-            raise LinkError(f"cannot listen at {address}: {error}") from None
+            elsewhere = ": it is no address of this machine (0.0.0.0 listens at all of them)"
+            hint = elsewhere * (error.errno == errno.EADDRNOTAVAIL)
+            raise LinkError(f"cannot listen at {address}: {error}{hint}") from None
         return TcpListener(sock)
 
     def connect(self, address: str, timeout: float) -> TcpConnection:

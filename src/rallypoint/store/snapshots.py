@@ -384,7 +384,7 @@ def _latest_text(snapshot_id: str) -> bytes:
 
 def _check_names(snapshot_id: str, part: str = "part") -> None:
     if age(snapshot_id) is None:
-        raise UsageError(f"{snapshot_id!r} is no snapshot's name: use snapshot_id(version, attempt)")
+        raise UsageError(f"{snapshot_id!r} is no snapshot's name: they are like step-00000120-10003")
     if not _PART.fullmatch(part):
         raise UsageError(f"{part!r} cannot name a part of a snapshot: use letters, digits, '.', '_' and '-'")
 
