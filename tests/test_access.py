@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from typer.testing import CliRunner
 
+from rallypoint import cli
 from rallypoint.errors import LinkError, UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of, keep_private, read_token, token_for
@@ -49,6 +51,30 @@ def test_of_the_job_s_token_a_process_keeps_what_its_role_needs(monkeypatch: pyt
     for other, needed in (("server", "a token for the role server"), ("coordinator", "the job's own token")):
         with pytest.raises(UsageError, match=f"^this token is for the role worker, and {needed} is needed"):
             access_of(role=other)
+
+
+@pytest.mark.parametrize("role", ["server", "aggregator", "observer"])
+def test_a_short_token_of_the_job_makes_no_long_one_of_a_role(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who guesses the job's token has the role's."""
+    monkeypatch.setenv(environment.TOKEN, "short")
+    with pytest.raises(UsageError, match="at least 16 characters"):
+        access_of(role=role, bind="0.0.0.0:0")
+    assert access_of(role=role, bind="127.0.0.1:0").token == role_token("short", role)
+    monkeypatch.setenv(environment.TOKEN, role_token(JOB, role))
+    assert access_of(role=role, bind="0.0.0.0:0").token == role_token(JOB, role)
+
+
+@pytest.mark.parametrize("arguments", [
+    ["doctor", "--listen", "0.0.0.0:0"], ["server", "--bind", "0.0.0.0:0"], ["aggregator", "--bind", "0.0.0.0:0"],
+])  # fmt: skip
+def test_a_role_that_others_can_reach_refuses_a_short_token(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.TOKEN, "short")
+    monkeypatch.delenv(environment.COORDINATOR, raising=False)
+    error = CliRunner().invoke(cli.app, arguments).exception
+    assert isinstance(error, UsageError)
+    assert "at least 16 characters" in str(error)
 
 
 def test_without_a_token_no_role_has_one() -> None:

@@ -100,20 +100,51 @@ def test_who_says_nothing_or_trickles_is_cut_off_and_holds_up_nobody(monkeypatch
                 thread.join()
 
 
-def test_more_connections_than_it_takes_are_closed_at_once(health: Health) -> None:
+def test_who_holds_connections_and_asks_nothing_keeps_no_probe_out(health: Health) -> None:
+    """Kubernetes would end a process that is well."""
     host, _, port = health.address.rpartition(":")
-    taken = [socket.create_connection((host, int(port)), timeout=20.0) for _ in range(MOST_ASKED_AT_ONCE)]
+    held = [socket.create_connection((host, int(port)), timeout=20.0) for _ in range(MOST_ASKED_AT_ONCE)]
     try:
-        with socket.create_connection((host, int(port)), timeout=20.0) as one_more:
-            one_more.send(b"GET /healthz HTTP/1.0\r\n\r\n")
-            try:
-                answer = one_more.recv(1)
-            except ConnectionResetError:
-                answer = b""
-            assert answer == b""
+        assert get(health.address, "/healthz") == (200, "ok")
+        assert held[0].recv(1) == b"", "the oldest was cut off"
     finally:
-        for sock in taken:
+        for sock in held:
             sock.close()
+
+
+def test_it_takes_no_more_while_those_that_were_cut_off_have_not_ended(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer that does not come must not cost a thread for each question."""
+    monkeypatch.setattr(module, "MOST_ASKED_AT_ONCE", 1)
+    monkeypatch.setattr(module, "_MOST_ENDING", 1)
+    go_on = threading.Semaphore(0)
+    host, _, port = health.address.rpartition(":")
+
+    def ask() -> str:
+        go_on.acquire(timeout=20.0)
+        return ""
+
+    health.joined(stuck=ask)
+    asked = list[socket.socket]()
+    try:
+        for _ in range(3):
+            asked.append(socket.create_connection((host, int(port)), timeout=20.0))
+            asked[-1].sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert ended(asked[2]), "the third one is not taken"
+        assert len([thread for thread in threading.enumerate() if "process_request" in thread.name]) == 2
+    finally:
+        go_on.release(3)
+        for sock in asked:
+            sock.close()
+
+
+def ended(sock: socket.socket) -> bool:
+    """Wait until the other side ends the connection. Returns whether it said nothing."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_a_thread_that_handles_one_event_for_long_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:

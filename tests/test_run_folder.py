@@ -366,3 +366,7 @@ def test_a_token_file_that_a_killed_process_of_the_same_number_left_is_replaced(
         assert left.read_text() == "a new token"
         assert left.stat().st_mode & 0o777 == 0o600
     assert not left.exists()
+
+
+def test_a_token_is_in_no_representation() -> None:
+    assert repr(Where("127.0.0.1:4700", "the token")) == "Where('127.0.0.1:4700')"

@@ -117,7 +117,7 @@ def server(
     from rallypoint.launch.health import answering
     from rallypoint.server.service import ServerService
 
-    access, address = access_of(token_file, "server", tls), address_of(coordinator)
+    access, address = access_of(token_file, "server", tls, bind=options.at), address_of(coordinator)
     service = ServerService(
         id=id or os.environ.get(environment.ID) or f"server-{os.getpid()}", coordinator=address,
         token=access.token, bind=options.at, advertise=options.advertise, transport=access.transport,
@@ -183,7 +183,7 @@ def aggregator(
     from rallypoint.launch.commands.by_hand import address_of, end_process, run_server
     from rallypoint.launch.health import answering
 
-    access, address = access_of(token_file, "aggregator", tls), address_of(coordinator)
+    access, address = access_of(token_file, "aggregator", tls, bind=options.at), address_of(coordinator)
     service = AggregatorService(
         id=id or os.environ.get(environment.ID) or f"aggregator-{os.getpid()}", coordinator=address,
         token=access.token, near=near or os.environ.get(environment.NEAR, ""), bind=options.at,

@@ -42,7 +42,7 @@ def doctor(
     from rallypoint.launch.doctor.doctor import listen as be_a_probe
     from rallypoint.launch.doctor.findings import Level
 
-    screen, access = Screen(highlight=False), access_of(token_file, "observer", tls)
+    screen, access = Screen(highlight=False), access_of(token_file, "observer", tls, bind=listen)
     if listen:
         if access.transport.secure:  # a probe listens as a coordinator does
             access = access_of(token_file, "coordinator", tls)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
-from rallypoint.net.handshake import new_token
+from rallypoint.net.handshake import check_exposure, new_token
 from rallypoint.net.keys import ROLES, role_token
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.tls.files import TlsFiles
@@ -33,20 +33,24 @@ class Access:
     transport: Transport = field(default_factory=TcpTransport)
 
 
-def access_of(token_file: str = "", role: str = "", tls: str = "") -> Access:
+def access_of(token_file: str = "", role: str = "", tls: str = "", *, bind: str = "") -> Access:
     """Return the access that a process was given: by this file and folder, or else by the environment. "": none.
 
     RALLYPOINT_TOKEN holds the token itself, RALLYPOINT_TOKEN_FILE names a file that does. With a `role`, its token
     follows from the job's, which is not kept then. `tls` is the folder of the role's certificate, or the one above it,
     as in RALLYPOINT_TLS. UsageError if a file that is named cannot be read, or holds no token or no usable certificate,
-    or one of another role.
+    or one of another role; or if others can reach `bind`, where it will listen, and the job's token is too short: the
+    role's, which follows from it, is long, and can be guessed as easily.
     """
     token = "" if token_file else os.environ.get(environment.TOKEN, "")
     path = token_file or os.environ.get(environment.TOKEN_FILE, "")
     if not token and path:
         token = read_token(Path(path))
     folder = tls or os.environ.get(environment.TLS, "")
-    return Access(role_token(token, role) if role else token, transport_of(folder, role) if role else TcpTransport())
+    access = Access(role_token(token, role) if role else token, transport_of(folder, role) if role else TcpTransport())
+    if bind:
+        check_exposure(access.transport, bind, token)
+    return access
 
 
 def transport_of(tls: str, role: str) -> Transport:

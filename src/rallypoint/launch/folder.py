@@ -40,6 +40,9 @@ class Where(msgspec.Struct, frozen=True):
     token: str
     tls: str = ""
 
+    def __repr__(self) -> str:
+        return f"Where({self.coordinator!r})"  # the token belongs in no log line
+
 
 def new_folder(parent: Path) -> Path:
     """Return a folder for a new run, named by the time: ``runs/20260131-235959``, with a number if it exists."""

@@ -20,7 +20,8 @@ from typing import Any
 from rallypoint.errors import AddressInUse, LinkError
 from rallypoint.net.tcp import split_address
 
-MOST_ASKED_AT_ONCE = 8  # connections; the next one is closed
+MOST_ASKED_AT_ONCE = 8  # connections; for the next one the oldest is cut off
+_MOST_ENDING = 8  # connections that were cut off for others, and whose threads have not ended; then none is taken
 LONGEST_S = 3.0  # for one request and its answer
 STUCK_S = 60.0  # a thread that handles one event for so long does not get on
 _POLL_S = 0.25
@@ -92,7 +93,8 @@ class _Server(ThreadingMixIn, HTTPServer):
         host, port = split_address(at)
         self.health = health
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._open: dict[socket.socket, float] = {}  # until when each connection may last
+        self._open: dict[socket.socket, float] = {}  # until when each connection may last; the oldest first
+        self._ending: set[socket.socket] = set()  # those that were cut off for others
         self._lock = threading.Lock()
         try:
             super().__init__((host, port), _Request)
@@ -110,10 +112,18 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.server_name, self.server_port = "", self.server_address[1]
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Take the connection if there are not too many."""
+        """Take the connection, and cut off the oldest if there are too many.
+
+        Who holds connections and asks nothing must not keep probes out: Kubernetes would end a process that is well.
+        """
         with self._lock:
-            if len(self._open) >= MOST_ASKED_AT_ONCE:
+            if len(self._ending) >= _MOST_ENDING:
                 return False
+            if len(self._open) >= MOST_ASKED_AT_ONCE:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                self._ending.add(oldest)
+                _end(oldest)
             self._open[request] = time.monotonic() + LONGEST_S
             return True
 
@@ -125,6 +135,7 @@ class _Server(ThreadingMixIn, HTTPServer):
         """Close a connection that was answered, or not taken."""
         with self._lock:
             self._open.pop(request, None)
+            self._ending.discard(request)
         super().shutdown_request(request)
 
     def end(self) -> None:
@@ -139,8 +150,13 @@ class _Server(ThreadingMixIn, HTTPServer):
         with self._lock:
             for request, until in self._open.items():
                 if now >= until:
-                    with contextlib.suppress(OSError):
-                        request.shutdown(socket.SHUT_RDWR)
+                    _end(request)
+
+
+def _end(request: socket.socket) -> None:
+    """End a connection; its thread, which closes it, notices that."""
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Request(BaseHTTPRequestHandler):
