@@ -230,6 +230,12 @@ def test_a_probe_that_does_not_answer_is_a_bad_finding(probe: Probe, access: Acc
     assert "--listen" in text
 
 
+def test_a_doctor_with_another_token_is_told_so(probe: Probe) -> None:
+    worst, text = examine(Access(new_token()), probe.address)
+    assert worst is Level.BAD
+    assert "give this doctor the probes' --token-file" in text
+
+
 def test_it_says_whether_snapshots_can_be_written(tmp_path: Path) -> None:
     out = io.StringIO()
     doctor = Doctor(Console(file=out, width=200), Access())

@@ -140,6 +140,9 @@ def test_the_command_writes_a_script_from_options_on_both_sides_of_the_users(tmp
     command = text.splitlines()[-1]
     assert command.startswith(f"exec {sys.executable} -m rallypoint.cli run --workers 2:8 --servers 3 ")
     assert command.endswith("--engine slurm --or-resume train.py --lr 0.1")
+    misspelt = ["-m", "rallypoint.cli", "slurm", "train.py", "--worker", "8"]
+    status, text = run_program(misspelt, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
+    assert "hint: --worker goes to train.py: did you mean --workers?" in text
     argv = ["-m", "rallypoint.cli", "slurm", "no.py"]
     status, text = run_program(argv, tmp_path / "output", env=dict(os.environ), cwd=tmp_path)
     assert (status, text.strip()) == (1, "error: there is no script no.py")

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rallypoint.errors import RallypointError
+from rallypoint.errors import RallypointError, UnprovenPeer
 from rallypoint.launch.access import Access
 from rallypoint.launch.doctor.facts import Facts, collect, free_bytes
 from rallypoint.launch.doctor.findings import Finding, Level, Link, bits, of_cluster, of_links, of_machine, of_space
@@ -51,8 +51,10 @@ class Doctor:
                     facts = asking.facts()
                 found[address] = facts
                 self._tell(of_machine(facts), f"{address} ({escape(facts.host)}): nothing to mend")
+            except UnprovenPeer as error:
+                self._tell([Finding(Level.BAD, f"{address}: {error}", "give this doctor the probes' --token-file")])
             except RallypointError as error:
-                self._tell([Finding(Level.BAD, f"{address}: {error}", "`rallypoint doctor --listen` runs there?")])
+                self._tell([Finding(Level.BAD, f"{address}: {error}", "does `rallypoint doctor --listen` run there?")])
         for source, target in itertools.permutations(probes, 2):
             self._console.print(f"[dim]measuring {source} -> {target}[/dim]")
             links.append(self._link(source, target))
