@@ -700,7 +700,7 @@ def test_tokens_are_fresh_and_long_enough() -> None:
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "10.0.0.1:4700", "node7:4700", "[::]:0"])
 def test_nothing_is_served_to_others_without_a_token(address: str, token: str) -> None:
     me = Identity("coordinator", "", token)
-    with pytest.raises(UsageError, match=r"set a job token of at least 16 characters \(RALLYPOINT_TOKEN, or --token-file\)"):
+    with pytest.raises(UsageError, match=r"of at least 16 characters \(RALLYPOINT_TOKEN, or --token-file\)"):
         Gate(TcpTransport(), address, me, admit=lambda hello: Welcome(), serve=lambda channel, hello: None)
 
 

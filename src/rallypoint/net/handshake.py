@@ -120,8 +120,8 @@ def check_exposure(transport: Transport, address: str, token: str) -> None:
     if not (transport.private(address) or transport.secure) and len(token) < _MIN_TOKEN:
         raise UsageError(
             f"{address} can be reached from other machines: set a job token of at least {_MIN_TOKEN} characters "
-            "(RALLYPOINT_TOKEN, or --token-file), the same for every member, or give each TLS (--tls; `rallypoint certs` "
-            "makes certificates)"
+            "(RALLYPOINT_TOKEN, or --token-file), the same for every member, or give each TLS (--tls; `rallypoint "
+            "certs` makes certificates)"
         )
 
 
