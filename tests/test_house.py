@@ -9,6 +9,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -126,6 +127,12 @@ def test_no_call_needs_more_arguments_than_one_can_read() -> None:
 def test_no_file_is_named_for_nothing_in_particular() -> None:
     found = {path: "says nothing" for path in files() if NAMELESS & set(re.split(r"[/_.]", path))}
     check(found, {}, f"a file is named for what it holds, not {', '.join(sorted(NAMELESS))}")
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """Pytest, without packages, would run only the first of them."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py"))
+    check({name: f"{count} files" for name, count in names.items() if count > 1}, {}, "each test file its own name")
 
 
 def test_no_folder_holds_more_modules_than_one_looks_through() -> None:
