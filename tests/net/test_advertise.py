@@ -106,6 +106,7 @@ def test_the_server_s_command_passes_its_addresses_on(monkeypatch: pytest.Monkey
     monkeypatch.setattr(by_hand, "run_server", lambda started, coordinator, told: 0)
     monkeypatch.setattr(lifeline, "hold_lifeline", lambda: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RALLYPOINT_TOKEN", "long enough for others to see")  # (without one it is refused)
     where = ["--bind", "0.0.0.0:4700", "--advertise", "node7:80"]
     result = CliRunner().invoke(cli.app, ["server", "--coordinator", "node1:4699", "--id", "s", *where])
     assert result.exit_code == 0, result.output
