@@ -17,7 +17,7 @@ from rallypoint.net.tls.files import CERTIFICATE
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.programs import Program, run_program
 
-pytestmark = pytest.mark.programs
+pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
 SCRIPT = """
 import os, pathlib, torch, rallypoint as rp
@@ -123,7 +123,6 @@ def test_a_role_with_another_roles_certificate_does_not_start(tmp_path: Path) ->
     assert "is the certificate of a worker, and this is a server" in text
 
 
-@pytest.mark.slow
 def test_a_run_with_tls_is_resized_stored_and_ends_with_the_bytes_of_one_without(members: Members) -> None:
     """The launcher's console, `resize` and `snapshot` find the certificates; processes that are added use them too."""
     (members.folder / "train.py").write_text(SCRIPT.replace("STEPS", "10**9"))

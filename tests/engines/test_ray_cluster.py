@@ -26,6 +26,8 @@ from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, St
 
 DRIVER = Driver(node="head", python="/their/python", runner="/their/runner.py", cwd="/nowhere", code="/run/code")
 
+pytestmark = pytest.mark.slow  # Ray takes seconds to start
+
 
 def test_a_command_is_run_with_what_its_node_has() -> None:
     argv = ("/their/python", "/their/runner.py", "/run/code", "train.py", HERE)
@@ -155,7 +157,6 @@ class TestRayCluster(ClusterContract):
         large.handle.signal(signal.SIGTERM)
         assert large.exit() == Exit(143, "SIGTERM", "it waited for room in the Ray cluster")
 
-    @pytest.mark.slow
     def test_servers_find_room_though_workers_want_everything(self, ray: Any) -> None:
         from rallypoint.launch.engines.ray import RayCluster
 
