@@ -50,13 +50,17 @@ class TlsConnection:
 
     The sides shake hands when the connection is first used, in the thread that uses it and within its deadline. If that
     fails, the dialer gets an UnprovenPeer and the listener an AccessDenied, with a sentence. The connection is closed.
+
+    Attributes:
+        certificate: the other side's (DER), once both have shaken hands.
     """
 
     def __init__(self, stream: TcpConnection, files: TlsFiles, *, listener: bool) -> None:
         self._stream, self._files, self._listener = stream, files, listener
         self._shaking = threading.Lock()
         self._secured: Secured | None = None  # set last: then both threads may use the rest
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()  # of the handshake
+        self.certificate = b""
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()  # of the handshake, and gone after it
         self._tls: ssl.SSLObject
         self._writer: Writer
         self._reader: Reader
@@ -141,13 +145,15 @@ class TlsConnection:
             raise self._refusal(self._said(error)) from None
         except ValueError as error:
             raise self._refusal(f"the certificate of {self.peer} names no role: {error}") from None
+        del self._tls, self._incoming, self._outgoing  # with the keys under which the secrets have travelled
         return secured
 
     def _talk(self) -> None:
         """Shake hands. SSLError if that fails, LinkError if the stream ends."""
         if self._listener and not self._stream.has_input(_FIRST_WORD_S):
             self._stream.send_at_once(pack(Header(Kind.REFUSE)))
-            raise AccessDenied(f"{self.peer} has said nothing for {_FIRST_WORD_S:.0f} s: it may have come without TLS")
+            why = "it may have come without TLS, which is wanted here (--tls)"
+            raise AccessDenied(f"{self.peer} has said nothing for {_FIRST_WORD_S:.0f} s: {why}")
         first = True
         while True:
             try:
@@ -210,6 +216,7 @@ class TlsConnection:
         finished = self._tls.get_channel_binding("tls-unique")
         assert other
         assert finished
+        self.certificate = other
         parts = [other, loaded.certificate] if not self._listener else [loaded.certificate, other]
         digests = [hashlib.sha256(part).digest() for part in (*parts, finished)]
         return Secured(role_of(self._tls.getpeercert()), hashlib.sha256(_LABEL + b"".join(digests)).digest())
