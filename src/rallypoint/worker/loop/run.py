@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,6 +30,7 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
 from rallypoint.worker.precision.autocast import Autocast
+from rallypoint.worker.precision.losses import Losses
 from rallypoint.worker.sources.delayed import Ahead
 
 log = logging.getLogger("rallypoint")
@@ -55,7 +57,7 @@ class Run:
             parts.model, seed=parts.config.seed, steps=parts.config.steps,
             watch=lambda step: self._guard.script(step, values=True),
         )  # fmt: skip
-        self._losses: list[float] = []
+        self._losses = self._no_losses(0)
         self._weights: list[float] = []
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
@@ -171,7 +173,7 @@ class Run:
             self._versions.restore_buffers()
         done = self._ahead.resume(round, replica, generation)
         if done is None:
-            self._losses, self._weights = [], []
+            self._losses, self._weights = self._no_losses(replica), []
             self._source.begin_replica(round, replica, generation)
         else:
             self._source.resume_replica(round, replica)
@@ -187,7 +189,7 @@ class Run:
             return
         optimizer = self._parts.optimizer
         self._parts.coordinator.send(Report(
-            round, replica, _mean(self._losses), _mean(self._weights),
+            round, replica, _mean(self._losses.read()), _mean(self._weights),
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "",
@@ -202,7 +204,7 @@ class Run:
             return
         if not self._source.may_go_ahead(round, replica, generation):
             return
-        self._losses, self._weights = [], []
+        self._losses, self._weights = self._no_losses(replica), []
         began, count = time.monotonic(), self._config.steps_ahead(round)
         self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
@@ -214,7 +216,7 @@ class Run:
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
         self._source.begin_step(step)
-        before = len(self._losses)
+        losses, before = self._losses, len(self._losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
             micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
@@ -224,9 +226,9 @@ class Run:
                 yield micro
             if micro.abandoned:
                 raise Rewound
-            if len(self._losses) == before + index:
+            if len(losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
+        self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -261,13 +263,9 @@ class Run:
         elif weight != self._weights[-1]:
             known = self._weights[-1]
             raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
-        value = float(loss.detach())
-        self._losses.append(value)
-        if not math.isfinite(value):
-            self._not_finite(micro, value)
+        self._losses.add(loss, micro.step)
         last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
-        finite = all(map(math.isfinite, self._losses))
-        self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
+        self._source.begin_backward(_mean(self._weights), finite=self._losses.finite, last=last)
         with self._tracer.span("backward", step=micro.step, replica=micro.replica), self._autocast.off():
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self._source.end_backward()
@@ -283,8 +281,14 @@ class Run:
     def _ends_round(self, step: int) -> bool:
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
-    def _not_finite(self, micro: Micro, value: float) -> None:
-        what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
+    def _no_losses(self, replica: int) -> Losses:
+        return Losses(self._parts.staging, partial(self._examine, replica))
+
+    def _examine(self, replica: int, step: int, value: float) -> None:
+        """Look at a loss, on the thread of the staging: before anything of its gradient is sent."""
+        if math.isfinite(value):
+            return
+        what = f"the loss of replica {replica} at step {step} is {value}"
         if self._config.nonfinite == "stop":
             unit = "step" if self._config.steps_per_round == 1 else "round"
             raise NonFiniteLoss(
