@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +17,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.data.randomness import seed_everything
-from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
+from rallypoint.errors import JobAborted, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
@@ -30,7 +29,7 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
 from rallypoint.worker.precision.autocast import Autocast
-from rallypoint.worker.precision.losses import Losses
+from rallypoint.worker.precision.losses import losses_of
 from rallypoint.worker.sources.delayed import Ahead
 
 log = logging.getLogger("rallypoint")
@@ -57,7 +56,8 @@ class Run:
             parts.model, seed=parts.config.seed, steps=parts.config.steps,
             watch=lambda step: self._guard.script(step, values=True),
         )  # fmt: skip
-        self._losses = self._no_losses(0)
+        self._new_losses = losses_of(parts.staging, parts.config, self.say)
+        self._losses = self._new_losses(0)
         self._weights: list[float] = []
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
@@ -173,7 +173,7 @@ class Run:
             self._versions.restore_buffers()
         done = self._ahead.resume(round, replica, generation)
         if done is None:
-            self._losses, self._weights = self._no_losses(replica), []
+            self._losses, self._weights = self._new_losses(replica), []
             self._source.begin_replica(round, replica, generation)
         else:
             self._source.resume_replica(round, replica)
@@ -204,7 +204,7 @@ class Run:
             return
         if not self._source.may_go_ahead(round, replica, generation):
             return
-        self._losses, self._weights = self._no_losses(replica), []
+        self._losses, self._weights = self._new_losses(replica), []
         began, count = time.monotonic(), self._config.steps_ahead(round)
         self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
@@ -280,23 +280,6 @@ class Run:
 
     def _ends_round(self, step: int) -> bool:
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
-
-    def _no_losses(self, replica: int) -> Losses:
-        return Losses(self._parts.staging, partial(self._examine, replica))
-
-    def _examine(self, replica: int, step: int, value: float) -> None:
-        """Look at a loss, on the thread of the staging: before anything of its gradient is sent."""
-        if math.isfinite(value):
-            return
-        what = f"the loss of replica {replica} at step {step} is {value}"
-        if self._config.nonfinite == "stop":
-            unit = "step" if self._config.steps_per_round == 1 else "round"
-            raise NonFiniteLoss(
-                f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
-                "'skip' or 'continue'"
-            )
-        if self._config.nonfinite == "continue":
-            self.say(f"{what}; continuing as told")
 
     # ---- versions ----
 

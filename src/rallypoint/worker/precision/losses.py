@@ -8,6 +8,8 @@ from functools import partial
 
 import torch
 
+from rallypoint.config import JobConfig
+from rallypoint.errors import NonFiniteLoss
 from rallypoint.worker.sources.staging import Staging
 
 Examine = Callable[[int, float], None]
@@ -54,3 +56,26 @@ class Losses:
         """Wait until all are on the host, and return them: fewer if `examine` has raised an error."""
         self._staging.drain()
         return self._values
+
+
+def losses_of(staging: Staging, config: JobConfig, say: Callable[[str], None]) -> Callable[[int], Losses]:
+    """Return a function that makes new `Losses` for a replica's round.
+
+    For a loss that is not finite they do what `nonfinite` says: "stop" raises NonFiniteLoss, "continue" tells the user
+    through `say`.
+    """
+
+    def examine(replica: int, step: int, value: float) -> None:
+        if math.isfinite(value):
+            return
+        what = f"the loss of replica {replica} at step {step} is {value}"
+        if config.nonfinite == "stop":
+            unit = "step" if config.steps_per_round == 1 else "round"
+            raise NonFiniteLoss(
+                f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
+                "'skip' or 'continue'"
+            )
+        if config.nonfinite == "continue":
+            say(f"{what}; continuing as told")
+
+    return lambda replica: Losses(staging, partial(examine, replica))

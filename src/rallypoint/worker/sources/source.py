@@ -48,7 +48,7 @@ class DeltaSource(Protocol):
     def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Begin a backward pass. `weight` is the replica's; `finite` tells whether all of its losses so far are.
 
-        `last`: this is the round's last micro-batch. Call `finite` inside of ``staging.then``: the losses are there by then.
+        `last`: this is the round's last micro-batch. Call `finite` in ``staging.then``: by then the losses are here.
         """
 
     def end_backward(self) -> None:
