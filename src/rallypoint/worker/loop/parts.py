@@ -16,6 +16,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.sources.staging import Staging
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -37,6 +38,7 @@ class Parts:
     batches: MicroBatches
     exchange: Exchange
     source: DeltaSource
+    staging: Staging
     coordinator: CoordinatorLink
     tracer: Tracer
     done: Callable[[ViewNumber], None]

@@ -17,7 +17,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.data.randomness import seed_everything
-from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
+from rallypoint.errors import JobAborted, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
@@ -28,6 +28,8 @@ from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
+from rallypoint.worker.precision.autocast import Autocast
+from rallypoint.worker.precision.losses import losses_of
 from rallypoint.worker.sources.delayed import Ahead
 
 log = logging.getLogger("rallypoint")
@@ -46,14 +48,16 @@ class Run:
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
         self._checks = ForwardChecks(parts.model, self._before_module)
         self._guard = ModelGuard(parts.model, parts.tensors)
-        self._versions = Versions(parts)
+        self._versions = Versions(parts, self._guard.cast)
+        self._autocast = Autocast(parts.config, parts.tensors.device)
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
             parts.model, seed=parts.config.seed, steps=parts.config.steps,
             watch=lambda step: self._guard.script(step, values=True),
         )  # fmt: skip
-        self._losses: list[float] = []
+        self._new_losses = losses_of(parts.staging, parts.config, self.say)
+        self._losses = self._new_losses(0)
         self._weights: list[float] = []
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
@@ -169,7 +173,7 @@ class Run:
             self._versions.restore_buffers()
         done = self._ahead.resume(round, replica, generation)
         if done is None:
-            self._losses, self._weights = [], []
+            self._losses, self._weights = self._new_losses(replica), []
             self._source.begin_replica(round, replica, generation)
         else:
             self._source.resume_replica(round, replica)
@@ -185,7 +189,7 @@ class Run:
             return
         optimizer = self._parts.optimizer
         self._parts.coordinator.send(Report(
-            round, replica, _mean(self._losses), _mean(self._weights),
+            round, replica, _mean(self._losses.read()), _mean(self._weights),
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "",
@@ -200,7 +204,7 @@ class Run:
             return
         if not self._source.may_go_ahead(round, replica, generation):
             return
-        self._losses, self._weights = [], []
+        self._losses, self._weights = self._new_losses(replica), []
         began, count = time.monotonic(), self._config.steps_ahead(round)
         self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
@@ -212,7 +216,7 @@ class Run:
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
         self._source.begin_step(step)
-        before = len(self._losses)
+        losses, before = self._losses, len(self._losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
             micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
@@ -222,9 +226,9 @@ class Run:
                 yield micro
             if micro.abandoned:
                 raise Rewound
-            if len(self._losses) == before + index:
+            if len(losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
+        self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -242,9 +246,11 @@ class Run:
         """
         self._early.inside = self._exchange.rows.in_micro = True
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
+        self._autocast.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        self._autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
@@ -257,14 +263,10 @@ class Run:
         elif weight != self._weights[-1]:
             known = self._weights[-1]
             raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
-        value = float(loss.detach())
-        self._losses.append(value)
-        if not math.isfinite(value):
-            self._not_finite(micro, value)
+        self._losses.add(loss, micro.step)
         last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
-        finite = all(map(math.isfinite, self._losses))
-        self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
-        with self._tracer.span("backward", step=micro.step, replica=micro.replica):
+        self._source.begin_backward(_mean(self._weights), finite=self._losses.finite, last=last)
+        with self._tracer.span("backward", step=micro.step, replica=micro.replica), self._autocast.off():
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self._source.end_backward()
 
@@ -279,17 +281,6 @@ class Run:
     def _ends_round(self, step: int) -> bool:
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
-    def _not_finite(self, micro: Micro, value: float) -> None:
-        what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
-        if self._config.nonfinite == "stop":
-            unit = "step" if self._config.steps_per_round == 1 else "round"
-            raise NonFiniteLoss(
-                f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
-                "'skip' or 'continue'"
-            )
-        if self._config.nonfinite == "continue":
-            self.say(f"{what}; continuing as told")
-
     # ---- versions ----
 
     def _evaluate(self, version: int, generation: ViewNumber) -> None:
@@ -300,7 +291,7 @@ class Run:
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
-        with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
+        with self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._autocast.on():
             report = self._parts.evaluated
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
         self._checks.on()

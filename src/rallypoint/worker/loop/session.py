@@ -129,8 +129,8 @@ class Job:
         self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
-            source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
-            tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
+            source=source_for(model, tensors, config, exchange, self._staging, self._say), staging=self._staging,
+            coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
             evaluated=self._evaluated, optimizer=optimizer,
         ))  # fmt: skip
         return self._run
