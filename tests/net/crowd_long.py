@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import resource
@@ -91,7 +92,7 @@ class Programs:
         """How many steps the job made between two moments, and the longest time without one (seconds)."""
         lines = (self.folder / "steps").read_text().splitlines()[:-1]
         moments = [begin, *(moment for moment in map(float, lines) if begin < moment < end), end]
-        return len(moments) - 2, max(b - a for a, b in zip(moments[:-1], moments[1:], strict=True))
+        return len(moments) - 2, max(b - a for a, b in itertools.pairwise(moments))
 
     def close(self) -> None:
         for program in self.started.values():
@@ -209,8 +210,8 @@ def attack(programs: Programs, role: str, count: int, seconds: float, *, trickle
     kept = sorted(crowd.kept) or [0.0]
     print(
         f"{'TLS' if programs.tls else 'no TLS':6} {role:11} {'trickle' if trickles else 'silent':7}: "
-        f"{crowd.made} connections, {len(crowd.kept)} closed by the {role} after {statistics.median(kept):.2f} s in the "
-        f"median, at most {kept[-1]:.2f} (with the time before they were accepted); {memory[0] / 1e6:.0f} MB before, "
+        f"{crowd.made} connections, {len(crowd.kept)} closed by the {role} after {statistics.median(kept):.2f} s in "
+        f"the median, at most {kept[-1]:.2f} (with the time before they were accepted); {memory[0] / 1e6:.0f} MB before, "
         f"at most {max(memory) / 1e6:.0f}, {after / 1e6:.0f} after; threads {threads[0]}, at most {max(threads)}; "
         f"{made / (end - begin):.1f} steps a second (before {calm[0] / 5:.1f}), at most {longest:.2f} s apart; "
         f"{len(waits)} newcomers greeted, in {statistics.median(waits or [0]):.3f} s in the median, "
