@@ -210,9 +210,10 @@ def attack(programs: Programs, role: str, count: int, seconds: float, *, trickle
     kept = sorted(crowd.kept) or [0.0]
     print(
         f"{'TLS' if programs.tls else 'no TLS':6} {role:11} {'trickle' if trickles else 'silent':7}: "
-        f"{crowd.made} connections, {len(crowd.kept)} closed by the {role} after {statistics.median(kept):.2f} s in "
-        f"the median, at most {kept[-1]:.2f} (with the time before they were accepted); {memory[0] / 1e6:.0f} MB before, "
-        f"at most {max(memory) / 1e6:.0f}, {after / 1e6:.0f} after; threads {threads[0]}, at most {max(threads)}; "
+        f"{crowd.made} connections, {len(crowd.kept)} closed by the {role} after "
+        f"{statistics.median(kept):.2f} s in the median, at most {kept[-1]:.2f} (with the time "
+        f"before they were accepted); {memory[0] / 1e6:.0f} MB before, "
+        f"at most {max(memory) / 1e6:.0f}, {after / 1e6:.0f} after; {threads[0]} threads, at most {max(threads)}; "
         f"{made / (end - begin):.1f} steps a second (before {calm[0] / 5:.1f}), at most {longest:.2f} s apart; "
         f"{len(waits)} newcomers greeted, in {statistics.median(waits or [0]):.3f} s in the median, "
         f"at most {max(waits or [0]):.2f}; {refused} had to come again", flush=True,
