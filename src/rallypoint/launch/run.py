@@ -24,6 +24,7 @@ from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
+from rallypoint.launch.ranks import grouped
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token
@@ -203,7 +204,7 @@ class ClusterRun:
             case "server" | "aggregator":
                 argv = (sys.executable, "-m", "rallypoint.cli", role, *server_arguments(self.plan))
             case _:
-                argv = self._worker_argv(name)
+                argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
         env = _environment(name, self._address, self.plan.threads) | access
         command = Command(name=name, role=role, argv=argv, env=env)

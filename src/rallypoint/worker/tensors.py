@@ -107,7 +107,7 @@ class ModelTensors:
 
         Frozen parameters are never sent, so all workers must hold the same.
         """
-        return {name: _hash(p) for name, p in self.frozen.items()}
+        return {name: hash_of(p) for name, p in self.frozen.items()}
 
     @torch.no_grad()
     def part(self, start: int, stop: int) -> torch.Tensor:
@@ -220,7 +220,8 @@ def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), group)
 
 
-def _hash(tensor: torch.Tensor) -> str:
+def hash_of(tensor: torch.Tensor) -> str:
+    """Return a hash of a tensor's bytes."""
     return hashlib.blake2b(_raw(tensor), digest_size=16).hexdigest()
 
 

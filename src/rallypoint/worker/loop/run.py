@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core.order import derive_seed
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
@@ -45,7 +44,7 @@ class Run:
         self._parts, self._config = parts, parts.config
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
         self._checks = ForwardChecks(parts.model, self._before_module)
-        self._guard = ModelGuard(parts.model, parts.tensors)
+        self._guard, self._followers = ModelGuard.of(parts), parts.followers
         self._versions = Versions(parts)
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
@@ -114,7 +113,7 @@ class Run:
             raise UsageError("a run is iterated once")
         self._started = True
         self._forget_gradients()  # of the script's own passes before the loop
-        self._checks.on()
+        self._check_forwards()
         while True:
             yield from self._go_ahead()
             if (action := self._next_action()) is None:
@@ -133,6 +132,7 @@ class Run:
                 case machine.Store():
                     self._versions.store(action)
         self._guard.read()
+        self._followers.end(gone=self._exchange.gone)
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()
@@ -167,6 +167,7 @@ class Run:
             return
         if not self._early.start(round, replica):
             self._versions.restore_buffers()
+        self._followers.compute(round, replica)
         done = self._ahead.resume(round, replica, generation)
         if done is None:
             self._losses, self._weights = [], []
@@ -178,6 +179,9 @@ class Run:
         try:
             for step in steps[0 if done is None else done.steps :]:
                 yield from self._step(step, replica)
+            loss, weight = self._followers.computed(_mean(self._losses), _mean(self._weights))
+            if not self._parts.alone and not math.isfinite(loss):
+                self._not_finite(round, replica, loss)
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()
@@ -185,7 +189,7 @@ class Run:
             return
         optimizer = self._parts.optimizer
         self._parts.coordinator.send(Report(
-            round, replica, _mean(self._losses), _mean(self._weights),
+            round, replica, loss, weight,
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "",
@@ -241,7 +245,7 @@ class Run:
         It makes no check: `__exit__` could not swallow an error of `__enter__`.
         """
         self._early.inside = self._exchange.rows.in_micro = True
-        seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
+        seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
@@ -252,21 +256,35 @@ class Run:
         if self._early.finish(loss):
             self._evaluations.due(micro.step, before=micro.step - 1)  # none is; they count versions
         if micro.index == 0:
-            self._weights.append(weight)
             self._check_no_gradient(micro)
-        elif weight != self._weights[-1]:
-            known = self._weights[-1]
-            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
-        value = float(loss.detach())
-        self._losses.append(value)
-        if not math.isfinite(value):
-            self._not_finite(micro, value)
+        self._count(micro, float(loss.detach()), weight)
         last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
         finite = all(map(math.isfinite, self._losses))
         self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
         with self._tracer.span("backward", step=micro.step, replica=micro.replica):
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self._source.end_backward()
+
+    def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
+        """The script has back-propagated one micro-batch by itself (called by Micro)."""
+        if self._parts.alone:
+            raise UsageError(
+                "micro.computed is for a worker of several ranks (--ranks), whose script runs a pipeline schedule: "
+                "here call micro.backward(loss)"
+            )
+        self._count(micro, None if loss is None else float(loss.detach()), weight)
+
+    def _count(self, micro: Micro, value: float | None, weight: float) -> None:
+        """Note a micro-batch's loss and weight. `value` is None on a rank that has no loss."""
+        if micro.index == 0:
+            self._weights.append(weight)
+        elif weight != self._weights[-1]:
+            known = self._weights[-1]
+            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
+        self._losses.append(0.0 if value is None else value)
+        self._followers.micro(value, weight)
+        if value is not None and not math.isfinite(value):
+            self._not_finite(micro.step, micro.replica, value)
 
     def _check_no_gradient(self, micro: Micro) -> None:
         for placed in self._parts.tensors.parameters:
@@ -279,8 +297,8 @@ class Run:
     def _ends_round(self, step: int) -> bool:
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
-    def _not_finite(self, micro: Micro, value: float) -> None:
-        what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
+    def _not_finite(self, step: int, replica: int, value: float) -> None:
+        what = f"the loss of replica {replica} at step {step} is {value}"
         if self._config.nonfinite == "stop":
             unit = "step" if self._config.steps_per_round == 1 else "round"
             raise NonFiniteLoss(
@@ -302,9 +320,16 @@ class Run:
         self._checks.off()  # an evaluation may save or copy the model
         with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
             report = self._parts.evaluated
-            self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
-        self._checks.on()
+            self._followers.evaluate(step, self._evaluations.bits(due))
+            self._evaluations.run(
+                due, step, lambda values: report(Metrics(step, values, generation)), agree=self._followers.result
+            )
+        self._check_forwards()
         self._forget_gradients()  # of the evaluation's own passes
+
+    def _check_forwards(self) -> None:
+        if self._parts.alone:  # of several ranks none may be unwound by itself, inside of a collective
+            self._checks.on()
 
     def _forget_gradients(self) -> None:
         for placed in self._parts.tensors.parameters:
