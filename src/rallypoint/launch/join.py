@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 
@@ -21,7 +22,7 @@ from rallypoint.launch.health import answering
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.net.transport import Transport
 from rallypoint.parallel.group import RankGroup
-from rallypoint.worker.loop.session import Job
+from rallypoint.worker.loop.session import OTHER_RANK_S, Job
 from rallypoint.worker.ranks.job import RankJob
 
 
@@ -43,6 +44,7 @@ def join() -> Job | RankJob:
     sys.excepthook = _one_sentence
     group = _group()
     if group is not None and not group.leads:
+        sys.excepthook = _after_others
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader is told too, and tells this rank
         return RankJob(group, id=os.environ.get(environment.ID) or f"worker-{os.getppid()}")
     access = access_of(role="worker")
@@ -110,6 +112,12 @@ class _JoinedByHand(Job):
             print(f"{self.id}: the job failed: {error}", flush=True)
         elif isinstance(error, SystemExit) and not error.code and self._leaving:
             print(f"{self.id} has left the job", flush=True)
+
+
+def _after_others(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as `_one_sentence` does, unless another rank's death is its cause: then this one is killed."""
+    time.sleep(OTHER_RANK_S)
+    _one_sentence(kind, error, trace)
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -169,7 +169,7 @@ class RunOptions(CoordinatorOptions):
     )] = 0  # fmt: skip
     ranks: Annotated[int, option(
         min=1, metavar="N", panel=_CLUSTER,
-        help="Processes of each worker, which share the model: FSDP2, tensor or pipeline parallel (docs/parallelism.md).",
+        help="Processes of each worker, which share the model: FSDP2, tensor or pipeline parallel.",
     )] = 1  # fmt: skip
     threads: Annotated[int, option(
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",

@@ -151,7 +151,7 @@ def group_of_this_process(environment: Mapping[str, str] = os.environ) -> RankGr
     size = int(environment["WORLD_SIZE"])
     if dist.get_world_size() != size:
         raise UsageError(
-            f"the script has made a process group of {dist.get_world_size()} ranks, and this worker has {size}: make it "
-            "after rallypoint.join(), or from RANK and WORLD_SIZE"
+            f"the script has made a process group of {dist.get_world_size()} ranks, and this worker has {size}: make "
+            "it after rallypoint.join(), or from RANK and WORLD_SIZE"
         )
     return RankGroup(ends=made)

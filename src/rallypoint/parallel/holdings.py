@@ -30,7 +30,7 @@ def tied_names(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's block of a tensor: it shares the tensor's memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
@@ -80,17 +80,15 @@ def check_data_parallel(tensors: dict[str, torch.Tensor], split: tuple[str, ...]
 
 
 def _held(name: str, tensor: torch.Tensor) -> Held:
-    if isinstance(tensor, torch.nn.Parameter):
-        role = "trained" if tensor.requires_grad else "frozen"
-    else:
-        role = "buffer"
+    trains = "trained" if tensor.requires_grad else "frozen"
+    role = trains if isinstance(tensor, torch.nn.Parameter) else "buffer"
     return Held(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), role, _block(name, tensor))
 
 
 def _block(name: str, tensor: torch.Tensor) -> Block | None:
     if not isinstance(tensor, DTensor):
         return Block((0,) * tensor.dim(), tuple(tensor.shape))
-    chunks = tensor.__create_chunk_list__()
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
     if not chunks:
         return None
     if len(chunks) > 1 or tuple(chunks[0].sizes) != tuple(tensor.to_local().shape):

@@ -83,7 +83,7 @@ class ModelTensors:
         tables = _tables(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
         _check_parameters(trained)
-        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]

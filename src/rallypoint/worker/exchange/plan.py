@@ -23,7 +23,8 @@ def worker_plan(
         shards=len(shards), rounds=config.rounds, mode=config.mode,
         buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
         cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards, presum=_presum(config, layout),
-        overlaps=early and config.overlaps and not layout.tables,  # rows of tables are pulled at a version that exists everywhere
+        # Rows of tables are pulled at a version that exists everywhere
+        overlaps=early and config.overlaps and not layout.tables,
     )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from rallypoint.errors import UsageError
 from rallypoint.worker.exchange.exchange import Rewound
 
 
-
 class Loop(Protocol):
     """What a micro-batch needs of the loop that yields it: `Run`, or `RankRun` on a rank that does not lead."""
 

@@ -62,6 +62,7 @@ from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
+OTHER_RANK_S = 1.0  # an error may come of another rank's death: within this time, `launch.ranks` kills this one too
 _REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
@@ -158,7 +159,8 @@ class Job:
     ) -> Exchange:
         """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
 
-        `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
+        `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the
+        data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         with self._changed:
             self._record = record
@@ -255,7 +257,11 @@ class Job:
             if self._exchange is not None and not self._finished and not self._leaving:
                 self._give_up("its loop ended before the last step")
         elif not isinstance(error, JobAborted):
-            self._give_up(_sentence(error))
+            if self._group is not None and not isinstance(error, RallypointError):
+                time.sleep(OTHER_RANK_S)
+                self._give_up(f"{_sentence(error)} (if another rank of this worker has failed before, see there)")
+            else:
+                self._give_up(_sentence(error))
         self.close()
 
     def _give_up(self, reason: str) -> None:

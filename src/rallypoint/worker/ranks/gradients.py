@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from rallypoint.core.layout import Shard
-from rallypoint.core.ranks import Spread
 from rallypoint.core.view import ViewNumber
 from rallypoint.worker.exchange.exchange import Exchange, Rewound
 from rallypoint.worker.ranks.figures import Figures
