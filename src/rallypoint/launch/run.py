@@ -24,7 +24,7 @@ from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
-from rallypoint.launch.ranks import grouped
+from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token

@@ -27,6 +27,7 @@ from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
+from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.sources.delayed import Ahead
 
 log = logging.getLogger("rallypoint")
@@ -45,7 +46,8 @@ class Run:
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
         self._checks = ForwardChecks(parts.model, self._before_module)
         self._guard, self._followers = ModelGuard.of(parts), parts.followers
-        self._versions = Versions(parts)
+        self._versions = Versions(parts, self._guard.cast)
+        self._autocast = Autocast(parts.config, parts.tensors.device)
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
@@ -246,9 +248,11 @@ class Run:
         """
         self._early.inside = self._exchange.rows.in_micro = True
         seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
+        self._autocast.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        self._autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
@@ -261,7 +265,7 @@ class Run:
         last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
         finite = all(map(math.isfinite, self._losses))
         self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
-        with self._tracer.span("backward", step=micro.step, replica=micro.replica):
+        with self._tracer.span("backward", step=micro.step, replica=micro.replica), self._autocast.off():
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self._source.end_backward()
 
@@ -318,7 +322,7 @@ class Run:
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
-        with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
+        with self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._autocast.on():
             report = self._parts.evaluated
             self._followers.evaluate(step, self._evaluations.bits(due))
             self._evaluations.run(

@@ -62,7 +62,7 @@ from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
-OTHER_RANK_S = 1.0  # an error may come of another rank's death: within this time, `launch.ranks` kills this one too
+OTHER_RANK_S = 1.0  # an error may come of another rank's death: within this time, `launch.engines.ranks` kills this one too
 _REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
@@ -74,6 +74,11 @@ OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_sch
 class Job:
     """This process as a worker of a job, made by `rallypoint.join`. A context manager.
 
+    Attributes:
+        id: the worker's name.
+        rank: this process's number among the ranks of its worker: 0, also where the worker is one process.
+        ranks: the number of ranks of this worker (``--ranks``); 1 where it is one process.
+
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
 
@@ -82,7 +87,8 @@ class Job:
         group: RankGroup | None = None,
     ) -> None:  # fmt: skip
         self.id = id
-        self._group = group
+        self._group, self.rank = group, 0
+        self.ranks = 1 if group is None else group.size
         self._token = token
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
@@ -206,16 +212,6 @@ class Job:
             metrics = self._metrics[-1].values if self._metrics else {}
         steps = run.config.steps
         return Progress(steps if self._finished else min(max(0, run.step), steps), steps, self._leads(), metrics)
-
-    @property
-    def rank(self) -> int:
-        """This process's number among the ranks of its worker: 0, also where the worker is one process."""
-        return 0
-
-    @property
-    def ranks(self) -> int:
-        """The number of ranks of this worker (``--ranks``); 1 where it is one process."""
-        return 1 if self._group is None else self._group.size
 
     @property
     def left(self) -> bool:

@@ -28,8 +28,7 @@ class Lead:
     def __init__(
         self, group: RankGroup, config: JobConfig, model: torch.nn.Module, parallel: Parallel | None, folder: str
     ) -> None:
-        if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
-            raise ConfigError(why)
+        check_ranks(config)
         told(group, config, folder)
         self._group, self._config = group, config
         self._spread = SpreadModel(group, model, parallel or Parallel())
@@ -48,3 +47,14 @@ class Lead:
     def source(self, tensors: LeaderTensors, exchange: Exchange) -> RankGradients:
         """Return the source of this worker's contributions."""
         return RankGradients(tensors, exchange, self._figures)
+
+
+def check_ranks(config: JobConfig) -> None:
+    """Raise ConfigError for settings that a worker of several ranks does not support."""
+    if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
+        raise ConfigError(why)
+    if config.hold != "fp32":
+        raise ConfigError(
+            f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )

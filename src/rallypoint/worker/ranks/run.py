@@ -18,6 +18,7 @@ from rallypoint.errors import UsageError
 from rallypoint.parallel.group import Kind, Order
 from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
+from rallypoint.worker.precision.autocast import Autocast
 from rallypoint.worker.ranks.figures import Figures
 from rallypoint.worker.ranks.followers import first_result
 from rallypoint.worker.ranks.spread import SpreadModel
@@ -38,6 +39,7 @@ class RankRun:
         self._folder = folder
         self._figures = Figures(spread.group, spread.part)
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
+        self._autocast = Autocast(config, spread.device)
         self._step, self._started = -1, False
         self._computed = 0  # micro-batches of the step in progress
 
@@ -103,7 +105,8 @@ class RankRun:
     def _evaluate(self, order: Order) -> None:
         due = self._evaluations.chosen(order.second)
         group = self._spread.group
-        self._evaluations.run(due, order.first, lambda values: None, agree=lambda own: first_result(group, own))
+        with self._autocast.on():
+            self._evaluations.run(due, order.first, lambda values: None, agree=lambda own: first_result(group, own))
         self._spread.forget_gradients()
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
@@ -131,14 +134,17 @@ class RankRun:
     def enter_micro(self, micro: Micro) -> None:
         """Begin ``with micro:``."""
         seed_everything(self._batches.compute_seed(micro.step, micro.replica, micro.index))
+        self._autocast.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:``."""
+        self._autocast.leave()
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
         """Back-propagate one micro-batch."""
         self._count(loss, weight)
-        (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        with self._autocast.off():
+            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself."""

@@ -4,7 +4,7 @@ A group is one failure domain. When a rank dies, the others may wait for it in a
 once, and this process ends as that rank did, so that whoever started the worker starts another one. When a rank ends
 with an error of its own, the leader has a few seconds to tell the coordinator of its own.
 
-``python -m rallypoint.launch.ranks 4 python train.py``: torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+``python -m rallypoint.launch.engines.ranks 4 python train.py``: torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Ranks:
 
 def grouped(argv: tuple[str, ...], ranks: int) -> tuple[str, ...]:
     """Return the command of a worker of so many ranks, each of which runs `argv`."""
-    return argv if ranks == 1 else (sys.executable, "-m", "rallypoint.launch.ranks", str(ranks), *argv)
+    return argv if ranks == 1 else (sys.executable, "-m", "rallypoint.launch.engines.ranks", str(ranks), *argv)
 
 
 def _free_port() -> int:
