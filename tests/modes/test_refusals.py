@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rallypoint.config import record_of, with_own_optimizer
+from rallypoint.config.checks import check_ranks
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import CONFLICTS, TABLE, Conflict, Feature, ModeName, No, Only, describe, why_not
 from rallypoint.errors import ConfigError, ModelError
-from rallypoint.worker.ranks.lead import check_ranks
 from rallypoint.worker.tensors import ModelTensors
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -20,11 +20,11 @@ from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.choice import notices_of
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
+from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Output
 from rallypoint.launch.plan import Launch, certificates_of, coordinator_arguments, resized, server_arguments, write_plan
-from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.supervisor import COORDINATOR, Decision, Drain, Fail, Limits, Over, Start, Supervisor, Warn
 from rallypoint.net.handshake import Identity, new_token
 from rallypoint.net.keys import role_token

@@ -4,7 +4,8 @@ A group is one failure domain. When a rank dies, the others may wait for it in a
 once, and this process ends as that rank did, so that whoever started the worker starts another one. When a rank ends
 with an error of its own, the leader has a few seconds to tell the coordinator of its own.
 
-``python -m rallypoint.launch.engines.ranks 4 python train.py``: torch's RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
+``python -m rallypoint.launch.engines.ranks 4 python train.py``: four processes, which find torch's own variables (RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) in their environment.
 """
 
 from __future__ import annotations

@@ -58,6 +58,10 @@ class Evaluations:
             one.done = min(one.done, step)  # after a roll-back later versions are computed, and evaluated, again
         return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
 
+    def passed(self, step: int) -> None:
+        """A version came with which none is due: that is known, as its forward pass began early."""
+        self.due(step, before=step - 1)
+
     def _passed(self, before: int) -> int:
         return before if self._seen is None else min(self._seen, before)  # below `_seen` after a roll-back
 

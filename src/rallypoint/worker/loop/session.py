@@ -62,7 +62,7 @@ from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
-OTHER_RANK_S = 1.0  # an error may come of another rank's death: within this time, `launch.engines.ranks` kills this one too
+OTHER_RANK_S = 1.0  # another rank's death may be the cause of an error: this one is killed too within that time
 _REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
@@ -155,8 +155,9 @@ class Job:
         )  # fmt: skip
         self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, source=source,
-            coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
-            evaluated=self._evaluated, optimizer=optimizer, followers=NoFollowers() if lead is None else lead.followers,
+            staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
+            say=self._say, evaluated=self._evaluated, optimizer=optimizer,
+            followers=NoFollowers() if lead is None else lead.followers,
         ))  # fmt: skip
         return self._run
 

@@ -10,37 +10,27 @@ from rallypoint.parallel.group import RankGroup
 
 
 class Figures:
-    """The losses of the replica that is being computed, of this rank, then of all.
+    """The figures of the replica that is being computed.
 
     Attributes:
-        loss: after `agree`, the mean over the ranks that have one, each part of the batch once.
+        loss: the mean over the ranks that have one, each part of the batch once.
         weight: the replica's weight in the mean over replicas.
         finite: all losses are finite.
     """
 
     def __init__(self, group: RankGroup, part: tuple[int, int]) -> None:
         self._group, self._part = group, part
-        self.begin()
-
-    def begin(self) -> None:
-        """A replica begins."""
-        self._losses: list[float] = []
         self.loss, self.weight, self.finite = math.nan, 1.0, True
 
-    def add(self, loss: float | None, weight: float) -> None:
-        """A micro-batch is computed. `loss` is None on a rank that has none (a stage that is not the last)."""
-        self.weight = weight
-        if loss is not None:
-            self._losses.append(loss)
-
-    def agree(self) -> None:
+    def agree(self, losses: Sequence[float], weight: float) -> None:
         """Exchange the figures with the other ranks; all ranks call it, and have the same afterwards.
 
+        `losses` are those of this rank's micro-batches: none on a rank that has none (a stage that is not the last).
         Raises UsageError when the weights differ, or no rank has a loss.
         """
-        mean = math.fsum(self._losses) / len(self._losses) if self._losses else 0.0
-        found = self._group.all_numbers([float(self._part[0]), float(bool(self._losses)), mean, self.weight])
-        weights = {weight for _, _, _, weight in found}
+        mean = math.fsum(losses) / len(losses) if losses else 0.0
+        found = self._group.all_numbers([float(self._part[0]), float(bool(losses)), mean, weight])
+        weights = {its for _, _, _, its in found}
         if len(weights) > 1:
             raise UsageError(
                 f"the ranks of this worker give weights of {sorted(weights)}: pass the same on all, of the whole "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from rallypoint.parallel.group import Kind, Order, RankGroup
+from rallypoint.worker.precision.losses import Losses
 from rallypoint.worker.ranks.figures import Figures
 
 Values = Mapping[str, float] | None
@@ -22,11 +23,14 @@ class Followers(Protocol):
     def compute(self, round: int, replica: int) -> None:
         """A replica is going to be computed."""
 
-    def micro(self, loss: float | None, weight: float) -> None:
-        """One of its micro-batches is computed, with this loss on this rank; None: it has none."""
+    def micro(self, *, has_loss: bool) -> None:
+        """One of its micro-batches is computed, and has a loss on this rank, or not."""
 
-    def computed(self, loss: float, weight: float) -> tuple[float, float]:
-        """All of its micro-batches are computed: return its loss and weight, given this rank's."""
+    def agree(self, losses: Losses, weights: Sequence[float]) -> None:
+        """All of its micro-batches are computed."""
+
+    def figures(self, loss: float, weight: float) -> tuple[float, float]:
+        """Return the replica's loss and weight, given this rank's."""
 
     def evaluate(self, step: int, due: int) -> None:
         """The evaluations whose bits are set in `due` are going to be run."""
@@ -47,10 +51,13 @@ class NoFollowers:
     def compute(self, round: int, replica: int) -> None:
         """Does nothing."""
 
-    def micro(self, loss: float | None, weight: float) -> None:
+    def micro(self, *, has_loss: bool) -> None:
         """Does nothing."""
 
-    def computed(self, loss: float, weight: float) -> tuple[float, float]:
+    def agree(self, losses: Losses, weights: Sequence[float]) -> None:
+        """Does nothing."""
+
+    def figures(self, loss: float, weight: float) -> tuple[float, float]:
         """Return what was given."""
         return loss, weight
 
@@ -70,19 +77,25 @@ class OtherRanks:
 
     def __init__(self, group: RankGroup, figures: Figures) -> None:
         self._group, self._figures = group, figures
+        self._has_loss: list[bool] = []  # by micro-batch
 
     def install(self, version: int) -> None:
         self._group.tell(Order(Kind.INSTALL, version))
 
     def compute(self, round: int, replica: int) -> None:
-        self._figures.begin()
+        self._has_loss = []
         self._group.tell(Order(Kind.COMPUTE, round, replica))
 
-    def micro(self, loss: float | None, weight: float) -> None:
-        self._figures.add(loss, weight)
+    def micro(self, *, has_loss: bool) -> None:
+        self._has_loss.append(has_loss)
 
-    def computed(self, loss: float, weight: float) -> tuple[float, float]:
-        self._figures.agree()
+    def agree(self, losses: Losses, weights: Sequence[float]) -> None:
+        values = losses.read()
+        self._figures.agree([loss for loss, has in zip(values, self._has_loss, strict=True) if has], weights[-1])
+        if not self._figures.finite and losses.finite():  # another rank's
+            losses.examine(self._figures.loss)
+
+    def figures(self, loss: float, weight: float) -> tuple[float, float]:
         return self._figures.loss, self._figures.weight
 
     def evaluate(self, step: int, due: int) -> None:

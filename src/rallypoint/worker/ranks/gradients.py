@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,13 +45,13 @@ class RankGradients(WaitsForVersions):
     def begin_step(self, step: int) -> None:
         """Does nothing: a round is one step."""
 
-    def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
+    def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Does nothing: gradients are read when the replica ends."""
 
     def end_backward(self) -> None:
         """Does nothing: see `begin_backward`."""
 
-    def end_step(self, *, finite: bool) -> None:
+    def end_step(self, *, finite: Callable[[], bool]) -> None:
         """Does nothing: see `begin_backward`."""
 
     def end_replica(self, replica: int) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core.modes import Feature, refusal
+from rallypoint.config.checks import check_ranks
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
-from rallypoint.errors import ConfigError
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.exchange.exchange import Exchange
@@ -47,14 +46,3 @@ class Lead:
     def source(self, tensors: LeaderTensors, exchange: Exchange) -> RankGradients:
         """Return the source of this worker's contributions."""
         return RankGradients(tensors, exchange, self._figures)
-
-
-def check_ranks(config: JobConfig) -> None:
-    """Raise ConfigError for settings that a worker of several ranks does not support."""
-    if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
-        raise ConfigError(why)
-    if config.hold != "fp32":
-        raise ConfigError(
-            f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )

@@ -41,7 +41,8 @@ class RankRun:
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
         self._autocast = Autocast(config, spread.device)
         self._step, self._started = -1, False
-        self._computed = 0  # micro-batches of the step in progress
+        self._losses: list[torch.Tensor] = []
+        self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
 
     @property
     def config(self) -> JobConfig:
@@ -110,7 +111,7 @@ class RankRun:
         self._spread.forget_gradients()
 
     def _replica(self, round: int, replica: int) -> Iterator[Micro]:
-        self._figures.begin()
+        self._losses = []
         self._spread.restore_buffers()
         for step in self._config.steps_of(round):
             self._computed = 0
@@ -119,7 +120,7 @@ class RankRun:
                 yield Micro(self, step=step, replica=replica, index=index, batch=batch)
                 if self._computed == index:
                     raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._figures.agree()
+        self._figures.agree([float(loss) for loss in self._losses], self._weight)
         for entry, tensor in self._order:
             if entry.spec.group >= 0:
                 self._spread.collect_gradient(tensor, None)
@@ -151,5 +152,6 @@ class RankRun:
         self._count(loss, weight)
 
     def _count(self, loss: torch.Tensor | None, weight: float) -> None:
-        self._computed += 1
-        self._figures.add(None if loss is None else float(loss.detach()), weight)
+        self._computed, self._weight = self._computed + 1, weight
+        if loss is not None:
+            self._losses.append(loss.detach())
