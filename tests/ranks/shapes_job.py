@@ -1,9 +1,15 @@
-"""A job whose workers are groups of ranks of a given shape: ``shapes_job.py fsdp|tp|pp|tp-pp|fsdp-tp|one OUT``."""
+"""A job whose workers are groups of ranks of a given shape: ``shapes_job.py fsdp|tp|pp|tp-pp|fsdp-tp|one OUT``.
+
+Each rank writes OUT/pid-WORKER-RANK when it has begun, and what it holds at the end to OUT/WORKER-RANK. Before step
+HELD_AT it waits until there is OUT/open.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import rallypoint as rp
 
 IN, WIDTH, OUT, SAMPLES = 12, 22, 6, 64  # 11 rows a rank: not a multiple of anything
+HELD_AT = 4
 MESHES = {
     "fsdp": ((2,), ("dp",)), "tp": ((2,), ("tp",)), "pp": ((2,), ("pp",)), "tp-pp": ((2, 2), ("pp", "tp")),
     "fsdp-tp": ((2, 2), ("dp", "tp")),
@@ -81,13 +88,27 @@ def fingerprint(net: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
+def whole(net: torch.nn.Module) -> str:
+    """Hash the whole model's values; all ranks call it."""
+    digest = hashlib.sha256()
+    for name, tensor in net.state_dict().items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        digest.update(name.encode() + full.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def main(shape: str, out: Path) -> None:
-    """Train, and write what this rank holds at the end."""
+    """Train, and write what this rank holds at the end, and a hash of the whole model at the beginning and the end.
+
+    Of the shape "any" is the one that the number of ranks says.
+    """
     generator = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(
         torch.randn(SAMPLES, IN, generator=generator), torch.randn(SAMPLES, OUT, generator=generator)
     )
     with rp.join() as job:
+        (out / f"pid-{job.id}-{job.rank}").write_text(str(os.getpid()))
+        shape = {1: "one", 2: "fsdp", 4: "fsdp-tp"}[job.ranks] if shape == "any" else shape
         mesh = None
         if job.ranks > 1:
             sizes, names = MESHES[shape]
@@ -110,7 +131,13 @@ def main(shape: str, out: Path) -> None:
             value = sum((p.full_tensor() if isinstance(p, DTensor) else p).abs().sum() for p in net.parameters())
             return {"total": float(value)}
 
+        begun = False
         for micro in run:
+            if not begun and "pp" not in shape:
+                (out / f"whole-{job.ranks}-{micro.step}").write_text(whole(net))
+            begun = True
+            while micro.step >= HELD_AT and not (out / "open").exists():
+                time.sleep(0.005)
             with micro:
                 x, y = micro.batch
                 if schedule is None:
@@ -122,8 +149,9 @@ def main(shape: str, out: Path) -> None:
                 else:
                     schedule.step(target=y, losses=losses)
                 micro.computed(torch.stack(losses).mean() if losses else None)
-        out.mkdir(exist_ok=True)
-        (out / f"{job.id}-{job.rank}.txt").write_text(fingerprint(net))
+        (out / f"{job.id}-{job.rank}").write_text(fingerprint(net))
+        if "pp" not in shape:
+            (out / f"whole-{job.ranks}-end").write_text(whole(net))
 
 
 if __name__ == "__main__":
