@@ -29,7 +29,7 @@ class Kind(enum.IntEnum):
     INSTALL = 2  # a version comes; `first`: its number
     EVALUATE = 3  # run the evaluations that are due at step `first`
     COMPUTE = 4  # compute round `first` of replica `second`, and send the gradients
-    END = 5  # the loop is over; `first`: 1 if this worker was told to leave
+    END = 5  # the loop is over; `first`: 1 if this worker was told to leave; `second`: 1 if it is the one that saves
 
 
 class Order(NamedTuple):

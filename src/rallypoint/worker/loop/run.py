@@ -74,6 +74,14 @@ class Run:
         return self._parts.leads()
 
     @property
+    def worker_leads(self) -> bool:
+        """When the job is over: the same as `lead`, but on all ranks of that worker.
+
+        For what all of them must call, such as ``get_model_state_dict`` of a model that is sharded.
+        """
+        return self.lead
+
+    @property
     def folder(self) -> Path:
         """The run's folder, where results belong. Raises UsageError when it cannot be made."""
         folder = Path(self._parts.coordinator.welcome.folder or ".")
@@ -131,7 +139,7 @@ class Run:
                 case machine.Store():
                     self._versions.store(action)
         self._guard.read()
-        self._followers.end(gone=self._exchange.gone)
+        self._followers.end(gone=self._exchange.gone, leads=self.lead)
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()

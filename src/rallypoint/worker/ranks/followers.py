@@ -38,8 +38,8 @@ class Followers(Protocol):
     def result(self, values: Values) -> Values:
         """One of them has ended: return its result, given this rank's."""
 
-    def end(self, *, gone: bool) -> None:
-        """The loop is over; `gone`: because this worker was told to leave."""
+    def end(self, *, gone: bool, leads: bool) -> None:
+        """The loop is over; `gone`: because this worker was told to leave; `leads`: it is the one that saves."""
 
 
 class NoFollowers:
@@ -68,7 +68,7 @@ class NoFollowers:
         """Return what was given."""
         return values
 
-    def end(self, *, gone: bool) -> None:
+    def end(self, *, gone: bool, leads: bool) -> None:
         """Does nothing."""
 
 
@@ -104,8 +104,8 @@ class OtherRanks:
     def result(self, values: Values) -> Values:
         return first_result(self._group, values)
 
-    def end(self, *, gone: bool) -> None:
-        self._group.tell(Order(Kind.END, int(gone)))
+    def end(self, *, gone: bool, leads: bool) -> None:
+        self._group.tell(Order(Kind.END, int(gone), int(leads)))
 
 
 def first_result(group: RankGroup, values: Values) -> Values:

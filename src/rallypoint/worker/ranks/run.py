@@ -40,7 +40,7 @@ class RankRun:
         self._figures = Figures(spread.group, spread.part)
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
         self._autocast = Autocast(config, spread.device)
-        self._step, self._started = -1, False
+        self._step, self._started, self._leads = -1, False, False
         self._losses: list[torch.Tensor] = []
         self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
 
@@ -58,6 +58,11 @@ class RankRun:
     def lead(self) -> bool:
         """False: only rank 0 of a worker leads."""
         return False
+
+    @property
+    def worker_leads(self) -> bool:
+        """When the job is over: True if rank 0 of this worker leads."""
+        return self._leads
 
     @property
     def folder(self) -> Path:
@@ -95,6 +100,7 @@ class RankRun:
                     yield from self._replica(order.first, order.second)
         if order.first:
             raise SystemExit(0)  # this worker was told to leave
+        self._leads = bool(order.second)
         self._spread.restore_buffers()
 
     def _install(self, version: int) -> None:
