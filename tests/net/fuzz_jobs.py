@@ -111,11 +111,11 @@ class Cluster:
         address = self.coordinator.address
         transport = self.transport_of("server")
         self.servers = [ServerService(id=id, coordinator=address, token=TOKEN, transport=transport) for id in SERVERS]
+        transport = self.transport_of("aggregator")
         self.aggregators = [
-            AggregatorService(
-                id="aggregator0", coordinator=address, token=TOKEN, near=NEAR, transport=self.transport_of("aggregator")
-            )
-        ] * self.policy.aggregator
+            AggregatorService(id=id, coordinator=address, token=TOKEN, near=NEAR, transport=transport)
+            for id in ("aggregator0",) if self.policy.aggregator
+        ]  # fmt: skip
         self.listeners: list[ServerService | AggregatorService] = [*self.servers, *self.aggregators]
         for listener in self.listeners:
             listener.start()
