@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rallypoint.config.tree import Group, JobConfig
+    from rallypoint.core.loss_scale import LossScaling
     from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
@@ -35,6 +36,7 @@ _HOMES = {
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
     "LocalSteps": "rallypoint.core.policy",
+    "LossScaling": "rallypoint.core.loss_scale",
     "Micro": "rallypoint.worker.loop.micro",
     "Run": "rallypoint.worker.loop.run",
     "Sync": "rallypoint.core.policy",
@@ -57,6 +59,7 @@ __all__ = [
     "Job",
     "JobConfig",
     "LocalSteps",
+    "LossScaling",
     "Micro",
     "Run",
     "Sync",

@@ -59,6 +59,7 @@ class Run:
         self._new_losses = losses_of(parts.staging, parts.config, self.say)
         self._losses = self._new_losses(0)
         self._weights: list[float] = []
+        self._loss_scale = parts.tensors.loss_scale
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
 
@@ -219,7 +220,7 @@ class Run:
         losses, before = self._losses, len(self._losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
-            micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
+            micro = Micro(self, step=step, replica=replica, index=index, batch=batch, scale=self._loss_scale)
             last = index == self._config.accumulate - 1
             with self._guard.script(step, values=last and _compares(step), late=True):
                 self._early.begin()
@@ -267,7 +268,9 @@ class Run:
         last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
         self._source.begin_backward(_mean(self._weights), finite=self._losses.finite, last=last)
         with self._tracer.span("backward", step=micro.step, replica=micro.replica), self._autocast.off():
-            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
+            scale = self._loss_scale
+            (loss if scale is None else loss * scale[0]).backward()  # type: ignore[no-untyped-call]
         self._source.end_backward()
 
     def _check_no_gradient(self, micro: Micro) -> None:
