@@ -26,6 +26,7 @@ EXPORTED = [
     "LocalSteps",
     "LossScaling",
     "Micro",
+    "Parallel",
     "Run",
     "Sync",
     "__version__",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
     from rallypoint.launch.join import join
+    from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
     from rallypoint.worker.loop.session import Job
@@ -38,6 +39,7 @@ _HOMES = {
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
     "Micro": "rallypoint.worker.loop.micro",
+    "Parallel": "rallypoint.parallel.plan",
     "Run": "rallypoint.worker.loop.run",
     "Sync": "rallypoint.core.policy",
     "constant": "rallypoint.core.schedule",
@@ -61,6 +63,7 @@ __all__ = [
     "LocalSteps",
     "LossScaling",
     "Micro",
+    "Parallel",
     "Run",
     "Sync",
     "__version__",

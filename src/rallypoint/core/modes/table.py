@@ -169,6 +169,12 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.LOCAL_QUORUM: _ONE_BY_ONE,
         },
     ),
+    _F.RANKS: _row(
+        No("the parameters or the optimizer of a replica would have to be kept on each rank; use sync=rp.Sync()"),
+        {_M.SYNC: YES, _M.QUORUM: YES, **dict.fromkeys((_M.SSP, _M.ASYNC), No(
+            "a version may come in part, and ranks take whole ones; use sync=rp.Sync()"
+        ))},
+    ),
     _F.BY_SPEED: _row(
         YES,
         {
@@ -210,6 +216,10 @@ CONFLICTS = (
         _F.FP16, _F.CODEC_STATE,
         "what a codec keeps of one step is scaled by that step's loss scale, and is sent with the next; use a codec "
         "without state (error_feedback=False), or precision=\"bf16\"",
+    ),
+    Conflict(
+        _F.RANKS, _F.FP16,
+        "the ranks of a worker do not hear the loss scale; use precision=\"bf16\", or leave --ranks out",
     ),
     Conflict(
         _F.FOLD, _F.REPLICATION,
