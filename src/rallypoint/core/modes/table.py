@@ -165,6 +165,18 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         },
     ),
     _F.EVALUATION: _row(),
+    _F.STOP: _row(
+        YES,
+        {
+            **dict.fromkeys(_STREAMING, No(
+                "each replica goes on at its own clock, so there is no last version that all could end with; use a lower "
+                "steps="
+            )),
+            _M.STAGGERED: No(
+                "all layers are synchronised in the last round, which has to be known from the start; use a lower steps="
+            ),
+        },
+    ),
 }
 
 CONFLICTS = (

@@ -21,6 +21,7 @@ from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.table import Part
 from rallypoint.testing.simulation.replicas.names import combine
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
+from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -70,6 +71,7 @@ class SimulatedJob:
     inner: bool = False  # of local steps, over Sync: contributions depend on the replicas' own optimizers
     poison: tuple[int, int] | None = None  # (step, replica) whose gradient is not finite, which stops the job
     tables: int = 0  # shards of parameters that are parts of a table
+    stop: ScriptStops | None = None  # at some step; same bytes only
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
@@ -198,9 +200,14 @@ class SimulatedJob:
         """The shards to which replica 0 alone contributes."""
         return frozenset(s.index for s in self.layout.shards if self.config.contributors(s.role) == 1)
 
+    @property
+    def end(self) -> int:
+        """The job's last version."""
+        return self.steps if self.stop is None else min(self.steps, self.stop.version)
+
     def last_version(self, shard: int) -> int:
         """The shard's own version at the end of the job."""
-        return self.steps if self.cadence.together else self.cadence.updates(shard)
+        return self.end if self.cadence.together else self.cadence.updates(shard)
 
     def expected(self, shard: int) -> int:
         """Contributions of a step to this shard."""
@@ -331,7 +338,7 @@ class SimulatedJob:
 
     def undisturbed(self) -> list[Content]:
         """Every shard at the last version, computed without any cluster."""
-        return self.trajectory[-1]
+        return self.trajectory[self.end]
 
     @cached_property
     def trajectory(self) -> list[list[Content]]:

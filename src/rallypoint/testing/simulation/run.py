@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -19,6 +19,7 @@ from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
+from rallypoint.testing.simulation.replicas.script import ScriptStops
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
@@ -223,6 +224,10 @@ class Simulation:
     def _check(self) -> None:
         if self.plan.job.poison is not None and self._stopped_for(self.plan.job.poison):
             return
+        if self.plan.job.stop is not None and self.plan.job.stop.leaves:
+            if "call run.stop() instead" in self.outcome.aborted:
+                return
+            self._ended_earlier(self.plan.job.stop)
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
         self._check_size()
@@ -260,6 +265,14 @@ class Simulation:
         )
         return True
 
+    def _ended_earlier(self, stop: ScriptStops) -> None:
+        """Who has left the loop computes nothing again that is lost with a server: the job may end a version earlier.
+        """
+        view = self.coordinator.machine.view if self.coordinator is not None else None
+        version = stop.version if view is None or view.stop is None else view.stop.version
+        assert version <= stop.version, f"the job ends with version {version}: {stop}"
+        self.plan = replace(self.plan, job=replace(self.plan.job, stop=replace(stop, step=version)))
+
     def _check_size(self) -> None:
         """No more workers compute than were ordered, whoever is coordinator by now."""
         view = self.coordinator.machine.view if self.coordinator is not None else None
@@ -295,7 +308,7 @@ class Simulation:
             if server.node.alive and at == job.last_version(shard):
                 contents.append(server.held[shard].master)
         id, version = self.store.newest()
-        if version == job.steps:
+        if version == job.end:
             contents.append(self.store.read(id, shard)[1][0])
         if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]

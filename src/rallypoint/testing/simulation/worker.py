@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.worker.ending import End
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.exchange import SimulatedExchange
@@ -16,6 +17,7 @@ from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
 from rallypoint.testing.simulation.replicas.forward import SimulatedForward
 from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
+from rallypoint.testing.simulation.replicas.script import Script
 from rallypoint.testing.simulation.store import SimulatedStore
 
 
@@ -46,14 +48,15 @@ class SimulatedWorker:
         self._exchange = SimulatedExchange(self.node, job, self._poke)
         self.shell, self.machine, self.slots = self._exchange.shell, self._exchange.machine, self._exchange.slots
         self.model: list[Content] = []
-        self._claim: ViewNumber | None = None  # the generation of which it says that it is done
+        self._claim: End | None = None  # what it says that it is done with
         self._todo: deque[int] = deque()
         self._captured = ""  # the last snapshot that was asked for
-        self._replica = -1
+        self._replica = self._step = -1
         self._began = 0.0
         self._generation = ViewNumber()  # that the replica in progress belongs to
         self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
         self._blocked = self._acting = self._busy = False
+        self._script = Script(job.stop)
         self._thread = MainThread(self.node.world.now)
         self._forward = SimulatedForward(self._exchange, self.install_s, self._goes_on)
         self.membership = Membership(
@@ -63,7 +66,7 @@ class SimulatedWorker:
     @property
     def done(self) -> bool:
         """Has it said that it is done, and is that still so?"""
-        return self._claim is not None and self._claim == self.shell.done_in
+        return self._claim is not None and self._claim == self.shell.ending.reached
 
     @property
     def fetched(self) -> int:
@@ -80,7 +83,8 @@ class SimulatedWorker:
     def _on_admitted(self, new: bool) -> None:
         self.membership.send(("propose", self.job.record))
         if self.done:
-            self.membership.send(("done", self._claim))
+            self.membership.send(("done", *self._claim))
+        self._say_stop(again=True)
         if self.leaving:
             self.membership.send(("leaving",))
 
@@ -93,6 +97,9 @@ class SimulatedWorker:
         match message:
             case ("view", View() as view):
                 self._exchange.adopt(view)
+                self._say_stop()
+                if self.shell.ending.due or self._script.said:
+                    self._poke()
             case ("assist", step, replica):
                 self._exchange.apply(self.machine.handle(machine.Assisted(step, replica)))
             case ("capture", id, version, writers):
@@ -159,13 +166,21 @@ class SimulatedWorker:
         """How long work takes here that takes so many seconds on a worker of speed 1, more or less."""
         return work / self.speed * self.node.world.random.uniform(0.5, 1.5)
 
-    def _begin(self, action: machine.Action | machine.Store | None) -> None:
+    def _begin(self, action: machine.Action | machine.Store | machine.Ended | None) -> None:
         self._acting = False
         if action is not None:
             self._thread.works(self.node.world.now)
         if isinstance(action, machine.Store):
             self._store_share(action)
             self._poke()
+        elif isinstance(action, machine.Ended):
+            self._end()
+        elif isinstance(action, machine.Compute) and self._script.leaves(action.step):
+            if self.shell.next_action() == action:
+                self._script.leave(action.step)
+                self._say_stop()
+            else:
+                self._poke()
         elif self._takes(action):
             match action:
                 case machine.Initialise():
@@ -228,14 +243,30 @@ class SimulatedWorker:
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
         self._replicas.installed(self.model)
-        if (generation := self.shell.done_in) is not None:  # it says so after an evaluation, which may take a while
+        self._end()
+
+    def _stops(self) -> bool:
+        """Does the script call `run.stop` here, and does not everybody know it yet?"""
+        if len(self._todo) > 1 or self.shell.view.stop is not None or not self._script.stops(self._step, self._replica):
+            return False
+        self._script.said = True
+        self._say_stop()
+        return True
+
+    def _say_stop(self, *, again: bool = False) -> None:
+        if (stop := self._script.says(self.shell.view if self.shell.number.count else None, again=again)) is not None:
+            self.membership.send(stop)
+
+    def _end(self) -> None:
+        """If it holds the last version, it says so after an evaluation, which may take a while."""
+        if (end := self.shell.ending.take()) is not None:
             self._busy = True
             seconds = self.evaluate_s * self.node.world.random.random()
-            self.node.later(seconds, lambda: self._say_done(generation))
+            self.node.later(seconds, lambda: self._say_done(end))
 
-    def _say_done(self, generation: ViewNumber) -> None:
-        self._busy, self._claim = False, generation
-        self.membership.send(("done", generation))
+    def _say_done(self, end: End) -> None:
+        self._busy, self._claim = False, end
+        self.membership.send(("done", *end))
         self._poke()
 
     def _store_share(self, wanted: machine.Store) -> None:
@@ -258,7 +289,7 @@ class SimulatedWorker:
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
-        step = self.machine.reads
+        self._step = step = self.machine.reads
         if looked_up := self.job.looked_up(step, replica):
             self._exchange.rows.begin(replica, looked_up)
         self._forward.begin(self.model)
@@ -271,11 +302,14 @@ class SimulatedWorker:
         if self.machine.rewound or self._exchange.rows.outdated:
             self._end_replica(whole=False)
         elif self._forward.runs:
-            self._blocked = not self._forward.go_on()
+            if not self._forward.go_on():
+                self._blocked = True
         elif not self._exchange.rows.ready():
             self._blocked = True
         elif not self._todo:
             self._end_replica(whole=True)
+        elif self._stops():
+            self._blocked = True  # it holds the last shard back until all know
         elif (may := self.machine.may_fill(self._todo[0])) is False:
             self._blocked = True
         else:

@@ -96,5 +96,10 @@ class Micro:
             raise
 
     @property
+    def finished(self) -> bool:
+        """True if `backward` has ended without an error."""
+        return self._finished and self._failure is None and not self.abandoned
+
+    @property
     def _where(self) -> str:
         return f"step {self.step}, replica {self.replica}"

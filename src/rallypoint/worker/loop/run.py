@@ -50,13 +50,14 @@ class Run:
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
-            parts.model, seed=parts.config.seed, steps=parts.config.steps,
+            parts.model, seed=parts.config.seed, ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
             watch=lambda step: self._guard.script(step, values=True),
         )  # fmt: skip
         self._losses: list[float] = []
         self._weights: list[float] = []
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
+        self._left: tuple[int, bool] | None = None  # the loop was left in this replica; is its gradient complete?
 
     # ---- what the user sees ----
 
@@ -72,7 +73,12 @@ class Run:
 
     @property
     def lead(self) -> bool:
-        """True on the worker that evaluates (now), and saves (when the job is over)."""
+        """True on the worker that evaluates (now), and saves (when the job is over).
+
+        After a `break` out of the loop it waits for the job's end, as `rallypoint.join` does at its end: from then on
+        the model holds the final weights.
+        """
+        self.finish()
         return self._parts.leads()
 
     @property
@@ -88,6 +94,18 @@ class Run:
     def say(self, text: str) -> None:
         """Write a line to the console and the event log. Any worker may call it."""
         self._parts.coordinator.send(Say(text))
+
+    def stop(self, reason: str = "") -> None:
+        """End the job with the next version, whatever `steps` says: on all workers the loop ends, and nothing fails.
+
+        Call it in the loop's body, or in an evaluation. The step in progress is the last one (after an evaluation: the
+        step that begins). The loop goes on until then, so do not `break`. `reason` is shown.
+
+        Raises UsageError in a mode without a last version, which its sentence names.
+        """
+        if self._parts.stopping.why_not:
+            raise UsageError(self._parts.stopping.why_not)
+        self._parts.stopping.wish(reason)
 
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate ``fn(step) -> {"val_loss": ...}``: the lead worker calls it after every `steps` steps and after the
@@ -119,29 +137,77 @@ class Run:
             yield from self._go_ahead()
             if (action := self._next_action()) is None:
                 break
-            match action:
-                case machine.Initialise():
-                    self._versions.initialise()
-                case machine.Install(version=version):
-                    if (generation := self._versions.install(version)) is None:
-                        continue  # a roll-back came meanwhile
-                    self._evaluate(version, generation)
-                    if version == self._config.rounds:
-                        self._parts.done(generation)
-                case machine.Compute(step=round, replica=replica):
-                    yield from self._replica(round, replica)
-                case machine.Store():
-                    self._versions.store(action)
+            if isinstance(action, machine.Compute):
+                yield from self._replica(action.step, action.replica)
+            else:
+                self._do(action)
+        self._end()
+
+    def _do(self, action: machine.Initialise | machine.Install | machine.Store | machine.Ended) -> None:
+        match action:
+            case machine.Initialise():
+                self._versions.initialise()
+            case machine.Install(version=version):
+                if (generation := self._versions.install(version)) is None:
+                    return  # a roll-back came meanwhile
+                self._evaluate(version, generation)
+                self._done()
+            case machine.Ended():
+                self._versions.restore_buffers()  # a replica may have changed them
+                self._done()
+            case machine.Store():
+                self._versions.store(action)
+
+    def _done(self) -> None:
+        """Tell the coordinator if the model holds the last version, after the evaluations of it."""
+        if (end := self._exchange.end.take()) is not None:
+            self._evaluate(end[1], end[0])
+            self._parts.done(*end)
+
+    def _end(self) -> None:
+        """The job is over."""
         self._guard.read()
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()
-        _check_last(self._exchange.step, self._config.rounds)
+        _check_last(self._exchange.step, self._exchange.end.last)
         self._versions.restore_buffers()
 
-    def _next_action(self) -> machine.Action | machine.Store | None:
-        self._prefetch()
-        self._early.allow(self._may_begin_early(self._exchange.step + 1))
+    def finish(self) -> None:
+        """Take part in the job until its end if the script has left the loop; else do nothing.
+
+        The worker computes nothing more; others do. Raises UsageError where a mode does not support it.
+        """
+        if self._left is None:
+            return
+        (replica, whole), self._left = self._left, None
+        stopping, round = self._parts.stopping, self._exchange.step
+        if stopping.why_not:
+            raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
+        try:
+            if not whole:
+                raise Rewound
+            self._source.end_step(finite=all(map(math.isfinite, self._losses)))
+            self._source.end_replica(replica)
+        except Rewound:
+            self._early.undo()
+            self._source.abandon()
+        stopping.wish(f"the loop was left at step {self._config.steps_at(round)}")
+        self._early.allow(False)
+        needed = round if self._exchange.end.computes() else round + 1
+        stopping.say(round + 1, self._exchange.end.generation, left=needed)
+        while (action := self._next_action(early=False)) is not None:
+            if isinstance(action, machine.Compute):
+                stopping.say(round + 1, self._exchange.end.generation, left=action.step)
+                self._exchange.end.wait_for_others()
+            else:
+                self._do(action)
+        self._end()
+
+    def _next_action(self, *, early: bool = True) -> machine.Action | machine.Store | machine.Ended | None:
+        if early:
+            self._prefetch()
+        self._early.allow(early and self._may_begin_early(self._exchange.step + 1))
         with self._tracer.span("wait", step=self._exchange.step):
             return self._exchange.next_action()
 
@@ -219,12 +285,27 @@ class Run:
             last = index == self._config.accumulate - 1
             with self._guard.script(step, values=last and _compares(step), late=True):
                 self._early.begin()
-                yield micro
+                try:
+                    yield micro
+                except GeneratorExit:
+                    self._left = replica, last and micro.finished and _ends_round(step, self._config)
+                    raise
             if micro.abandoned:
                 raise Rewound
             if len(self._losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
+        self._heed_stop()
         self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
+
+    def _heed_stop(self) -> None:
+        """If the script stops the job: wait until all know it. Nothing that the next version needs is sent before."""
+        stopping, version = self._parts.stopping, self._exchange.step + 1
+        if (stopping.wanted is None and not stopping.said) or self._exchange.end.is_early:
+            return
+        if version < self._exchange.end.last:
+            if not stopping.said:
+                stopping.say(version, self._exchange.end.generation)
+            self._exchange.end.wait_until_known()
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -253,42 +334,23 @@ class Run:
             self._evaluations.due(micro.step, before=micro.step - 1)  # none is; they count versions
         if micro.index == 0:
             self._weights.append(weight)
-            self._check_no_gradient(micro)
+            _check_no_gradient(micro, self._parts)
         elif weight != self._weights[-1]:
             known = self._weights[-1]
             raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
         value = float(loss.detach())
         self._losses.append(value)
         if not math.isfinite(value):
-            self._not_finite(micro, value)
-        last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
+            if self._config.nonfinite == "stop":
+                raise NonFiniteLoss(_not_finite(micro, value, self._config))
+            if self._config.nonfinite == "continue":
+                self.say(f"the loss of replica {micro.replica} at step {micro.step} is {value}; continuing as told")
+        last = micro.index == self._config.accumulate - 1 and _ends_round(micro.step, self._config)
         finite = all(map(math.isfinite, self._losses))
         self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
         with self._tracer.span("backward", step=micro.step, replica=micro.replica):
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self._source.end_backward()
-
-    def _check_no_gradient(self, micro: Micro) -> None:
-        for placed in self._parts.tensors.parameters:
-            if placed.tensor.grad is not None:
-                raise UsageError(
-                    f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
-                    "the script has called backward() itself. Give micro.backward the sum of all losses, once"
-                )
-
-    def _ends_round(self, step: int) -> bool:
-        return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
-
-    def _not_finite(self, micro: Micro, value: float) -> None:
-        what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
-        if self._config.nonfinite == "stop":
-            unit = "step" if self._config.steps_per_round == 1 else "round"
-            raise NonFiniteLoss(
-                f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
-                "'skip' or 'continue'"
-            )
-        if self._config.nonfinite == "continue":
-            self.say(f"{what}; continuing as told")
 
     # ---- versions ----
 
@@ -296,13 +358,14 @@ class Run:
         """Run the evaluations that are due with this version. They notice a roll-back only after they end."""
         step = self._config.steps_at(version)
         due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
-        if not due or not self.lead:
+        if not due or not self._parts.leads():
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
         with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
             report = self._parts.evaluated
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
+        self._heed_stop()
         self._checks.on()
         self._forget_gradients()  # of the evaluation's own passes
 
@@ -317,6 +380,27 @@ class Run:
         self._checks.off()
         self._guard.remove()
         self._versions.close()
+
+
+def _ends_round(step: int, config: JobConfig) -> bool:
+    return step + 1 == config.steps or (step + 1) % config.steps_per_round == 0
+
+
+def _check_no_gradient(micro: Micro, parts: Parts) -> None:
+    for placed in parts.tensors.parameters:
+        if placed.tensor.grad is not None:
+            raise UsageError(
+                f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
+                "the script has called backward() itself. Give micro.backward the sum of all losses, once"
+            )
+
+
+def _not_finite(micro: Micro, value: float, config: JobConfig) -> str:
+    unit = "step" if config.steps_per_round == 1 else "round"
+    return (
+        f"the loss of replica {micro.replica} at step {micro.step} is {value}: nothing of that {unit} was applied; "
+        "lower the learning rate, clip, or set nonfinite to 'skip' or 'continue'"
+    )
 
 
 def _compares(step: int) -> bool:

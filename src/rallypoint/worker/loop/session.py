@@ -17,7 +17,9 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
+from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.view import View, ViewNumber
+from rallypoint.core.worker.ending import End
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
@@ -51,6 +53,7 @@ from rallypoint.worker.loop.own import several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
+from rallypoint.worker.loop.stopping import Stopping
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
@@ -81,7 +84,7 @@ class Job:
         self._view: View | None = None
         self._record: JobRecord | None = None
         self._finished = self._leaving = False
-        self._done: ViewNumber | None = None  # the generation whose last version this worker holds
+        self._done: End | None = None  # the generation whose last version this worker holds, and that version
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
@@ -93,6 +96,7 @@ class Job:
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
             handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
         )  # fmt: skip
+        self._stopping = Stopping(self._link.send)
         self._link.start()
 
     def train(
@@ -126,12 +130,13 @@ class Job:
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(dataset), tied=tensors.tied
         )
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
+        self._stopping.why_not = refusal(config.mode.name, {*record.features, Feature.STOP})
         self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
             source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
             tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
-            evaluated=self._evaluated, optimizer=optimizer,
+            evaluated=self._evaluated, optimizer=optimizer, stopping=self._stopping,
         ))  # fmt: skip
         return self._run
 
@@ -160,20 +165,20 @@ class Job:
             exchange.leave()
         return exchange
 
-    def done(self, generation: ViewNumber) -> None:
-        """Tell the coordinator that this worker holds the job's last version.
+    def done(self, generation: ViewNumber, version: int = -1) -> None:
+        """Tell the coordinator that this worker holds the job's last `version` (-1: its last round).
 
         `generation` is the one in which that version was installed. After a roll-back nothing is sent.
         """
         with self._changed:
             if self._view is None or self._view.generation != generation:
                 return  # stale: a roll-back came meanwhile
-            self._done = generation
+            self._done = generation, version
         self._say_done()
 
     def _say_done(self) -> None:
-        if (generation := self._done) is not None:
-            self._link.send(Done(generation))
+        if (done := self._done) is not None:
+            self._link.send(Done(*done))
 
     @property
     def progress(self) -> Progress | None:
@@ -291,6 +296,7 @@ class Job:
         for of_one in metrics:  # they may have been sent into a link that was broken and not yet known to be
             self._link.send(of_one)
         self._say_done()
+        self._stopping.repeat(self._view)
         if self._leaving:
             self._link.send(Leaving())
 
@@ -328,12 +334,13 @@ class Job:
 
     def _adopt(self, view: View) -> None:
         with self._changed:
-            self._done = self._done if self._done == view.generation else None
+            self._done = self._done if self._done is not None and self._done[0] == view.generation else None
             self._view = view
             exchange = self._exchange
             self._changed.notify_all()
         if exchange is not None:
             exchange.adopt(view)
+        self._stopping.adopted(view)
 
     def _on_lost(self, error: RallypointError) -> None:
         if not self._finished:
