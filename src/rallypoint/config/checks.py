@@ -22,6 +22,8 @@ def check(config: JobConfig) -> None:
     _check_periods(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
+    if config.hold == "bf16" and config.precision != "bf16":
+        raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
     for optimizer in (config.optimizer, config.applied):
         _check_optimizer(optimizer)
     plain = isinstance(config.applied, SGD) and not config.applied.momentum

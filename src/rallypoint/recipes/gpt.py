@@ -16,7 +16,7 @@ import typer
 from torch import Tensor
 
 import rallypoint as rp
-from rallypoint.recipes import as_typed, choose_device, exit_status, save_patiently
+from rallypoint.recipes import PRECISION_HELP, Precision, as_typed, choose_device, exit_status, save_patiently
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.text import load_text
 
@@ -43,6 +43,7 @@ class Settings:
     accumulate: int = 1
     seed: int = 1234
     validate_every: int = 50
+    precision: Precision = Precision.FP32
 
 
 PRESETS = {
@@ -85,6 +86,7 @@ def train(
             steps=settings.steps,
             accumulate=settings.accumulate,
             seed=settings.seed,
+            precision=settings.precision.value,
             optimizer=rp.AdamW(
                 lr=rp.cosine(settings.lr, warmup=settings.warmup),
                 betas=(0.9, 0.95),
@@ -186,6 +188,7 @@ def _command(
         typer.Option(help="Fixes the weights, the order of the samples and dropout; with --load, what is generated."),
     ] = None,
     validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help=PRECISION_HELP)] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
     init: Annotated[
@@ -214,12 +217,13 @@ def _command(
         lr=lr,
         seed=seed,
         validate_every=validate_every,
+        precision=precision,
     )
     settings = replace(chosen, model=replace(chosen.model, **shape), **training)
     train(settings, data=data, device=where, out=out, init=init)
 
 
-def _given(**options: float | None) -> dict[str, Any]:
+def _given(**options: float | Precision | None) -> dict[str, Any]:
     """Return the options that were given on the command line."""
     return {name: value for name, value in options.items() if value is not None}
 

@@ -92,6 +92,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.CODEC: _row(),
     _F.CODEC_STATE: _row(),
     _F.DOWN: _row(),
+    _F.HOLD: _row(
+        YES,
+        {
+            **_local(No("under rp.LocalSteps workers step the parameters themselves, which needs fp32; leave it out")),
+            _M.ALL_REDUCE: No("workers step the parameters themselves, which needs fp32; leave it out"),
+        },
+    ),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},
@@ -169,11 +176,11 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         YES,
         {
             **dict.fromkeys(_STREAMING, No(
-                "each replica goes on at its own clock, so there is no last version that all could end with; use a lower "
-                "steps="
+                "each replica goes on at its own clock, so there is no last version that all could end with; use a "
+                "lower steps="
             )),
             _M.STAGGERED: No(
-                "all layers are synchronised in the last round, which has to be known from the start; use a lower steps="
+                "all layers are synchronised in the last round, which has to be known at the start; use a lower steps="
             ),
         },
     ),

@@ -314,7 +314,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The model holds `version`, and the job ends with it. Said once, and not where `Ending.take` has said it before."""
+    """The model holds `version`, and the job ends with it. Not said again after `Ending.take`."""
 
     version: int
 

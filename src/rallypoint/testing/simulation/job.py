@@ -51,9 +51,7 @@ def _tree(contents: list[Content]) -> Content:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
-
-    With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
+    """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers. With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
     With LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as
     (sync_every, sync_offset), among which and the others the parameters' shards are dealt in turn.
     """
@@ -71,7 +69,7 @@ class SimulatedJob:
     inner: bool = False  # of local steps, over Sync: contributions depend on the replicas' own optimizers
     poison: tuple[int, int] | None = None  # (step, replica) whose gradient is not finite, which stops the job
     tables: int = 0  # shards of parameters that are parts of a table
-    stop: ScriptStops | None = None  # at some step; same bytes only
+    stop: ScriptStops | None = None  # same bytes only
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
@@ -203,7 +201,7 @@ class SimulatedJob:
     @property
     def end(self) -> int:
         """The job's last version."""
-        return self.steps if self.stop is None else min(self.steps, self.stop.version)
+        return self.steps if self.stop is None else self.stop.version
 
     def last_version(self, shard: int) -> int:
         """The shard's own version at the end of the job."""
@@ -233,8 +231,7 @@ class SimulatedJob:
         assert content == wanted, f"shard {shard}: {wrong}"
 
     def check_version(self, shard: int, version: int, content: Content) -> None:
-        """AssertionError unless this is the shard's own version `version`, where that follows from its number: every
-        replica's contribution to each tick at which it was due, once, and of no other."""
+        """AssertionError unless this is the shard's version `version`: every contribution that is due, once."""
         if self.same_bytes and self.may_differ:
             return
         if self.same_bytes:

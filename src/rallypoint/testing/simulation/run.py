@@ -11,6 +11,7 @@ import msgspec
 
 from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
+from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
@@ -227,7 +228,8 @@ class Simulation:
         if self.plan.job.stop is not None and self.plan.job.stop.leaves:
             if "call run.stop() instead" in self.outcome.aborted:
                 return
-            self._ended_earlier(self.plan.job.stop)
+            view = self.coordinator.machine.view if self.coordinator is not None else None
+            self.plan = _ended_earlier(self.plan, self.plan.job.stop, view)
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
         self._check_size()
@@ -264,14 +266,6 @@ class Simulation:
             f"aborted: {self.outcome.aborted}"
         )
         return True
-
-    def _ended_earlier(self, stop: ScriptStops) -> None:
-        """Who has left the loop computes nothing again that is lost with a server: the job may end a version earlier.
-        """
-        view = self.coordinator.machine.view if self.coordinator is not None else None
-        version = stop.version if view is None or view.stop is None else view.stop.version
-        assert version <= stop.version, f"the job ends with version {version}: {stop}"
-        self.plan = replace(self.plan, job=replace(self.plan.job, stop=replace(stop, step=version)))
 
     def _check_size(self) -> None:
         """No more workers compute than were ordered, whoever is coordinator by now."""
@@ -339,6 +333,13 @@ class Simulation:
             lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
                          f"done {machine.course.members.done}, waits for {machine.waiting_for()}")  # fmt: skip
         return "\n".join([*lines, *self.outcome.said])
+
+
+def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:
+    """Who has left the loop computes nothing again that is lost with a server: the job may end a version earlier."""
+    version = planned.version if view is None or view.stop is None else view.stop.version
+    assert version <= planned.version, f"the job ends with version {version}: {planned}"
+    return replace(plan, job=replace(plan.job, stop=replace(planned, step=version)))
 
 
 def play(plan: Plan) -> Result:

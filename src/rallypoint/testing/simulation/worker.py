@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.ending import End
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.ending import End
 from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
@@ -56,12 +56,13 @@ class SimulatedWorker:
         self._generation = ViewNumber()  # that the replica in progress belongs to
         self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
         self._blocked = self._acting = self._busy = False
-        self._script = Script(job.stop)
         self._thread = MainThread(self.node.world.now)
         self._forward = SimulatedForward(self._exchange, self.install_s, self._goes_on)
         self.membership = Membership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
+        self._script = Script(job.stop, lambda: self.shell.view if self.shell.number.count else None,
+            self.membership.send)
 
     @property
     def done(self) -> bool:
@@ -82,9 +83,9 @@ class SimulatedWorker:
 
     def _on_admitted(self, new: bool) -> None:
         self.membership.send(("propose", self.job.record))
-        if self.done:
+        if self.done and self._claim is not None:
             self.membership.send(("done", *self._claim))
-        self._say_stop(again=True)
+        self._script.say(again=True)
         if self.leaving:
             self.membership.send(("leaving",))
 
@@ -97,7 +98,7 @@ class SimulatedWorker:
         match message:
             case ("view", View() as view):
                 self._exchange.adopt(view)
-                self._say_stop()
+                self._script.say()
                 if self.shell.ending.due or self._script.said:
                     self._poke()
             case ("assist", step, replica):
@@ -178,7 +179,6 @@ class SimulatedWorker:
         elif isinstance(action, machine.Compute) and self._script.leaves(action.step):
             if self.shell.next_action() == action:
                 self._script.leave(action.step)
-                self._say_stop()
             else:
                 self._poke()
         elif self._takes(action):
@@ -245,29 +245,18 @@ class SimulatedWorker:
         self._replicas.installed(self.model)
         self._end()
 
-    def _stops(self) -> bool:
-        """Does the script call `run.stop` here, and does not everybody know it yet?"""
-        if len(self._todo) > 1 or self.shell.view.stop is not None or not self._script.stops(self._step, self._replica):
-            return False
-        self._script.said = True
-        self._say_stop()
-        return True
-
-    def _say_stop(self, *, again: bool = False) -> None:
-        if (stop := self._script.says(self.shell.view if self.shell.number.count else None, again=again)) is not None:
-            self.membership.send(stop)
-
     def _end(self) -> None:
         """If it holds the last version, it says so after an evaluation, which may take a while."""
-        if (end := self.shell.ending.take()) is not None:
-            self._busy = True
-            seconds = self.evaluate_s * self.node.world.random.random()
-            self.node.later(seconds, lambda: self._say_done(end))
+        if (end := self.shell.ending.take()) is None:
+            return
 
-    def _say_done(self, end: End) -> None:
-        self._busy, self._claim = False, end
-        self.membership.send(("done", *end))
-        self._poke()
+        def evaluated() -> None:
+            self._busy, self._claim = False, end
+            self.membership.send(("done", *end))
+            self._poke()
+
+        self._busy = True
+        self.node.later(self.evaluate_s * self.node.world.random.random(), evaluated)
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
@@ -308,7 +297,7 @@ class SimulatedWorker:
             self._blocked = True
         elif not self._todo:
             self._end_replica(whole=True)
-        elif self._stops():
+        elif len(self._todo) == 1 and self._script.stops(self._step, self._replica):
             self._blocked = True  # it holds the last shard back until all know
         elif (may := self.machine.may_fill(self._todo[0])) is False:
             self._blocked = True

@@ -34,7 +34,7 @@ class ModelGuard:
         self._tensors = list(self._named.values())
         self._trains = [name in trained for name in self._named]
         self._known = {id(tensor) for tensor in self._tensors} | {id(m.weight) for same in tensors.tables for m in same}
-        self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
+        self.cast()
         owners = dict(model.named_modules(remove_duplicate=False))
         self._buffers = [
             (owners[owner], leaf, placed.tensor)
@@ -88,6 +88,10 @@ class ModelGuard:
         for owner, leaf, tensor in self._buffers:
             if owner._buffers.get(leaf) is not tensor:
                 self._take_back(owner, leaf, tensor)
+
+    def cast(self) -> None:
+        """The job itself has given parameters another type: the present ones are right."""
+        self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
 
     def wrote(self, tensor: torch.Tensor, times: int) -> None:
         """While the script's code runs, the job has written to this parameter so many times: allow that."""

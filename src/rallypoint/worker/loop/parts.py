@@ -17,6 +17,7 @@ from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.loop.stopping import Stopping
 from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.sources.staging import Staging
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -39,6 +40,7 @@ class Parts:
     batches: MicroBatches
     exchange: Exchange
     source: DeltaSource
+    staging: Staging
     coordinator: CoordinatorLink
     tracer: Tracer
     done: Callable[[ViewNumber, int], None]

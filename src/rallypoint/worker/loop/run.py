@@ -17,7 +17,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.data.randomness import seed_everything
-from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
+from rallypoint.errors import JobAborted, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
@@ -28,6 +28,8 @@ from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
+from rallypoint.worker.precision.autocast import Autocast
+from rallypoint.worker.precision.losses import losses_of
 from rallypoint.worker.sources.delayed import Ahead
 
 log = logging.getLogger("rallypoint")
@@ -46,14 +48,16 @@ class Run:
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
         self._checks = ForwardChecks(parts.model, self._before_module)
         self._guard = ModelGuard(parts.model, parts.tensors)
-        self._versions = Versions(parts)
+        self._versions = Versions(parts, self._guard.cast)
+        self._autocast = Autocast(parts.config, parts.tensors.device)
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
-            parts.model, seed=parts.config.seed, ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
-            watch=lambda step: self._guard.script(step, values=True),
+            parts.model, seed=parts.config.seed, watch=lambda step: self._guard.script(step, values=True),
+            ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
         )  # fmt: skip
-        self._losses: list[float] = []
+        self._new_losses = losses_of(parts.staging, parts.config, self.say)
+        self._losses = self._new_losses(0)
         self._weights: list[float] = []
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
@@ -131,7 +135,7 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        self._forget_gradients()  # of the script's own passes before the loop
+        _forget_gradients(self._parts)  # of the script's own passes before the loop
         self._checks.on()
         while True:
             yield from self._go_ahead()
@@ -151,17 +155,12 @@ class Run:
                 if (generation := self._versions.install(version)) is None:
                     return  # a roll-back came meanwhile
                 self._evaluate(version, generation)
-                self._done()
             case machine.Ended():
                 self._versions.restore_buffers()  # a replica may have changed them
-                self._done()
             case machine.Store():
                 self._versions.store(action)
-
-    def _done(self) -> None:
-        """Tell the coordinator if the model holds the last version, after the evaluations of it."""
         if (end := self._exchange.end.take()) is not None:
-            self._evaluate(end[1], end[0])
+            self._evaluate(end[1], end[0])  # what is due after the last step
             self._parts.done(*end)
 
     def _end(self) -> None:
@@ -184,22 +183,19 @@ class Run:
         stopping, round = self._parts.stopping, self._exchange.step
         if stopping.why_not:
             raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
+        losses = self._losses
         try:
             if not whole:
                 raise Rewound
-            self._source.end_step(finite=all(map(math.isfinite, self._losses)))
+            self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read())))
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()
             self._source.abandon()
-        stopping.wish(f"the loop was left at step {self._config.steps_at(round)}")
-        self._early.allow(False)
-        needed = round if self._exchange.end.computes() else round + 1
-        stopping.say(round + 1, self._exchange.end.generation, left=needed)
+        stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}")
         while (action := self._next_action(early=False)) is not None:
             if isinstance(action, machine.Compute):
-                stopping.say(round + 1, self._exchange.end.generation, left=action.step)
-                self._exchange.end.wait_for_others()
+                stopping.cannot_compute(self._exchange, action.step)
             else:
                 self._do(action)
         self._end()
@@ -235,7 +231,7 @@ class Run:
             self._versions.restore_buffers()
         done = self._ahead.resume(round, replica, generation)
         if done is None:
-            self._losses, self._weights = [], []
+            self._losses, self._weights = self._new_losses(replica), []
             self._source.begin_replica(round, replica, generation)
         else:
             self._source.resume_replica(round, replica)
@@ -251,7 +247,7 @@ class Run:
             return
         optimizer = self._parts.optimizer
         self._parts.coordinator.send(Report(
-            round, replica, _mean(self._losses), _mean(self._weights),
+            round, replica, _mean(self._losses.read()), _mean(self._weights),
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "",
@@ -266,7 +262,7 @@ class Run:
             return
         if not self._source.may_go_ahead(round, replica, generation):
             return
-        self._losses, self._weights = [], []
+        self._losses, self._weights = self._new_losses(replica), []
         began, count = time.monotonic(), self._config.steps_ahead(round)
         self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
@@ -278,7 +274,7 @@ class Run:
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
         self._source.begin_step(step)
-        before = len(self._losses)
+        losses, before = self._losses, len(self._losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
             micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
@@ -292,20 +288,10 @@ class Run:
                     raise
             if micro.abandoned:
                 raise Rewound
-            if len(self._losses) == before + index:
+            if len(losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._heed_stop()
-        self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
-
-    def _heed_stop(self) -> None:
-        """If the script stops the job: wait until all know it. Nothing that the next version needs is sent before."""
-        stopping, version = self._parts.stopping, self._exchange.step + 1
-        if (stopping.wanted is None and not stopping.said) or self._exchange.end.is_early:
-            return
-        if version < self._exchange.end.last:
-            if not stopping.said:
-                stopping.say(version, self._exchange.end.generation)
-            self._exchange.end.wait_until_known()
+        self._parts.stopping.heed(self._exchange)  # nothing that the next version needs is sent before
+        self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -323,9 +309,11 @@ class Run:
         """
         self._early.inside = self._exchange.rows.in_micro = True
         seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
+        self._autocast.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        self._autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
@@ -338,17 +326,10 @@ class Run:
         elif weight != self._weights[-1]:
             known = self._weights[-1]
             raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
-        value = float(loss.detach())
-        self._losses.append(value)
-        if not math.isfinite(value):
-            if self._config.nonfinite == "stop":
-                raise NonFiniteLoss(_not_finite(micro, value, self._config))
-            if self._config.nonfinite == "continue":
-                self.say(f"the loss of replica {micro.replica} at step {micro.step} is {value}; continuing as told")
+        self._losses.add(loss, micro.step)
         last = micro.index == self._config.accumulate - 1 and _ends_round(micro.step, self._config)
-        finite = all(map(math.isfinite, self._losses))
-        self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
-        with self._tracer.span("backward", step=micro.step, replica=micro.replica):
+        self._source.begin_backward(_mean(self._weights), finite=self._losses.finite, last=last)
+        with self._tracer.span("backward", step=micro.step, replica=micro.replica), self._autocast.off():
             (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
         self._source.end_backward()
 
@@ -362,16 +343,12 @@ class Run:
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
-        with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
+        with self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._autocast.on():
             report = self._parts.evaluated
             self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
-        self._heed_stop()
+        self._parts.stopping.heed(self._exchange)
         self._checks.on()
-        self._forget_gradients()  # of the evaluation's own passes
-
-    def _forget_gradients(self) -> None:
-        for placed in self._parts.tensors.parameters:
-            placed.tensor.grad = None
+        _forget_gradients(self._parts)  # of the evaluation's own passes
 
     def release_model(self) -> None:
         """Take the hooks off the model."""
@@ -386,6 +363,11 @@ def _ends_round(step: int, config: JobConfig) -> bool:
     return step + 1 == config.steps or (step + 1) % config.steps_per_round == 0
 
 
+def _forget_gradients(parts: Parts) -> None:
+    for placed in parts.tensors.parameters:
+        placed.tensor.grad = None
+
+
 def _check_no_gradient(micro: Micro, parts: Parts) -> None:
     for placed in parts.tensors.parameters:
         if placed.tensor.grad is not None:
@@ -393,14 +375,6 @@ def _check_no_gradient(micro: Micro, parts: Parts) -> None:
                 f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
                 "the script has called backward() itself. Give micro.backward the sum of all losses, once"
             )
-
-
-def _not_finite(micro: Micro, value: float, config: JobConfig) -> str:
-    unit = "step" if config.steps_per_round == 1 else "round"
-    return (
-        f"the loss of replica {micro.replica} at step {micro.step} is {value}: nothing of that {unit} was applied; "
-        "lower the learning rate, clip, or set nonfinite to 'skip' or 'continue'"
-    )
 
 
 def _compares(step: int) -> bool:

@@ -17,9 +17,8 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
-from rallypoint.core.modes import Feature, refusal
+from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
-from rallypoint.core.worker.ending import End
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
@@ -31,7 +30,6 @@ from rallypoint.net.messages import (
     Assist,
     Beat,
     Capture,
-    Done,
     Finished,
     GiveUp,
     Leaving,
@@ -84,7 +82,6 @@ class Job:
         self._view: View | None = None
         self._record: JobRecord | None = None
         self._finished = self._leaving = False
-        self._done: End | None = None  # the generation whose last version this worker holds, and that version
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
@@ -130,12 +127,12 @@ class Job:
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(dataset), tied=tensors.tied
         )
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
-        self._stopping.why_not = refusal(config.mode.name, {*record.features, Feature.STOP})
+        self._stopping.why_not = record.refusal_of({Feature.STOP})
         self._staging = staging_for(tensors.device, exchange.fail)
         self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
-            source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
-            tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
+            source=source_for(model, tensors, config, exchange, self._staging, self._say), staging=self._staging,
+            coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
             evaluated=self._evaluated, optimizer=optimizer, stopping=self._stopping,
         ))  # fmt: skip
         return self._run
@@ -173,12 +170,7 @@ class Job:
         with self._changed:
             if self._view is None or self._view.generation != generation:
                 return  # stale: a roll-back came meanwhile
-            self._done = generation, version
-        self._say_done()
-
-    def _say_done(self) -> None:
-        if (done := self._done) is not None:
-            self._link.send(Done(*done))
+        self._stopping.done(generation, version)
 
     @property
     def progress(self) -> Progress | None:
@@ -227,11 +219,21 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            if self._exchange is not None and not self._finished and not self._leaving:
-                self._give_up("its loop ended before the last step")
+            self._finish()
         elif not isinstance(error, JobAborted):
             self._give_up(_sentence(error))
         self.close()
+
+    def _finish(self) -> None:
+        """The script has ended without an error: if it has left its loop, take part in the job until its end."""
+        try:
+            if self._run is not None and not self._finished and not self._leaving:
+                self._run.finish()
+        except RallypointError as error:
+            self._give_up(str(error))
+            raise
+        if self._exchange is not None and not self._finished and not self._leaving:
+            self._give_up("its loop ended before the last step")
 
     def _give_up(self, reason: str) -> None:
         exchange = self._exchange
@@ -295,7 +297,6 @@ class Job:
             self._link.send(Propose(record))
         for of_one in metrics:  # they may have been sent into a link that was broken and not yet known to be
             self._link.send(of_one)
-        self._say_done()
         self._stopping.repeat(self._view)
         if self._leaving:
             self._link.send(Leaving())
@@ -334,7 +335,6 @@ class Job:
 
     def _adopt(self, view: View) -> None:
         with self._changed:
-            self._done = self._done if self._done is not None and self._done[0] == view.generation else None
             self._view = view
             exchange = self._exchange
             self._changed.notify_all()

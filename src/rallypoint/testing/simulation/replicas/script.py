@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rallypoint.core.view import View, ViewNumber
@@ -32,14 +33,22 @@ class Script:
     """
 
     planned: ScriptStops | None
+    view: Callable[[], View | None]
+    send: Callable[[Stop], None]
     said: bool = False
     left: int = -1
     said_in: ViewNumber | None = None
 
     def stops(self, step: int, replica: int) -> bool:
-        """Does it call `run.stop` here?"""
-        planned = self.planned
-        return planned is not None and not planned.leaves and (planned.step, planned.replica) == (step, replica)
+        """Does it call `run.stop` here, and does not everybody know it yet?"""
+        view, planned = self.view(), self.planned
+        if planned is None or planned.leaves or (planned.step, planned.replica) != (step, replica):
+            return False
+        if view is None or view.stop is not None:
+            return False
+        self.said = True
+        self.say()
+        return True
 
     def leaves(self, step: int) -> bool:
         """Does it leave its loop here, or has it?"""
@@ -50,12 +59,14 @@ class Script:
         """It leaves its loop, or it should compute this step and has left it."""
         if step != self.left:
             self.left, self.said, self.said_in = step, True, None
+        self.say()
 
-    def says(self, view: View | None, *, again: bool = False) -> Stop | None:
-        """What to tell the coordinator of it: once in each generation, until a view says it; None: nothing."""
+    def say(self, *, again: bool = False) -> None:
+        """Tell the coordinator of it: once in each generation, until a view says it."""
+        view = self.view()
         told = view is not None and view.stop is not None and (self.left < 0 or view.stop.version <= self.left)
         if not self.said or view is None or told or (view.generation == self.said_in and not again):
-            return None
+            return
         assert self.planned is not None
         self.said_in = view.generation
-        return Stop(self.planned.step + 1, "the script says so", self.left, view.generation)
+        self.send(Stop(self.planned.step + 1, "the script says so", self.left, view.generation))
