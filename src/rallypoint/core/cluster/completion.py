@@ -13,7 +13,7 @@ import msgspec
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Abort, Effect, Finish, Say
+from rallypoint.core.cluster.effects import Abort, Effect, Finish, Note, Say
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
@@ -57,7 +57,9 @@ class Completion:
         if not 0 <= version < course.last:
             return [*self.advance(), *self.succession.advance()]  # others compute what it does not
         who, why = (event.worker, event.reason) if before is None else (before.worker, before.reason)
-        return self._ends_with(Stop(version, why, who))
+        at = course.record.steps_at(version)
+        said = [] if event.left >= 0 else [Say(f"{who} stops the job: it ends with step {at}: {why}")]
+        return [*said, *self._ends_with(Stop(version, why, who))]
 
     def _deserted(self) -> list[Effect]:
         """All workers have left their loops before the last version: end with the one that they have, if they can."""
@@ -95,8 +97,8 @@ class Completion:
         taking = self.snapshots.taking
         if taking is not None and taking.version > stop.version:
             self.snapshots.duty.abandon()
-        said = Say(f"the job ends with step {course.record.steps_at(stop.version)}: {stop.reason} ({stop.worker})")
-        return [said, *self.succession.advance(), *self.advance()]
+        noted = Note(f"the job ends with version {stop.version}: {stop.reason} ({stop.worker})")
+        return [noted, *self.succession.advance(), *self.advance()]
 
     def _said(self, event: events.Done) -> list[Effect]:
         """A worker says that it holds the last version."""

@@ -51,9 +51,10 @@ def _tree(contents: list[Content]) -> Content:
 
 @dataclass(frozen=True)
 class SimulatedJob:
-    """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers. With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
-    With LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as
-    (sync_every, sync_offset), among which and the others the parameters' shards are dealt in turn.
+    """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
+
+    With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
+    With LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as (sync_every, sync_offset).
     """
 
     shards: int = 6

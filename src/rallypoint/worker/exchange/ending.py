@@ -40,7 +40,8 @@ class JobEnd:
             return self._has_to_compute()
 
     def _has_to_compute(self) -> bool:
-        return isinstance(self._shell.machine.next_action(), machine.Compute)
+        action = self._shell.machine.next_action()
+        return isinstance(action, machine.Compute) and action.step == self._shell.machine.step
 
     def wait_until_known(self) -> None:
         """Wait until a view says with which version the job ends. Raises Rewound like `Exchange.check`."""

@@ -179,7 +179,7 @@ class Job:
             return None
         with self._changed:
             metrics = self._metrics[-1].values if self._metrics else {}
-        steps = run.config.steps
+        steps = run.config.steps if self._exchange is None else run.config.steps_at(self._exchange.end.last)
         return Progress(steps if self._finished else min(max(0, run.step), steps), steps, self._leads(), metrics)
 
     @property
