@@ -54,6 +54,17 @@ def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
     return features
 
 
+def check_ranks(config: JobConfig) -> None:
+    """Raise ConfigError for settings that a worker of several ranks does not support."""
+    if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
+        raise ConfigError(why)
+    if config.hold != "fp32":
+        raise ConfigError(
+            f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
+
+
 def _check_mode(config: JobConfig) -> None:
     if config.local is not None:
         _check_fragments(config, config.local)

@@ -14,6 +14,9 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import rallypoint as rp
 from rallypoint.recipes import PRECISION_HELP, Precision, as_typed, choose_device, exit_status, save_patiently
@@ -81,6 +84,7 @@ def train(
         run = job.train(
             model,
             train_text,
+            parallel=_spread(model, job.ranks),
             replicas=settings.replicas,
             batch=settings.batch,
             steps=settings.steps,
@@ -105,8 +109,29 @@ def train(
             with micro:
                 tokens, targets = micro.batch
                 micro.backward(model.loss(tokens, targets))
-        if run.lead:
-            _finish(model, validation, out or run.folder)
+        if run.worker_leads:
+            whole = model if job.ranks == 1 else _gathered(model)
+            if run.lead:
+                _finish(whole, validation, out or run.folder)
+
+
+def _spread(model: GPT, ranks: int) -> rp.Parallel | None:
+    """Shard the model over the ranks of this worker (FSDP2), block by block; each computes a part of the batch."""
+    if ranks == 1:
+        return None
+    mesh = init_device_mesh(model.tokens.weight.device.type, (ranks,), mesh_dim_names=("dp",))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    return rp.Parallel(mesh, split="dp")
+
+
+def _gathered(model: GPT) -> GPT:
+    """Return the whole model, of whose weights each rank has a part, on the CPU. All ranks call it."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = GPT(model.config)
+    if weights:  # on rank 0
+        whole.load_state_dict(weights)
+    return whole
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class Feature(enum.Enum):
     STANDBY = "--standby"
     RESIZE = "workers that join"
     AGGREGATORS = "--aggregators"
+    RANKS = "--ranks (a worker that is a group of ranks)"
     BY_SPEED = "assignment by speed"
     # the script
     EVALUATION = "run.every"

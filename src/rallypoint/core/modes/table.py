@@ -162,6 +162,12 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.LOCAL_QUORUM: _ONE_BY_ONE,
         },
     ),
+    _F.RANKS: _row(
+        No("the parameters or the optimizer of a replica would have to be kept on each rank; use sync=rp.Sync()"),
+        {_M.SYNC: YES, _M.QUORUM: YES, **dict.fromkeys((_M.SSP, _M.ASYNC), No(
+            "a version may come in part, and ranks take whole ones; use sync=rp.Sync()"
+        ))},
+    ),
     _F.BY_SPEED: _row(
         YES,
         {
@@ -210,6 +216,10 @@ CONFLICTS = (
         _F.AGGREGATORS, _F.TABLES,
         "replicas contribute different rows, so their sum would hardly be smaller; use sparse=False, or leave "
         "--aggregators out",
+    ),
+    Conflict(
+        _F.RANKS, _F.STOP,
+        "the scripts of all ranks would have to stop in the same place; use a lower steps=",
     ),
     Conflict(
         _F.FOLD, _F.REPLICATION,

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any
 
 from rallypoint.errors import UsageError
 from rallypoint.worker.loop.comparison import Comparison
+from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -26,6 +27,11 @@ class ModelGuard:
 
     Main thread only. The hooks are global to the process and end with `remove`.
     """
+
+    @classmethod
+    def of(cls, parts: Parts) -> ModelGuard | NoGuard:
+        """Return the guard of a run's model; where a worker is several ranks nothing is compared."""
+        return cls(parts.model, parts.tensors) if parts.alone else NoGuard()
 
     def __init__(self, model: torch.nn.Module, tensors: ModelTensors) -> None:
         self._model = model
@@ -182,3 +188,24 @@ class ModelGuard:
                 "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
                 "zero_grad() out of the loop; clip with clip=, as gradients have left when backward returns"
             )
+
+
+class NoGuard:
+    """Compares nothing: FSDP2 itself moves parameters in and out of the model while the script's code runs."""
+
+    def remove(self) -> None:
+        """Does nothing."""
+
+    @contextmanager
+    def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
+        """Does nothing around the body."""
+        yield
+
+    def cast(self) -> None:
+        """Does nothing."""
+
+    def wrote(self, tensor: torch.Tensor, times: int) -> None:
+        """Does nothing."""
+
+    def read(self, *, wait: bool = True) -> None:
+        """Does nothing."""

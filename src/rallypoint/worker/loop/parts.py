@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +16,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.loop.stopping import Stopping
+from rallypoint.worker.ranks.followers import Followers, NoFollowers
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging
 from rallypoint.worker.tensors import ModelTensors
@@ -27,6 +28,7 @@ class Parts:
 
     Attributes:
         optimizer: the optimizer that steps on this worker; None where the servers step.
+        followers: the other ranks of this worker, if it is a group.
         done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
         say: shows a line to the user.
@@ -49,3 +51,9 @@ class Parts:
     evaluated: Callable[[Metrics], None]
     stopping: Stopping
     optimizer: WorkerOptimizer | None = None
+    followers: Followers = field(default_factory=NoFollowers)
+
+    @property
+    def alone(self) -> bool:
+        """True if this worker is one process."""
+        return isinstance(self.followers, NoFollowers)

@@ -76,7 +76,8 @@ class Versions:
                 states, skipped = exchange.take_states()
                 parts.optimizer.install(version, vector, states, skipped=skipped)
                 exchange.holds = version
-            elif shards is None:
+            elif shards is None or not parts.alone:
+                parts.followers.install(version)
                 parts.tensors.read_from(vector)
             else:
                 parts.tensors.read_shards_from(vector, shards)

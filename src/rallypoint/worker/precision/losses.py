@@ -27,7 +27,7 @@ class Losses:
     def __init__(self, staging: Staging, examine: Examine) -> None:
         self._staging, self._examine = staging, examine
         self._values: list[float] = []
-        self._added = 0
+        self._added, self._step = 0, 0
 
     def __len__(self) -> int:
         """How many were added, read or not."""
@@ -38,7 +38,7 @@ class Losses:
 
         Raises what `examine` raises, if the loss is on the host already.
         """
-        self._added += 1
+        self._added, self._step = self._added + 1, step
         slot = torch.empty((), dtype=torch.float64, pin_memory=loss.device.type == "cuda")
         self._staging.write(slot, loss.detach(), add=False)
         self._staging.then(partial(self._read, slot, step))
@@ -47,6 +47,10 @@ class Losses:
         value = float(slot)
         self._values.append(value)
         self._examine(step, value)
+
+    def examine(self, value: float) -> None:
+        """Do with the last step's loss, as several ranks have it, what is done with one that was added."""
+        self._examine(self._step, value)
 
     def finite(self) -> bool:
         """True if all losses that were read so far are finite."""
