@@ -113,7 +113,8 @@ def test_if_all_have_left_before_a_step_the_job_ends_with_the_version_that_all_h
     job.play(_stop(job, 6, "w0", left=5), _stop(job, 6, "w1", left=5))
     assert job.view.stop is not None
     assert job.view.stop.version == 5
-    assert job.play(_done(job, "w0", 5), _done(job, "w1", 5))[-1] == Finish("w0", 5, "enough")
+    (finish,) = _of(Finish, job.play(_done(job, "w0", 5), _done(job, "w1", 5)))
+    assert (finish.stopped_at, finish.why) == (5, "enough")
 
 
 def test_if_all_have_left_in_the_middle_of_a_step_the_job_ends_with_a_sentence() -> None:
@@ -131,7 +132,8 @@ def test_a_snapshot_of_a_version_that_is_not_made_any_more_is_dropped() -> None:
     taking = job.machine._snapshots.taking
     assert taking is not None
     assert taking.version == 8
-    (capture,) = _of(Capture, job.play(_stop(job, 7)))
+    job.play(_stop(job, 7))
+    (capture,) = _of(Capture, job.play(Progress("w1", 5, 2, 0.1, job.view.generation)))
     assert capture.version == 7
     job.play(SnapshotLost(capture.snapshot, "past it", 9), Applied("s0", 8, job.view.generation))
     assert job.view.stop is not None

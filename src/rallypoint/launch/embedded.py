@@ -12,6 +12,7 @@ from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.server.service import ServerService
+from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.session import Job
 
 
@@ -42,11 +43,14 @@ class EmbeddedJob(Job):
             self._observer.start()
         super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport)
 
-    def _finish(self) -> None:
+    def _finish(self, run: Run | None) -> None:
         try:
-            super()._finish()
+            super()._finish(run)
         except UsageError as error:
             print(f"warning: {error}. On a cluster the job would fail", file=sys.stderr)
+            return
+        if run is not None and not self._finished:
+            print("warning: the loop has not begun. On a cluster the job would fail", file=sys.stderr)
 
     def close(self) -> None:
         """End the worker, then its cluster."""

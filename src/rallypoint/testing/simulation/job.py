@@ -53,8 +53,8 @@ def _tree(contents: list[Content]) -> Content:
 class SimulatedJob:
     """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
 
-    With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
-    With LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as (sync_every, sync_offset).
+    With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite is skipped. Under
+    LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as (sync_every, sync_offset).
     """
 
     shards: int = 6
@@ -342,8 +342,7 @@ class SimulatedJob:
     def trajectory(self) -> list[list[Content]]:
         """Every shard at every version, computed without any cluster."""
         models = [[self.first(shard) for shard in range(self.shards)]]
-        residuals, inner = dict[tuple[int, int], int](), dict[int, int]()
-        trained = dict[int, Trained]()
+        residuals, inner, trained = dict[tuple[int, int], int](), dict[int, int](), dict[int, Trained]()
         for step in range(self.steps):
             model = models[-1]
             if self.delayed:

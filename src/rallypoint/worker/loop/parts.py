@@ -13,9 +13,9 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Metrics
 from rallypoint.observe.trace import Tracer
+from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
-from rallypoint.worker.loop.stopping import Stopping
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging

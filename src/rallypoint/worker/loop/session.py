@@ -47,13 +47,13 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.loop.own import several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
-from rallypoint.worker.loop.stopping import Stopping
 from rallypoint.worker.ranks.followers import NoFollowers
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
@@ -249,7 +249,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            self._finish()
+            self._finish(self._run if error is None else None)
         elif not isinstance(error, JobAborted):
             if self._group is not None and not isinstance(error, RallypointError):
                 time.sleep(OTHER_RANK_S)
@@ -258,11 +258,11 @@ class Job:
                 self._give_up(_sentence(error))
         self.close()
 
-    def _finish(self) -> None:
-        """The script has ended without an error: if it has left its loop, take part in the job until its end."""
+    def _finish(self, run: Run | None) -> None:
+        """The script has ended without an error: if it has left the loop of `run`, take part in the job to its end."""
         try:
-            if self._run is not None and not self._finished and not self._leaving:
-                self._run.finish()
+            if run is not None and not self._finished and not self._leaving:
+                run.finish()
         except RallypointError as error:
             self._give_up(str(error))
             raise
