@@ -41,7 +41,8 @@ def measure(variant: str, folder: Path, shape: list[str]) -> dict[str, dict[str,
     if command[: len(RUN)] == RUN:
         command = [*command, "--folder", str(folder / variant), str(MEMBER)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
-    done = subprocess.run([*command, variant, str(folder), *shape], env=env, capture_output=True, text=True, check=False)
+    argv = [*command, variant, str(folder), *shape]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{variant} failed:\n{done.stdout}\n{done.stderr}")
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}

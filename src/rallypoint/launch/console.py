@@ -245,7 +245,8 @@ class RunConsole:
         named = self._named(skipped.step)
         what = f"a contribution to {named} dropped" if skipped.alone else f"{named} skipped"
         rest = f"; {self._left_out(skipped.alone)} so far" if count > 1 else ""
-        self.say(f"[yellow]{what}: {escape(why)}{rest}[/yellow]")
+        scale = f"; the loss scale is {skipped.loss_scale:g} now" if skipped.loss_scale else ""
+        self.say(f"[yellow]{what}: {escape(why)}{scale}{rest}[/yellow]")
 
     def say(self, sentence: str) -> None:
         """Print a sentence, which may have markup: in a terminal wrapped between words, in a file as one line."""

@@ -172,7 +172,7 @@ class Say(Shown, frozen=True):
 
 class Skipped(AnyMessage, frozen=True):
     """A step was skipped (`alone`: one contribution to it): losses or `gradients` of these replicas were not finite,
-    or only their sum. `parameter` is the first such tensor."""
+    or only their sum. `parameter` is the first such tensor. `loss_scale` (fp16) is the scale of the next step."""
 
     step: Index
     replicas: Replicas
@@ -180,6 +180,7 @@ class Skipped(AnyMessage, frozen=True):
     gradients: Replicas = ()
     parameter: Name = ""
     alone: bool = False
+    loss_scale: float = 0.0
 
 
 class Done(AnyMessage, frozen=True):

@@ -20,6 +20,7 @@ class Feature(enum.Enum):
     CODEC = "a lossy codec="
     CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"
     DOWN = "a lossy down="
+    FP16 = 'precision="fp16"'
     HOLD = 'hold="bf16"'
     OWN_OPTIMIZER = "own_optimizer="
     # settings of rp.LocalSteps and its groups

@@ -76,7 +76,9 @@ class Passes:
         last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
         self._parts.source.begin_backward(mean_of(self.weights), finite=self.losses.finite, last=last)
         with self._parts.tracer.span("backward", step=micro.step, replica=micro.replica), self.autocast.off():
-            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
+            scale = self._parts.tensors.loss_scale
+            (loss if scale is None else loss * scale[0]).backward()  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:

@@ -226,7 +226,8 @@ class Run:
         losses, before = self._passes.losses, len(self._passes.losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
-            micro = Micro(self._passes, step=step, replica=replica, index=index, batch=batch)
+            scale = self._parts.tensors.loss_scale
+            micro = Micro(self._passes, step=step, replica=replica, index=index, batch=batch, scale=scale)
             last = index == self._config.accumulate - 1
             with self._guard.script(step, values=last and _compares(step), late=True):
                 self._early.begin()
