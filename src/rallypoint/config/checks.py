@@ -24,6 +24,8 @@ def check(config: JobConfig) -> None:
         raise ConfigError(why)
     if config.hold == "bf16" and config.precision != "bf16":
         raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
+    if config.precision == "fp16" and config.nonfinite == "continue":
+        raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
     for optimizer in (config.optimizer, config.applied):
         _check_optimizer(optimizer)
     plain = isinstance(config.applied, SGD) and not config.applied.momentum
@@ -58,6 +60,10 @@ def check_ranks(config: JobConfig) -> None:
     """Raise ConfigError for settings that a worker of several ranks does not support."""
     if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
         raise ConfigError(why)
+    if config.precision == "fp16":
+        raise ConfigError(
+            'precision="fp16" is for a worker of one process, as other ranks do not know its loss scale: use bf16'
+        )
     if config.hold != "fp32":
         raise ConfigError(
             f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '

@@ -9,6 +9,7 @@ import torch
 
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
+from rallypoint.worker.activations import Activations
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
@@ -29,6 +30,7 @@ class Passes:
         self._parts, self._config, self._early = parts, parts.config, early
         self._exchange, self._installed_early = parts.exchange, installed_early
         self.autocast = Autocast(parts.config, parts.tensors.device)
+        self._activations = Activations(parts.model, parts.config, parts.tensors.device)
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
@@ -39,6 +41,10 @@ class Passes:
     def resume(self, losses: Losses, weights: list[float]) -> None:
         """A replica goes on with its round."""
         self.losses, self.weights = losses, weights
+
+    def remove(self) -> None:
+        """The run is over: the model computes as before."""
+        self._activations.remove()
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -52,9 +58,11 @@ class Passes:
         self._early.inside = self._exchange.rows.in_micro = True
         seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
+        self._activations.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        self._activations.leave()
         self.autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
 
@@ -65,10 +73,12 @@ class Passes:
         if micro.index == 0:
             self._check_no_gradient(micro)
         self._count(micro, loss, weight)
-        last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
+        last = micro.index == self._config.accumulate - 1 and self.ends_round(micro.step)
         self._parts.source.begin_backward(mean_of(self.weights), finite=self.losses.finite, last=last)
         with self._parts.tracer.span("backward", step=micro.step, replica=micro.replica), self.autocast.off():
-            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
+            scale = self._parts.tensors.loss_scale
+            (loss if scale is None else loss * scale[0]).backward()  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
@@ -98,7 +108,8 @@ class Passes:
                     "the script has called backward() itself. Give micro.backward the sum of all losses, once"
                 )
 
-    def _ends_round(self, step: int) -> bool:
+    def ends_round(self, step: int) -> bool:
+        """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
 
