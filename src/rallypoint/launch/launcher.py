@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.markup import escape
 
 from rallypoint.launch.code import kept
-from rallypoint.launch.console import RunConsole
+from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.choice import cluster_of, notices_of, run_again
 from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, refuse_an_old_run, refuse_used_snapshots
 from rallypoint.launch.interrupts import Interrupted, raised
@@ -39,7 +39,13 @@ def launch(
         edited = _keep_code(plan, console, original=original)
         write_plan(plan)
         console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)
-        return _launch_locked(plan, console, intervene or _let_be, edited)
+        screen = console.console
+        if not isinstance(screen, Screen):
+            return _launch_locked(plan, console, intervene or _let_be, edited)
+        with screen.unhurried():
+            status = _launch_locked(plan, console, intervene or _let_be, edited)
+            screen.hurried = status in (INTERRUPTED, CLOSED)
+        return status
 
 
 def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edited: list[str]) -> int:

@@ -1,0 +1,45 @@
+"""Output that nobody reads holds nobody up, and takes little memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rallypoint.observe.unhurried import Unhurried
+
+
+def read_all(fd: int) -> str:
+    with os.fdopen(fd) as file:
+        return file.read()
+
+
+def test_what_is_not_read_waits_in_order_and_too_much_is_left_out_with_a_sentence() -> None:
+    reading, writing = os.pipe()
+    lines = [f"line {n} {'x' * 90}\n" for n in range(10_000)]
+    with os.fdopen(writing, "w") as file:
+        output = Unhurried(file, most=200_000)
+        for line in lines:
+            output.write(line)  # a pipe takes 64 KiB: this would wait for ever
+        assert not output.end(0.0)
+        os.set_blocking(reading, True)
+        said = b""
+        while not output.end(0.0):
+            said += os.read(reading, 1 << 20)
+    said += read_all(reading).encode()
+    shown = said.decode().splitlines(keepends=True)
+    assert shown[:-1] == lines[: len(shown) - 1]
+    assert shown[-1] == f"({10_000 - len(shown) + 1} lines were left out here: nobody read the output)\n"
+    output._thread.join()
+
+
+def test_a_reader_that_is_gone_is_told_of_and_not_waited_for() -> None:
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as file:
+        output = Unhurried(file)
+        os.close(reading)
+        output.write("first\n")
+        assert output.end(None)
+        with pytest.raises(BrokenPipeError):
+            output.write("second\n")
+        output._thread.join()
