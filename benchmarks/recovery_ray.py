@@ -45,7 +45,6 @@ class Losses:
     cpus: int
     processes: int
     events: list[Event] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)  # what each loss took with it, as phrases
     restarted: int = 0  # processes that ended though their node was there
     _due: int = _BETWEEN
     _known: dict[str, tuple[str, int]] = field(default_factory=dict)
@@ -68,10 +67,9 @@ class Losses:
     def _lose_one(self, run: ClusterRun, here: dict[str, tuple[str, int]]) -> None:
         nodes = sorted(self.nodes.worker_nodes, key=lambda node: node.node_id)
         node = nodes[len(self.events) % len(nodes)]
-        names = sorted(name for name, (where, _) in here.items() if where == node.node_id)
+        names = ", ".join(sorted(name for name, (where, _) in here.items() if where == node.node_id))
         self._gone.add(node.node_id)
-        self.ended.append(", ".join(names))
-        self.events.append(Event(time.time(), "lose a node", ", ".join(names), run.console.steps_done, run.console.again))
+        self.events.append(Event(time.time(), "lose a node", names, run.console.steps_done, run.console.again))
         self.nodes.remove_node(node, allow_graceful=False)
         self.nodes.add_node(num_cpus=self.cpus, object_store_memory=_STORE_BYTES)
 
@@ -127,9 +125,10 @@ def job(losses: int, workers: int, nodes: int, step: float, console: Console) ->
         raise SystemExit(f"the ledger is not exact: {ledger.missing} {ledger.wrong}")
     usual = typical_gap(ledger.times)
     stalls = [max(0.0, found.stall - usual) for found in measure(driver.events, ledger)]
-    for names, stall in zip(driver.ended, stalls, strict=True):
-        console.print(f"lost a node with {names or 'nobody'}: {stall:.2f} s beyond a usual step of {usual:.3f} s")
-    return {"stalls": stalls, "ended": driver.ended, "restarted": driver.restarted, "step": usual}
+    names = [event.whom for event in driver.events]
+    for lost, stall in zip(names, stalls, strict=True):
+        console.print(f"lost a node with {lost or 'nobody'}: {stall:.2f} s beyond a usual step of {usual:.3f} s")
+    return {"stalls": stalls, "ended": names, "restarted": driver.restarted, "step": usual}
 
 
 def command(

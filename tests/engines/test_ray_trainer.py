@@ -76,6 +76,53 @@ def test_a_function_is_trained_on_the_nodes_and_a_result_comes_back(tmp_path: Pa
         trainer.fit()
 
 
+class Reported:
+    """What `report` needs of a `ray.train.Checkpoint`."""
+
+    def to_directory(self, folder: str) -> None:
+        Path(folder).mkdir()
+
+
+def test_the_last_reported_checkpoints_are_kept_and_numbers_of_torch_are_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from rallypoint.bridges import ray as bridge
+
+    monkeypatch.setenv("RALLYPOINT_RAY_RESULTS", str(tmp_path))
+    run: Any = type("Run", (), {"lead": True})
+    monkeypatch.setenv("RALLYPOINT_RAY_KEEP", "5")
+    for n in range(3):
+        bridge.report(run, {"loss": torch.tensor(n)}, Reported())
+    assert len(list(tmp_path.glob("checkpoint*"))) == 3
+    monkeypatch.setenv("RALLYPOINT_RAY_KEEP", "2")
+    for n in range(3, 4):
+        bridge.report(run, {"loss": torch.tensor(n)}, Reported())
+    bridge.report(run, {"loss": torch.tensor(0.5)})
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint_000002", "checkpoint_000003"]
+    with pytest.raises(TypeError, match="a metric is a number or a text, not object"):
+        bridge.report(run, {"loss": object()}, Reported())
+    assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 5
+    pytest.importorskip("ray.train")
+    result = bridge.result_of(tmp_path)
+    assert result.metrics == {"loss": 0.5}
+    assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [2, 3]
+    assert result.checkpoint.path == str(tmp_path / "checkpoint_000003")
+
+
+def test_ctrl_c_is_no_failed_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    from ray.train import RunConfig
+
+    from rallypoint.bridges import ray as bridge
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(bridge.launcher, "launch", lambda plan, console: bridge.launcher.INTERRUPTED)
+    with pytest.raises(KeyboardInterrupt):
+        bridge.RallypointTrainer(print, run_config=RunConfig(name="x", storage_path=str(tmp_path))).fit()
+
+
 def test_without_ray_train_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     from rallypoint.bridges import ray as bridge
 

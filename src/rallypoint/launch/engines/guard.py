@@ -1,4 +1,4 @@
-"""Ends process groups when whoever supervises them is gone: ``python guard.py [FOLDER]``, with a pipe as standard input.
+"""Ends process groups when whoever supervises them is gone: ``python guard.py [FOLDER]``, with a pipe as its input.
 
 A line ``+7`` from the pipe is a group to end then; after ``-7`` it is not any more. When the pipe breaks, which it does
 however the supervisor died, the groups get SIGKILL, FOLDER is deleted, and the guard exits.

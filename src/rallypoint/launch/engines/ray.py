@@ -121,7 +121,8 @@ class RayCluster:
             node=context.get_node_id(), python=sys.executable, runner=runner.__file__, cwd=os.getcwd(),
             code=str(code.resolve()) if code is not None else "", marker=_marker(snapshots),
         )  # fmt: skip
-        self._run = Path(folder).resolve().name or "run"
+        # Two drivers may have run folders of one name, and, in containers, one process id
+        self._run = f"{Path(folder).resolve().name or 'run'}-{secrets.token_hex(3)}"
         self._needs = {"worker": (cpus, gpus), "coordinator": (0.0, 0.0)}
         self._room = _reserved(servers, f"rallypoint/{self._run}/servers") if servers else None
         self._servers, self._say = servers, say
@@ -129,7 +130,9 @@ class RayCluster:
         self._names: Counter[str] = Counter()  # how often each name was given
         self._reserved: list[RayProcess] = []  # the servers in the placement group
         self._going: set[str] = set()  # the nodes that are about to go
-        self._processes: list[RayProcess] = []
+        self._lock = threading.Lock()
+        self._processes: list[RayProcess] = []  # replaced under the lock, read without
+        self._said = ""
         self._ended = False
         self._looked = 0.0
         self._watch = threading.Thread(target=self._look_after, name="processes on Ray", daemon=True)
@@ -147,7 +150,8 @@ class RayCluster:
             raise UsageError("this cluster has been ended")
         process = RayProcess(command, output)
         self._place(process)
-        self._processes = [*self._processes, process]
+        with self._lock:
+            self._processes = [*self._processes, process]
         return process
 
     def end(self) -> None:
@@ -180,7 +184,7 @@ class RayCluster:
         self._names[command.name] += 1
         again = f"#{n}" if (n := self._names[command.name]) > 1 else ""
         process.actor = ray.remote(NodeProcess).options(
-            name=f"rallypoint/{self._run}/{command.name}{again}-{os.getpid()}", namespace=NAMESPACE,
+            name=f"rallypoint/{self._run}/{command.name}{again}", namespace=NAMESPACE,
             num_cpus=cpus, num_gpus=gpus, max_concurrency=4, max_restarts=0,
             scheduling_strategy=self._strategy(process),
         ).remote()  # fmt: skip
@@ -212,20 +216,32 @@ class RayCluster:
     # ---- the thread that looks after the processes ----
 
     def _look_after(self) -> None:
-        ray = _ray()
         while not self._ended:
-            asked = {process.answer: process for process in self._processes if process.answer is not None}
-            if asked:
-                for answer in ray.wait(list(asked), timeout=_POLL_S)[0]:
-                    self._answered(asked[answer], answer)
-            else:
-                time.sleep(_POLL_S)
-            if time.monotonic() - self._looked > _LOOK_S:
-                self._looked = time.monotonic()
-                self._processes = [process for process in self._processes if process.exit() is None]
-                self._drain()
-                self._servers_first()
-                self._name_those_that_wait()
+            try:
+                self._look()
+            except Exception as error:  # of any kind, when Ray's head does not answer: it may be back soon
+                if (said := f"Ray does not answer: {str(error) or repr(error)}".splitlines()[0]) != self._said:
+                    self._said = said
+                    self._say(said)
+                time.sleep(_AGAIN_S)
+
+    def _look(self) -> None:
+        asked = {process.answer: process for process in self._processes if process.answer is not None}
+        if asked:
+            for answer in _ray().wait(list(asked), timeout=_POLL_S)[0]:
+                self._answered(asked[answer], answer)
+        else:
+            time.sleep(_POLL_S)
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._looked = time.monotonic()
+            self._forget_the_ended()
+            self._drain()
+            self._servers_first()
+            self._name_those_that_wait()
+
+    def _forget_the_ended(self) -> None:
+        with self._lock:  # else one that is being started would be lost
+            self._processes = [process for process in self._processes if process.exit() is None]
 
     def _answered(self, process: RayProcess, answer: Any) -> None:
         """The actor has answered, or is gone."""
@@ -237,7 +253,7 @@ class RayCluster:
         except ray.exceptions.ActorUnavailableError:  # it may be back, or Ray finds out that it is gone
             time.sleep(_AGAIN_S)
         except ray.exceptions.RayError as error:
-            process.ended(Exit(128 + signal.SIGKILL, "SIGKILL", _reason(process, error)))
+            process.ended(_how(process, error))
             return
         else:
             if isinstance(news, More):
@@ -364,7 +380,7 @@ def _marker(snapshots: str) -> str:
 
 
 def _reserved(servers: int, name: str) -> Any:
-    return _ray().util.placement_group([{"CPU": 1.0}] * servers, strategy="SPREAD", name=f"{name}-{os.getpid()}")
+    return _ray().util.placement_group([{"CPU": 1.0}] * servers, strategy="SPREAD", name=name)
 
 
 def _draining() -> set[str]:
@@ -372,6 +388,15 @@ def _draining() -> set[str]:
     import ray._private.state as state  # Ray's own libraries ask here too; there is no public way
 
     return set(state.state.get_draining_nodes())
+
+
+def _how(process: RayProcess, error: Exception) -> Exit:
+    """Return how a process has ended whose actor is gone, or has failed itself: so would the next one."""
+    errors = _ray().exceptions
+    if isinstance(error, errors.RayTaskError) or getattr(error, "actor_init_failed", False):
+        last = [line for line in str(error).splitlines() if line.strip()][-1].strip()
+        return Exit(1, reason=f"its Ray actor cannot run: {last} (does every node have this version of rallypoint?)")
+    return Exit(128 + signal.SIGKILL, "SIGKILL", _reason(process, error))
 
 
 def _reason(process: RayProcess, error: Exception) -> str:

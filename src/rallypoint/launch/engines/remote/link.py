@@ -215,10 +215,8 @@ class HostLink:
         except OSError as error:  # the code that it is to get cannot be read
             self._problem = str(error)
         self._end_input()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             client.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            pass
         _signal(client, signal.SIGKILL)  # what it has started may hold its standard error open
         errors.join(_END_S)
         self._lost(client.wait(), greeted)

@@ -23,7 +23,8 @@ class SlurmCluster(RemoteCluster):
 
     def __init__(self, plan: Launch, say: Callable[[str], None]) -> None:
         """`say`: see `RemoteCluster`. Raises UsageError outside of a job, or when the folders cannot be written."""
-        shell = RemoteShell("srun", lambda host: srun_command(host, os.environ), None, "is this environment at the same path on every node?")
+        hint = "is this environment at the same path on every node?"
+        shell = RemoteShell("srun", lambda host: srun_command(host, os.environ), None, hint)
         super().__init__(plan, hosts_of_job(os.environ, nodes_of_list), shell, say)
 
 
