@@ -65,7 +65,8 @@ class Losses:
             self._lose_one(run, here)
 
     def _lose_one(self, run: ClusterRun, here: dict[str, tuple[str, int]]) -> None:
-        nodes = sorted(self.nodes.worker_nodes, key=lambda node: node.node_id)
+        used = {node for node, _ in here.values()}
+        nodes = sorted((n for n in self.nodes.worker_nodes if n.node_id in used), key=lambda node: node.node_id)
         node = nodes[len(self.events) % len(nodes)]
         names = ", ".join(sorted(name for name, (where, _) in here.items() if where == node.node_id))
         self._gone.add(node.node_id)
@@ -105,7 +106,7 @@ def job(losses: int, workers: int, nodes: int, step: float, console: Console) ->
     """Train once, and lose so many nodes. Returns the stalls beyond a usual step in seconds, and that step's."""
     processes = workers + STANDBY + SERVERS
     cpus = -(-processes // (nodes - 1))  # so that all find room while one node is away
-    steps = int((losses + 1) * 25.0 / step)  # Ray takes 15 s to notice, and a new process some to import torch
+    steps = int((losses + 1) * 22.0 / step)  # Ray takes 15 s to notice, and a new process some to import torch
     with _ray(nodes, cpus) as cluster, tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         plan = Launch(
@@ -127,7 +128,7 @@ def job(losses: int, workers: int, nodes: int, step: float, console: Console) ->
     stalls = [max(0.0, found.stall - usual) for found in measure(driver.events, ledger)]
     names = [event.whom for event in driver.events]
     for lost, stall in zip(names, stalls, strict=True):
-        console.print(f"lost a node with {lost or 'nobody'}: {stall:.2f} s beyond a usual step of {usual:.3f} s")
+        console.print(f"lost a node with {lost}: {stall:.2f} s beyond a usual step of {usual:.3f} s")
     return {"stalls": stalls, "ended": names, "restarted": driver.restarted, "step": usual}
 
 

@@ -104,6 +104,18 @@ def test_lines_come_once_and_the_exit_after_them() -> None:
     assert actor.more(2500).exit == Exit(0)
 
 
+@pytest.mark.parametrize(("address", "words"), [
+    ("foo", "write host:port"), ("ray://127.0.0.1:10001", "`ray job submit`"),
+    ("127.0.0.1:1", "there is no Ray cluster at 127.0.0.1:1: .*refused"),
+])  # fmt: skip
+def test_an_address_without_a_cluster_is_a_sentence_at_once(address: str, words: str) -> None:
+    pytest.importorskip("ray")
+    from rallypoint.launch.engines.ray import RayCluster
+
+    with pytest.raises(UsageError, match=words):
+        RayCluster(address)
+
+
 def test_an_actor_that_cannot_run_says_why_and_is_no_death() -> None:
     """The next one could not either: a node without rallypoint, say."""
     errors = pytest.importorskip("ray.exceptions")

@@ -93,22 +93,22 @@ def test_the_last_reported_checkpoints_are_kept_and_numbers_of_torch_are_numbers
     monkeypatch.setenv("RALLYPOINT_RAY_RESULTS", str(tmp_path))
     run: Any = type("Run", (), {"lead": True})
     monkeypatch.setenv("RALLYPOINT_RAY_KEEP", "5")
-    for n in range(3):
+    for n in range(4):
         bridge.report(run, {"loss": torch.tensor(n)}, Reported())
-    assert len(list(tmp_path.glob("checkpoint*"))) == 3
+    assert len(list(tmp_path.glob("checkpoint*"))) == 4
     monkeypatch.setenv("RALLYPOINT_RAY_KEEP", "2")
-    for n in range(3, 4):
+    for n in range(4, 6):
         bridge.report(run, {"loss": torch.tensor(n)}, Reported())
     bridge.report(run, {"loss": torch.tensor(0.5)})
-    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint_000002", "checkpoint_000003"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint_000004", "checkpoint_000005"]
     with pytest.raises(TypeError, match="a metric is a number or a text, not object"):
         bridge.report(run, {"loss": object()}, Reported())
-    assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 5
+    assert len((tmp_path / "reports.jsonl").read_text().splitlines()) == 7
     pytest.importorskip("ray.train")
     result = bridge.result_of(tmp_path)
     assert result.metrics == {"loss": 0.5}
-    assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [2, 3]
-    assert result.checkpoint.path == str(tmp_path / "checkpoint_000003")
+    assert [metrics["loss"] for _, metrics in result.best_checkpoints] == [4, 5]
+    assert result.checkpoint.path == str(tmp_path / "checkpoint_000005")
 
 
 def test_ctrl_c_is_no_failed_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
