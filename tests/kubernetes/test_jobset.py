@@ -269,7 +269,7 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"snapshots": "/data"}, "--snapshots /data: give a URL"),
         ({"bind": "10.0.0.1:4700"}, "--bind has no meaning on Kubernetes"),
         ({"resume": "step-1"}, "write JOB/SNAPSHOT"),
-        ({"workers": "4:2"}, "is not a number of workers"),
+        ({"workers": "4:2"}, "the least number comes first"),
         ({"replication": 2, "servers": 1}, "--replication 2 needs at least two servers"),
         ({"sets": ["setps=3"]}, "setps is no setting"),
     ],

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import IO, cast
+from typing import IO, TextIO, cast
 
 import msgspec
 from rich.console import Console
@@ -63,13 +63,11 @@ class Screen(Console):
     @contextlib.contextmanager
     def unhurried(self) -> Iterator[None]:
         """In the body, printing does not wait for the reader; what was not read by then is waited for at the end."""
-        try:
-            sys.stdout.fileno()
-        except (OSError, ValueError):  # (io.UnsupportedOperation is both)
+        if not _has_descriptor(self.file):
             yield
             return
-        before, output = self._file, Unhurried(sys.stdout)
-        self.file = cast(IO[str], output)
+        before, output = self._file, Unhurried(cast(TextIO, self.file))
+        self._file = cast(IO[str], output)
         try:
             yield
         finally:
@@ -81,6 +79,13 @@ class Screen(Console):
         self.quiet = self.closed = True
         with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _has_descriptor(file: IO[str]) -> bool:
+    try:
+        return file.fileno() >= 0
+    except (OSError, ValueError):  # (io.UnsupportedOperation is both)
+        return False
 
 
 class RunConsole:

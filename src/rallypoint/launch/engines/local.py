@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.guard import Guard
 from rallypoint.launch.engines.lines import Lines
 
@@ -97,7 +97,7 @@ class LocalProcess:
                 self._output(line)
 
 
-class LocalCluster:
+class LocalCluster(Cluster):
     """Starts processes on this machine; a context manager that leaves none behind.
 
     `folder` is deleted when the cluster ends, or this process; "": none.

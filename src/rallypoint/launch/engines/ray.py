@@ -34,7 +34,7 @@ from typing import Any
 from rallypoint.errors import UsageError
 from rallypoint.launch.code import runner
 from rallypoint.launch.code.kept import CODE
-from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit
 from rallypoint.launch.engines.ray_connection import NAMESPACE, connect, ray_module
 from rallypoint.launch.engines.ray_node import Begun, Driver, More, NodeProcess, pack
 
@@ -88,7 +88,7 @@ class RayProcess:
                 ray.kill(actor)
 
 
-class RayCluster:
+class RayCluster(Cluster):
     """Starts processes on the nodes of a Ray cluster; a context manager that leaves none behind.
 
     >>> with RayCluster(gpus=1) as cluster:

@@ -13,6 +13,7 @@ from rallypoint.launch.engines.remote.cluster import RemoteCluster
 from rallypoint.launch.engines.remote.hosts import Host
 from rallypoint.launch.engines.remote.link import RemoteShell
 from rallypoint.launch.engines.slurm.allocation import gpus_on_node, hosts_of_job, node_and_component, nodes_of_list
+from rallypoint.launch.engines.slurm.requeue import AGAIN, requeue
 from rallypoint.launch.plan import Launch
 
 _STEP = "rallypoint.launch.engines.slurm.step"
@@ -20,6 +21,15 @@ _STEP = "rallypoint.launch.engines.slurm.step"
 
 class SlurmCluster(RemoteCluster):
     """Starts processes on the nodes of this job; a context manager that leaves none behind."""
+
+    notices = AGAIN
+
+    @classmethod
+    def run_again(cls) -> str:
+        """Let Slurm run this job again."""
+        if why := requeue():
+            return f"Slurm does not run this job again: {why}"
+        return "Slurm runs this job again, and it goes on from there"
 
     def __init__(self, plan: Launch, say: Callable[[str], None]) -> None:
         """`say`: see `RemoteCluster`. Raises UsageError outside of a job, or when the folders cannot be written."""
