@@ -180,7 +180,7 @@ def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(m
 
 def test_sigterm_ends_a_coordinator_with_a_folder_alone_and_another_goes_on_with_its_job(members: Members) -> None:
     start = ["coordinator", "--folder", str(members.folder / "run")]
-    members.start("coordinator", start)
+    members.start("coordinator", *start)
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
     members.start("server", "server", "--coordinator", address)
     members.until("server", r"(has joined the job)")
