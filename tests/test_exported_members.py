@@ -25,6 +25,7 @@ EXPORTED = [
     "JobConfig",
     "LocalSteps",
     "Micro",
+    "Parallel",
     "Run",
     "Sync",
     "__version__",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -98,6 +99,23 @@ def test_who_says_nothing_or_trickles_is_cut_off_and_holds_up_nobody(monkeypatch
             finally:
                 stop.set()
                 thread.join()
+
+
+def test_without_descriptors_it_waits_a_little_between_attempts(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system says at once again that somebody waits: it would do nothing but ask."""
+    waits, accept = list[float](), socket.socket.accept
+
+    def accepts(listening: socket.socket) -> tuple[socket.socket, object]:
+        if len(waits) < 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return accept(listening)
+
+    monkeypatch.setattr(module.time, "sleep", waits.append)
+    monkeypatch.setattr(socket.socket, "accept", accepts)
+    assert get(health.address, "/healthz") == (200, "ok"), "it answers as soon as there is one"
+    assert waits == [module._POLL_S] * 3
 
 
 def test_who_holds_connections_and_asks_nothing_keeps_no_probe_out(health: Health) -> None:

@@ -27,7 +27,9 @@ LARGE_CLASSES = {
     "testing/simulation/job.py: SimulatedJob": "the undisturbed computation that every run is compared with",
 }
 LONG_SIGNATURES = {
+    "cli/by_hand.py: worker": "typer makes each option of the command line from an argument",
     "cli/start.py: chaos": "typer makes each option of the command line from an argument",
+    "cli/start.py: resume": "typer makes each option of the command line from an argument",
     "recipes/gpt.py: _command": "typer makes each option of the command line from an argument",
     "recipes/resnet.py: _command": "typer makes each option of the command line from an argument",
 }

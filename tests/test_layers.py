@@ -28,6 +28,7 @@ LAYERS = {
     "optim": 7,
     "store": 8,
     "data": 9,
+    "parallel": 9,
     "coordinator": 10,
     "server": 10,
     "worker": 10,

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
     from rallypoint.launch.join import join
+    from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
     from rallypoint.worker.loop.run import Run
     from rallypoint.worker.loop.session import Job
@@ -36,6 +37,7 @@ _HOMES = {
     "JobConfig": "rallypoint.config.tree",
     "LocalSteps": "rallypoint.core.policy",
     "Micro": "rallypoint.worker.loop.micro",
+    "Parallel": "rallypoint.parallel.plan",
     "Run": "rallypoint.worker.loop.run",
     "Sync": "rallypoint.core.policy",
     "constant": "rallypoint.core.schedule",
@@ -58,6 +60,7 @@ __all__ = [
     "JobConfig",
     "LocalSteps",
     "Micro",
+    "Parallel",
     "Run",
     "Sync",
     "__version__",

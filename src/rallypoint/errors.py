@@ -82,7 +82,15 @@ class AddressInUse(LinkError):
 
 
 class UnprovenPeer(LinkError):
-    """Who answered has not proved that it knows the job's token. It may be gone at the next attempt."""
+    """Who answered has not proved that it knows the job's token. It may be gone at the next attempt.
+
+    Attributes:
+        refuses: it says that it is whom the member means, and refuses it: perhaps the member's token is wrong.
+    """
+
+    def __init__(self, sentence: str, *, refuses: bool = False) -> None:
+        super().__init__(sentence)
+        self.refuses = refuses
 
 
 class CorruptFrame(LinkError):

@@ -50,6 +50,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CODEC: {"codec": {"type": "fp16"}},
     Feature.CODEC_STATE: {"codec": {"type": "int8"}},
     Feature.DOWN: {"down": {"type": "bf16"}},
+    Feature.HOLD: {"precision": "bf16", "hold": "bf16"},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},

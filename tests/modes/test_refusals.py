@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rallypoint.config import record_of, with_own_optimizer
+from rallypoint.config.checks import check_ranks
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.modes import CONFLICTS, TABLE, Conflict, Feature, ModeName, No, Only, describe, why_not
@@ -38,6 +39,8 @@ def _refused(job: CellJob) -> str:
     try:
         if job.has(Feature.OWN_OPTIMIZER):
             with_own_optimizer(job.config, "torch.optim.adamw.AdamW")
+        if job.has(Feature.RANKS):
+            check_ranks(job.config)
         layout = LAYOUT
         if job.has(Feature.TABLES):
             layout = ModelTensors(torch.nn.Embedding(9, 2, sparse=True, device="meta"), job.config).layout

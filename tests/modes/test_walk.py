@@ -28,7 +28,8 @@ SUPPORTED = [
         feature, mode, id=f"{feature.name.lower()}-{mode.name.lower()}",
         marks=() if mode in QUICK.get(feature, set()) else (pytest.mark.slow,),
     )
-    for feature, cells in TABLE.items() for mode, cell in cells.items() if not isinstance(cell, No)
+    for feature, cells in TABLE.items() for mode, cell in cells.items()
+    if not isinstance(cell, No) and feature is not Feature.RANKS  # whole programs: tests/ranks
 ]  # fmt: skip
 
 

@@ -6,6 +6,9 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from fuzz_frames import Corpus, Frame
@@ -32,10 +35,13 @@ HELD_AT = 3  # the step before which workers wait while strangers attack
 
 
 class Campaign:
-    """Attacks jobs of one policy. `thrown` counts mutated frames by attack; `faults` are sentences."""
+    """Attacks jobs of one policy, with TLS if there are `certificates`.
 
-    def __init__(self, policy: str, seed: int) -> None:
-        self.name, self.policy = policy, POLICIES[policy]
+    `thrown` counts mutated frames by attack; `faults` are sentences.
+    """
+
+    def __init__(self, policy: str, seed: int, certificates: Path | None = None) -> None:
+        self.name, self.policy, self._tls = policy, POLICIES[policy], certificates
         self.numbers = random.Random(f"{policy} {seed}")
         self.thrown: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()  # how jobs with possessed members end
@@ -43,10 +49,13 @@ class Campaign:
         self.corpus, self.script, self.undisturbed = Corpus(), list[Frame](), dict[str, str]()
         self._witness = Witness()  # of the undisturbed job
 
+    def _running(self, **options: Any) -> AbstractContextManager[Cluster]:
+        return running(self.policy, certificates=self._tls, **options)
+
     def record(self) -> None:
         """Run the job undisturbed: its frames are the models of all that follow."""
         recorder = Recorder(WORKERS[1])
-        with recorder.active(), self._witness.active(), running(self.policy) as cluster:
+        with recorder.active(), self._witness.active(), self._running() as cluster:
             assert cluster.finish(), f"{self.name}: the undisturbed job hangs"
         assert not cluster.errors, cluster.errors
         self.corpus, self.script, self.undisturbed = recorder.corpus, recorder.to_worker, cluster.hashes
@@ -98,7 +107,7 @@ class Campaign:
                 here.release()
                 assert gate.acquire(timeout=10 * PATIENCE_S)
 
-        with witness.active(), running(self.policy, before_step=held, replication=replication) as cluster:
+        with witness.active(), self._running(before_step=held, replication=replication) as cluster:
             stranger = Stranger(cluster, self.corpus, self._seed())
             try:
                 assert all(here.acquire(timeout=PATIENCE_S) for _ in WORKERS), "the job does not begin"
@@ -173,7 +182,7 @@ class Campaign:
         gentle = self.numbers.choice([0.1, 0.9, 0.98])
         through = "" if through == "members" else through
         possession = Possession(role, self._seed(), rate=4, gentle=gentle, through=through)
-        with possession.active(), running(self.policy) as cluster:
+        with possession.active(), self._running() as cluster:
             ended = cluster.finish(_SHORT_S if lies else 2 * PATIENCE_S)
         self.thrown[which] += possession.thrown
         end = "stopped" if not ended else "an error" if cluster.errors else "done"

@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import torch
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.tls.files import TlsFiles
+from rallypoint.net.tls.transport import TlsTransport
+from rallypoint.net.transport import Transport
 from rallypoint.server.service import ServerService
 from rallypoint.worker.loop.session import Job
 from rallypoint.worker.tensors import weights_hash
@@ -77,30 +81,38 @@ def new_net(*, table: bool) -> Net:
 
 @dataclass
 class Cluster:
-    """One job of two workers, running from the beginning. Workers call `before_step` on their own threads."""
+    """One job of two workers, running from the beginning. Workers call `before_step` on their own threads.
+
+    With `certificates` (the folder of each role's) all links have TLS.
+    """
 
     policy: Policy
     before_step: Callable[[str, int], None] = lambda worker, step: None
     replication: int | None = None  # None: the policy's own
+    certificates: Path | None = None
     hashes: dict[str, str] = field(default_factory=dict)
     errors: dict[str, BaseException] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.transport = TcpTransport()
         terms = Terms(
             servers=len(SERVERS), heartbeat=HEARTBEAT_S, workers_start=len(WORKERS),
             replication=self.policy.replication if self.replication is None else self.replication,
             workers_max=len(WORKERS),
         )  # fmt: skip
-        self.coordinator = CoordinatorService(terms=terms, token=TOKEN, transport=self.transport)
+        self.coordinator = CoordinatorService(terms=terms, token=TOKEN, transport=self.transport_of("coordinator"))
         self.coordinator.start()
         address = self.coordinator.address
-        self.servers = [ServerService(id=id, coordinator=address, token=TOKEN) for id in SERVERS]
+        transport = self.transport_of("server")
+        self.servers = [ServerService(id=id, coordinator=address, token=TOKEN, transport=transport) for id in SERVERS]
         for server in self.servers:
             server.start()
         self.workers = [threading.Thread(target=self._work, args=(id,), name=id) for id in WORKERS]
         for worker in self.workers:
             worker.start()
+
+    def transport_of(self, role: str) -> Transport:
+        """What links of this role are made with."""
+        return TcpTransport() if self.certificates is None else TlsTransport(TlsFiles(self.certificates, role))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -133,7 +145,8 @@ class Cluster:
 
     def _work(self, id: str) -> None:
         try:
-            with Job(id=id, coordinator=self.coordinator.address, token=TOKEN) as job:
+            transport = self.transport_of("worker")
+            with Job(id=id, coordinator=self.coordinator.address, token=TOKEN, transport=transport) as job:
                 model = new_net(table=self.policy.table)
                 for micro in job.train(model, dataset(), **self.settings):
                     self.before_step(id, micro.step)

@@ -1,6 +1,7 @@
 """Throw many mutated frames at jobs of every policy, in every role, and print what came of it.
 
     python tests/net/fuzz_long.py --frames 1000000 --seed 1 --minutes 60
+    python tests/net/fuzz_long.py --frames 100000 --seed 1 --tls                # all links with TLS, and attacks on it
 
 Each round attacks each policy in each way with its share of frames, and prints a line; so a run that is ended early has
 attacked everything about equally. At the end it prints the table, and exits with 1 if anything was wrong.
@@ -13,6 +14,8 @@ import gc
 import sys
 import time
 from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 import torch
@@ -20,6 +23,7 @@ from fuzz_campaign import ATTACKS, WHOLE_JOBS, Campaign
 from fuzz_decoders import Decoders
 from fuzz_jobs import POLICIES
 
+from rallypoint.net.tls.making import make_certificates
 from rallypoint.server.intake import views
 
 ROUNDS = 10
@@ -41,10 +45,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no further policy's attacks after so long")
     parser.add_argument("--decoders", type=int, default=1_000_000, help="frames for the decoders alone")
+    parser.add_argument("--tls", action="store_true", help="with TLS on all links, and attacks on its handshake")
     options = parser.parse_args()
+    with TemporaryDirectory() as folder:
+        if options.tls:
+            make_certificates(Path(folder))
+        return attack(options, Path(folder) if options.tls else None)
+
+
+def attack(options: argparse.Namespace, certificates: Path | None) -> int:
+    """Attack as the options say; with TLS if there are `certificates`. Returns the exit status."""
     torch.set_num_threads(1)
     views.VIEW_TIMEOUT_S = 0.5  # a frame of a view that never comes would hold its connection for a minute
-    campaigns = [Campaign(policy, options.seed) for policy in POLICIES]
+    campaigns = [Campaign(policy, options.seed, certificates) for policy in POLICIES]
     for campaign in campaigns:
         campaign.record()
         campaign.attack({"coordinator before": 100})  # what is loaded at the first use is no growth

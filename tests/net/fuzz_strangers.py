@@ -20,7 +20,10 @@ from rallypoint.net.handshake import COORDINATOR, PROOF_BYTES, _Transcript, intr
 from rallypoint.net.inproc import InprocConnection, _Pipe
 from rallypoint.net.keys import LinkKeys, role_token, ticket, token_keys
 from rallypoint.net.seal import Sealer
-from rallypoint.net.tcp import TcpConnection, TcpTransport
+from rallypoint.net.tcp import TcpConnection, split_address
+from rallypoint.net.tls.connection import TlsConnection
+from rallypoint.net.tls.files import TlsFiles
+from rallypoint.net.transport import Connection
 
 FROM_WORKERS = (Kind.PUSH, Kind.INITIAL, Kind.STATE, Kind.FOLLOW, Kind.UNFOLLOW, Kind.FETCH, Kind.WANT, Kind.PULL_ROWS,
                 Kind.CODEC_STATE, Kind.RECALL)  # fmt: skip
@@ -28,6 +31,7 @@ FROM_SERVERS = (Kind.REPLICATE, Kind.MEASURES, Kind.CHOICE, Kind.STATE, Kind.ACK
 ENDS_THE_JOB = ("GiveUp", "Leaving", "Release")  # a member that is believed may say so
 PATIENCE_S = 20.0
 _BURST = 60  # frames over one connection, at most
+_SHORTLY_S = 0.1  # for an answer to a piece that was changed: the listener may wait for the rest of it
 
 
 class Stranger:
@@ -40,7 +44,8 @@ class Stranger:
         self.cluster, self.corpus = cluster, corpus
         self.rng = random.Random(seed)
         self.mutator = Mutator(self.rng, corpus)
-        self.transport = TcpTransport()
+        roles = ("worker", "server", "observer")
+        self.transports = {role: cluster.transport_of(role) for role in roles}
         self.thrown = 0
         self.connections = 0
         self.standby: Member | None = None  # this attacker as a member that stands by
@@ -71,15 +76,35 @@ class Stranger:
 
     def greet_badly(self, server: int | None) -> None:
         """One connection with a mutated greeting: to a server, or (None) to the coordinator."""
-        connection = self._connect(server)
+        if self.cluster.certificates is not None and self.rng.random() < 0.5:
+            self._shake_badly(server)
+            return
+        hello = self._hello(server)
+        connection = self._connect(server, hello.role)
         try:
-            self._greet_badly(connection, self._hello(server))
+            self._greet_badly(connection, hello)
         except RallypointError:  # it has closed already, or sent a refusal
             pass
         finally:
             self._must_close(connection)
 
-    def _greet_badly(self, connection: TcpConnection, hello: messages.Hello) -> None:
+    def _shake_badly(self, server: int | None) -> None:
+        """One connection with TLS on which one piece is changed: of the handshake, or a record after it."""
+        self.thrown += 1
+        self.connections += 1
+        host, port = split_address(self._address(server))
+        stream = _Changing(socket.create_connection((host, port), PATIENCE_S), "a listener", self.rng)
+        stream.set_timeout(_SHORTLY_S)
+        assert self.cluster.certificates is not None
+        connection = TlsConnection(stream, TlsFiles(self.cluster.certificates, "worker"), listener=False)
+        try:
+            with contextlib.suppress(RallypointError):
+                connection.send(self.rng.randbytes(self.rng.randrange(1, 400)))
+                connection.recv_into(memoryview(bytearray(1 << 16)))
+        finally:
+            self._must_close(connection)
+
+    def _greet_badly(self, connection: Connection, hello: messages.Hello) -> None:
         rng = self.rng
         keys = token_keys(role_token(TOKEN, hello.role))
         transcript = _Transcript(connection, keys)
@@ -96,7 +121,7 @@ class Stranger:
                 frame = Frame(Header(Kind.HELLO, length=len(data) + PROOF_BYTES), data + rng.randbytes(PROOF_BYTES))
                 self._send(connection, rng.choice([self.mutator.mutate, self.mutator.lie])(frame))
 
-    def _send(self, connection: TcpConnection, frame: Frame) -> None:
+    def _send(self, connection: Connection, frame: Frame) -> None:
         self.thrown += 1
         data = bytearray(pack(frame.header) + frame.payload)
         if self.rng.random() < 0.3:
@@ -118,11 +143,11 @@ class Stranger:
     def at_the_coordinator(self) -> None:
         """Join as somebody new whose model is not the job's, or as an observer; then say what members say."""
         role = self.rng.choice(["worker", "worker", "worker", "observer"])
-        connection = self._connect(None)
+        connection = self._connect(None, role)
         try:
             hello = messages.Hello(role, f"stranger{self.connections}", "nowhere", to=COORDINATOR)
             _, keys = introduce(connection, hello, TOKEN)
-            sealer = Sealer(keys)
+            sealer = Sealer(keys, macs=not connection.secured.binding)
             names = [name for name in self.corpus.kinds if isinstance(name, str) and name not in ENDS_THE_JOB]
             for _ in range(self.rng.randrange(1, _BURST)):
                 self._throw(connection, sealer, self.mutator.mutate(self.corpus.choose(self.rng, names)))
@@ -133,9 +158,9 @@ class Stranger:
 
     def at_a_server(self, server: int, member: Member, role: str) -> None:
         """Come with a member's ticket, and send what its role sends."""
-        connection = self._connect(server)
+        connection = self._connect(server, role)
         try:
-            sealer = Sealer(self._enter(connection, server, member, role))
+            sealer = Sealer(self._enter(connection, server, member, role), macs=not connection.secured.binding)
             kinds = [kind for kind in self.corpus.kinds if kind in (FROM_WORKERS if role == "worker" else FROM_SERVERS)]
             kinds = kinds or self.corpus.kinds  # servers of this job have nothing to say to each other
             gently = self.rng.random() < 0.8
@@ -147,7 +172,7 @@ class Stranger:
         finally:
             self._must_close(connection)
 
-    def _enter(self, connection: TcpConnection, server: int, member: Member, role: str) -> LinkKeys:
+    def _enter(self, connection: Connection, server: int, member: Member, role: str) -> LinkKeys:
         me, view = self.cluster.servers[server]._gate.me, self.cluster.servers[server]._views.number
         hello = messages.Hello(
             role, member.id, "nowhere", incarnation=member.incarnation, view=view,
@@ -155,7 +180,7 @@ class Stranger:
         )  # fmt: skip
         return introduce(connection, hello, ticket=ticket(me.secret, role, member.id, member.incarnation))[1]
 
-    def _throw(self, connection: TcpConnection, sealer: Sealer, frame: Frame) -> None:
+    def _throw(self, connection: Connection, sealer: Sealer, frame: Frame) -> None:
         if not self._is_harmless(frame.header):
             return
         self.thrown += 1
@@ -168,16 +193,22 @@ class Stranger:
 
     # ---- connections ----
 
-    def _connect(self, server: int | None) -> TcpConnection:
+    def _connect(self, server: int | None, role: str = "worker") -> Connection:
         self.connections += 1
-        address = self.cluster.coordinator.address if server is None else self.cluster.servers[server].address
-        connection = self.transport.connect(address, PATIENCE_S)
+        connection = self.transports[role].connect(self._address(server), PATIENCE_S)
         connection.set_timeout(PATIENCE_S)
         return connection
 
-    def _must_close(self, connection: TcpConnection) -> None:
+    def _address(self, server: int | None) -> str:
+        return self.cluster.coordinator.address if server is None else self.cluster.servers[server].address
+
+    def _must_close(self, connection: Connection) -> None:
         """We send no more; the other side has to close, whatever it has had."""
-        raw = connection._socket
+        stream = connection._stream if isinstance(connection, TlsConnection) else connection
+        assert isinstance(stream, TcpConnection)
+        raw = stream._socket
+        if raw.fileno() < 0:
+            return  # TLS's handshake has failed here, and has closed it
         try:
             with contextlib.suppress(OSError):
                 raw.settimeout(PATIENCE_S)
@@ -187,6 +218,36 @@ class Stranger:
                     pass
         finally:
             connection.close()
+
+
+class _Changing(TcpConnection):
+    """A stream of which one piece is changed on its way out: TLS's first words, its last, or a record after it."""
+
+    def __init__(self, sock: socket.socket, peer: str, rng: random.Random) -> None:
+        super().__init__(sock, peer)
+        self.rng, self.left = rng, rng.randrange(3)
+
+    def send(self, head: bytes, payload: memoryview | None = None) -> None:
+        data = bytearray(head + bytes(payload or b""))
+        if self.left == 0:
+            self._change(data)
+        self.left -= 1
+        super().send(bytes(data))
+
+    def _change(self, data: bytearray) -> None:
+        rng, at = self.rng, self.rng.randrange(len(data))
+        match rng.randrange(5):
+            case 0:
+                del data[at:]
+            case 1:
+                data[at:at] = rng.randbytes(rng.randrange(1, 600))
+            case 2:
+                data[3:5] = rng.randbytes(2)  # the length of TLS's record
+            case 3:
+                data[5:] = rng.randbytes(len(data))
+            case _:
+                for _ in range(rng.randrange(1, 9)):
+                    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
 
 
 class _Answered(InprocConnection):

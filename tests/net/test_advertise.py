@@ -15,7 +15,7 @@ from rallypoint.errors import LinkError, UsageError
 from rallypoint.launch import lifeline
 from rallypoint.launch.commands import by_hand
 from rallypoint.net.advertise import advertised
-from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.tcp import TcpTransport, split_address
 from rallypoint.server import service
 from rallypoint.server.service import ServerService
 
@@ -44,9 +44,28 @@ def test_the_same_over_ipv6(wanted: str, told: str) -> None:
     assert advertised("[::1]:4700", wanted) == told
 
 
-def test_an_ipv6_address_stands_in_brackets() -> None:
-    with pytest.raises(UsageError, match=r"--advertise \[fd00::7\]$"):
-        advertised("[::1]:4700", "fd00::7")
+@pytest.mark.parametrize("address", ["fd00::7", "::7", "2001:db8:0:0:0:0:0:7"])
+def test_an_ipv6_address_that_can_have_no_port_needs_no_brackets(address: str) -> None:
+    assert advertised("[::1]:4700", address) == f"[{address}]:4700"
+
+
+def test_an_ipv6_address_that_may_have_a_port_stands_in_brackets() -> None:
+    with pytest.raises(UsageError, match=r"--advertise \[fd00::7:80\], or \[fd00::7\]:80$"):
+        advertised("[::1]:4700", "fd00::7:80")
+    with pytest.raises(UsageError, match="'host::80' is no address"):
+        advertised("[::1]:4700", "host::80")
+
+
+@pytest.mark.parametrize("address", ["fd00::1", "a:b:80", "[fd00:]:80"])
+def test_what_is_no_ipv6_address_with_a_port_is_told(address: str) -> None:
+    """`fd00::1` is not port 1 of a host `fd00:`."""
+    with pytest.raises(UsageError, match=r"an IPv6 address stands in brackets, as \[fd00::1\]:4700"):
+        split_address(address)
+
+
+@pytest.mark.parametrize("address", ["[fd00::1]:80", "fd00::1:80"])
+def test_an_ipv6_address_with_a_port_is_split(address: str) -> None:
+    assert split_address(address) == ("fd00::1", 80)
 
 
 @pytest.mark.parametrize("address", ["[fe80::1]:4700", "[fe80::1%eth0]:4700"])

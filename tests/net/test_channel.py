@@ -19,7 +19,7 @@ from rallypoint.net.keys import dialers_keys, token_keys
 from rallypoint.net.messages import Admitted, Done, Message, NewView, Refused, Say, decode, encode, expect
 from rallypoint.net.outbox import Backlog
 from rallypoint.net.seal import SEALED_BYTES, Sealer
-from rallypoint.net.transport import FIRST_PIECE
+from rallypoint.net.transport import FIRST_PIECE, PLAIN
 from rallypoint.testing.contracts.transports import Beside
 
 PATIENCE_S = 20.0
@@ -29,7 +29,7 @@ KEYS = dialers_keys(token_keys("a token"), bytes(32))
 class Stuck:
     """A connection whose sends wait until `release`; it notes what was sent, and fails on demand."""
 
-    peer = "stuck"
+    peer, secured = "stuck", PLAIN
 
     def __init__(self) -> None:
         self.sent: list[int] = []
@@ -59,7 +59,7 @@ class Stuck:
 class Heard:
     """A connection on which somebody listens."""
 
-    peer = "heard"
+    peer, secured = "heard", PLAIN
 
     def __init__(self) -> None:
         self.bytes, self.came = b"", threading.Event()

@@ -19,6 +19,7 @@ from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import Message, Welcome
 from rallypoint.net.tcp import TcpTransport
+from rallypoint.net.transport import Connection
 from rallypoint.server.service import ServerService
 from rallypoint.testing.contracts.beside import until
 
@@ -113,6 +114,36 @@ def test_a_newcomer_that_nobody_proves_himself_to_hears_of_every_place(
         moving.squat(address)
     with pytest.raises(AccessDenied, match=r"^a:1 refuses worker .* listens there; b:1 refuses worker .* there$"):
         moving.join("a:1,b:1")
+
+
+def test_a_newcomer_that_is_refused_does_not_wait_for_a_place_that_is_silent(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its token is wrong, and the other place may be that of a coordinator that has moved long ago."""
+    monkeypatch.setattr(member, "NEWCOMER_TIMEOUT_S", 0.1)
+    moving.squat("a:1")
+    with pytest.raises(AccessDenied, match=r"^a:1 refuses worker .* listens there; .*b:1"):
+        moving.join("a:1,b:1")
+    assert "trying again for 0 s" in caplog.text
+
+
+def test_a_newcomer_waits_for_a_silent_place_while_somebody_else_listens_at_the_other(
+    moving: Moving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That one does not even say that it is a coordinator."""
+    monkeypatch.setattr(member, "NEWCOMER_TIMEOUT_S", 0.0)
+    moving.squat("a:1", role="server")
+    tried, connect = list[str](), moving.transport.connect
+
+    def connects(address: str, timeout: float) -> Connection:
+        tried.append(address)
+        if tried.count("b:1") == 2:
+            moving.listen("b:1")
+        return connect(address, timeout)
+
+    monkeypatch.setattr(moving.transport, "connect", connects)
+    link, _ = moving.join("a:1,b:1")
+    assert link.welcome.folder == str(moving.folder)
 
 
 def test_a_newcomer_without_a_coordinator_hears_of_every_place(

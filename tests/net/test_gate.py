@@ -21,7 +21,7 @@ from rallypoint.net.keys import LinkKeys
 from rallypoint.net.messages import Hello, Welcome, encode
 from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer
 from rallypoint.net.tcp import TcpConnection, TcpListener, TcpTransport, split_address
-from rallypoint.net.transport import Connection, Listener
+from rallypoint.net.transport import PLAIN, Connection, Listener
 from rallypoint.testing.contracts.beside import until
 from rallypoint.testing.contracts.transports import receive
 
@@ -164,7 +164,7 @@ def test_without_a_thread_to_send_from_there_is_no_channel(
 class Silent:
     """A connection of which nothing is asked."""
 
-    peer = "silent"
+    peer, secured = "silent", PLAIN
 
     def close(self) -> None:
         pass

@@ -45,6 +45,9 @@ class _Exchange:
         self.layout, self.buffer = layout, torch.full((layout.words,), 7.0)  # of another shard's version, say
         self.replica = _Replica(self, wanted)
 
+    def check(self, *, stale: bool) -> None:
+        pass
+
 
 def _model() -> torch.nn.Module:
     torch.manual_seed(3)
@@ -61,7 +64,7 @@ def _contribution(wanted: Sequence[int] | None, accumulate: int) -> dict[int, to
     hooks = GradientHooks(tensors, exchange, HostStaging(), clip=CLIP)  # type: ignore[arg-type]
     torch.manual_seed(5)
     for micro in range(accumulate):
-        hooks.begin_backward(1.0, finite=True, last=micro == accumulate - 1)
+        hooks.begin_backward(1.0, finite=lambda: True, last=micro == accumulate - 1)
         model[:3](torch.randn(6, 8)).square().mean().backward()  # the last layer gets no gradient
     hooks.end_replica(0)
     hooks.remove()

@@ -140,6 +140,9 @@ def worker(
     threads: Annotated[int, typer.Option(
         min=1, metavar="N", help="Intra-op threads: as many as the other workers have, or the bytes differ.",
     )] = 1,
+    ranks: Annotated[int, typer.Option(
+        min=1, metavar="N", help="Processes of this worker, which share the model (FSDP2, tensor, pipeline parallel).",
+    )] = 1,
     health: HealthAt = "",
 ) -> None:  # fmt: skip
     """Run a script, or any program that calls rallypoint.join(), as one worker of one job.
@@ -161,7 +164,7 @@ def worker(
         raise UsageError("which script? rallypoint worker [options] train.py, or ... -- PROGRAM")
     start_worker(
         (program, *context.args), coordinator=coordinator, token_file=token_file, id=id, threads=threads,
-        health=health, tls=tls,
+        health=health, tls=tls, ranks=ranks,
     )  # fmt: skip
 
 

@@ -115,6 +115,9 @@ def resume(
     servers: Annotated[int, typer.Option(
         "--servers", "-s", min=0, metavar="N", show_default=False, help="Another number of servers than before.",
     )] = 0,
+    ranks: Annotated[int, typer.Option(
+        "--ranks", min=0, metavar="N", show_default=False, help="Another number of ranks in each worker than before.",
+    )] = 0,
     original: Annotated[bool, typer.Option(
         "--original", help="Run the code as it was when the run began, not as it is now.",
     )] = False,
@@ -135,8 +138,9 @@ def resume(
     from rallypoint.launch.launcher import launch
 
     wishes = Wishes(
-        workers=workers, servers=servers, bind=bind, advertise=advertise, settings=overrides_from(config, sets or [])
-    )
+        workers=workers, servers=servers, ranks=ranks, bind=bind, advertise=advertise,
+        settings=overrides_from(config, sets or []),
+    )  # fmt: skip
     plan = going_on(run, wishes, lambda text: print(text, flush=True))
     raise typer.Exit(launch(plan, RunConsole(), original=original))
 

@@ -22,6 +22,8 @@ def check(config: JobConfig) -> None:
     _check_periods(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
+    if config.hold == "bf16" and config.precision != "bf16":
+        raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
     for optimizer in (config.optimizer, config.applied):
         _check_optimizer(optimizer)
     plain = isinstance(config.applied, SGD) and not config.applied.momentum
@@ -50,6 +52,17 @@ def features_with(config: JobConfig, layout: Layout) -> frozenset[Feature]:
     if why := refusal(config.mode.name, features):
         raise ConfigError(why)
     return features
+
+
+def check_ranks(config: JobConfig) -> None:
+    """Raise ConfigError for settings that a worker of several ranks does not support."""
+    if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
+        raise ConfigError(why)
+    if config.hold != "fp32":
+        raise ConfigError(
+            f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
 
 
 def _check_mode(config: JobConfig) -> None:

@@ -28,7 +28,11 @@ def resolve(settings: Mapping[str, Any], overrides: Mapping[str, Any] | None = N
     Raises ConfigError naming the key when one is unknown, has the wrong type, or makes no sense.
     """
     base = msgspec.to_builtins(JobConfig()) | {key: _as_data(key, value) for key, value in settings.items()}
-    return parse(merged(base, overrides or {}))
+    tree = merged(base, overrides or {})
+    if tree["hold"] == "bf16":
+        chosen = {*settings, *(overrides or {})}
+        tree |= {key: {"type": "bf16"} for key in ("codec", "down") if key not in chosen}
+    return parse(tree)
 
 
 def parse(data: Mapping[str, Any]) -> JobConfig:

@@ -50,6 +50,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
         seed: seed of the sample order and of every replica's randomness.
+        precision: "bf16" computes forward passes and evaluations in `torch.autocast` with bf16; parameters stay fp32.
+        hold: "bf16": workers hold parameters of two or more dimensions in bf16 (with ``precision="bf16"``), servers in
+            fp32. The last version is installed in fp32. `codec` and `down` are then bf16 by default.
         nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
             "continue" as plain PyTorch would.
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
@@ -80,6 +83,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accumulate: int = 1
     clip: float | None = None
     seed: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    hold: Literal["fp32", "bf16"] = "fp32"
     nonfinite: Literal["stop", "skip", "continue"] = "stop"
     decay_1d: bool = False
     groups: tuple[Group, ...] = ()
@@ -225,6 +230,8 @@ class Settings(TypedDict, total=False):
     accumulate: int
     clip: float | None
     seed: int
+    precision: Literal["fp32", "bf16"]
+    hold: Literal["fp32", "bf16"]
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
     groups: Sequence[Group]
@@ -255,6 +262,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
         Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),
         Feature.DOWN: config.down != Raw(),
+        Feature.HOLD: config.hold != "fp32",
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
         Feature.FRAGMENTS: local is not None and local.fragments > 1,

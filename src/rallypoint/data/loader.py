@@ -27,16 +27,24 @@ class MapDataset(Protocol):
 class MicroBatches:
     """The data of one job, by position (I6).
 
-    `collate` makes a batch of a list of samples; None: torch's ``default_collate``. Raises DataError when the data set
-    is empty or not map-style.
+    `collate` makes a batch of a list of samples; None: torch's ``default_collate``. `part` says which part, of how
+    many, of each micro-batch is loaded. Raises DataError when the data set is empty or not map-style, or when a
+    micro-batch cannot be cut into so many equal parts.
     """
 
     def __init__(
-        self, dataset: MapDataset, config: JobConfig, device: torch.device, collate: Collate | None = None
-    ) -> None:
+        self, dataset: MapDataset, config: JobConfig, device: torch.device, collate: Collate | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> None:  # fmt: skip
         check_dataset(dataset)
         self._dataset, self._config, self._device, self._collate = dataset, config, device, collate
-        self._micro = config.batch // config.accumulate
+        self._micro, self._part = config.batch // config.accumulate, part
+        self._parted = part[:1] if part[1] > 1 else ()  # ranks that have the same part draw the same random numbers
+        if self._micro % part[1]:
+            raise DataError(
+                f"a micro-batch of {self._micro} samples cannot be split over {part[1]} ranks: make batch / accumulate "
+                "a multiple of that"
+            )
         self._order = SampleOrder(
             seed=config.seed, samples=len(dataset), replicas=config.replicas, batch=config.batch
         )
@@ -48,9 +56,15 @@ class MicroBatches:
 
         Raises DataError when ``default_collate`` cannot make a batch of the samples.
         """
-        indices = self._order.samples(step, replica)[micro * self._micro : (micro + 1) * self._micro]
-        seed_everything(derive_seed(self._config.seed, "data", step, replica, micro))
+        (part, parts), position = self._part, (step, replica, micro)
+        of_micro = self._order.samples(step, replica)[micro * self._micro : (micro + 1) * self._micro]
+        indices = of_micro[part * self._micro // parts : (part + 1) * self._micro // parts]
+        seed_everything(derive_seed(self._config.seed, "data", *position, *self._parted))
         return to_device(self._collated(fetch(self._dataset, indices)), self._device)
+
+    def compute_seed(self, step: int, replica: int, micro: int) -> int:
+        """Return the seed of a micro-batch's forward pass."""
+        return derive_seed(self._config.seed, "compute", step, replica, micro, *self._parted)
 
     def _collated(self, samples: list[Any]) -> Any:
         if self._collate is not None:

@@ -7,6 +7,7 @@ the answer is 503, and its body one sentence. There is nothing else to ask, and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import socket
 import threading
 import time
@@ -110,6 +111,16 @@ class _Server(ThreadingMixIn, HTTPServer):
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = "", self.server_address[1]
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Accept a connection. Without free file descriptors it waits a little: else `serve_forever`, which is told at
+        once again that somebody waits, would do nothing else."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(_POLL_S)
+            raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Take the connection, and cut off the oldest if there are too many.

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from types import TracebackType
 
@@ -20,10 +21,12 @@ from rallypoint.launch.embedded import EmbeddedJob
 from rallypoint.launch.health import answering
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.net.transport import Transport
-from rallypoint.worker.loop.session import Job
+from rallypoint.parallel.group import RankGroup
+from rallypoint.worker.loop.session import OTHER_RANK_S, Job
+from rallypoint.worker.ranks.job import RankJob
 
 
-def join() -> Job:
+def join() -> Job | RankJob:
     """Join the job of the launcher that started this process. Without one, get an embedded cluster in this process.
 
     Under ``torchrun`` and ``mpirun`` the processes make a cluster of their own: see `launch.discovery.entry`.
@@ -39,13 +42,18 @@ def join() -> Job:
         return _closed_at_exit(EmbeddedJob(console=RunConsole()))
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
+    group = _group()
+    if group is not None and not group.leads:
+        sys.excepthook = _after_others
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader is told too, and tells this rank
+        return RankJob(group, id=os.environ.get(environment.ID) or f"worker-{os.getppid()}")
     access = access_of(role="worker")
     with contextlib.ExitStack() as until_exit:
         health = until_exit.enter_context(answering(os.environ.pop(environment.HEALTH, "")))
         job = (_JoinedByHand if by_hand else Job)(
             id=os.environ.get(environment.ID) or f"worker-{os.getpid()}", coordinator=coordinator,
             token=access.token, transport=access.transport,
-            near=os.environ.get(environment.NEAR, ""),
+            near=os.environ.get(environment.NEAR, ""), group=group,
         )  # fmt: skip
         health.joined()
         if os.environ.get(environment.KUBEFLOW_TRAINER):
@@ -59,6 +67,15 @@ def join() -> Job:
         if status:
             atexit.register(_exit_as_left, job, status)  # it runs after `_closed_at_exit`'s
     return _closed_at_exit(job)
+
+
+def _group() -> RankGroup | None:
+    """Return the group of ranks that this process is one of; None if its worker is one process."""
+    if int(os.environ.get(environment.RANKS) or 1) < 2:
+        return None
+    from rallypoint.parallel.group import group_of_this_process
+
+    return group_of_this_process()
 
 
 def _exit_as_left(job: Job, status: int) -> None:
@@ -81,8 +98,10 @@ def _closed_at_exit(job: Job) -> Job:
 class _JoinedByHand(Job):
     """A worker that no launcher has started: it says itself how it gets on."""
 
-    def __init__(self, *, id: str, coordinator: str, token: str, transport: Transport, near: str) -> None:
-        super().__init__(id=id, coordinator=coordinator, token=token, transport=transport, near=near)
+    def __init__(
+        self, *, id: str, coordinator: str, token: str, transport: Transport, near: str, group: RankGroup | None = None
+    ) -> None:
+        super().__init__(id=id, coordinator=coordinator, token=token, transport=transport, near=near, group=group)
         print(f"{id} has joined the job at {coordinator}; it waits for the other members", flush=True)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -93,6 +112,12 @@ class _JoinedByHand(Job):
             print(f"{self.id}: the job failed: {error}", flush=True)
         elif isinstance(error, SystemExit) and not error.code and self._leaving:
             print(f"{self.id} has left the job", flush=True)
+
+
+def _after_others(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as `_one_sentence` does, unless another rank's death is its cause: then this one is killed."""
+    time.sleep(OTHER_RANK_S)
+    _one_sentence(kind, error, trace)
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -168,6 +168,10 @@ class RunOptions(CoordinatorOptions):
     standby: Annotated[int, option(
         min=0, metavar="N", panel=_CLUSTER, help="More workers, imported and connected, to take over at once.",
     )] = 0  # fmt: skip
+    ranks: Annotated[int, option(
+        min=1, metavar="N", panel=_CLUSTER,
+        help="Processes of each worker, which share the model: FSDP2, tensor or pipeline parallel.",
+    )] = 1  # fmt: skip
     threads: Annotated[int, option(
         min=1, metavar="N", panel=_CLUSTER, help="Intra-op threads of every process (1: the same bytes every time).",
     )] = 1  # fmt: skip
@@ -244,7 +248,7 @@ class RunOptions(CoordinatorOptions):
 # Options that a plan has under the same name, with the same meaning.
 _SAME = {
     "standby", "servers", "aggregators", "replication", "heartbeat", "hang_after", "backup_tasks", "threads", "bind",
-    "advertise", "engine", "address", "gpus", "snapshot_steps", "snapshot_seconds", "compression",
+    "advertise", "engine", "address", "gpus", "ranks", "snapshot_steps", "snapshot_seconds", "compression",
 }  # fmt: skip
 
 

@@ -38,6 +38,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         hosts, ssh: the machines of the engine "ssh", and the command that is its client.
         address: where the engine is; "": where it is by default.
         gpus: how many each worker gets of an engine that counts them.
+        ranks: the processes of each worker; with more than one it is a group: see `launch.engines.ranks`.
         changes: sentences that say which settings were changed when the run went on, and from which step.
     """
 
@@ -72,6 +73,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     ssh: str = "ssh"
     address: str = ""
     gpus: float = 0.0
+    ranks: int = 1
     changes: tuple[str, ...] = ()
 
 

@@ -19,6 +19,7 @@ from rallypoint.launch.access import transport_of
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
+from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, write_where
 from rallypoint.launch.interrupts import Interrupted, noted
 from rallypoint.launch.output import Output
@@ -202,7 +203,7 @@ class ClusterRun:
             case "server" | "aggregator":
                 argv = (sys.executable, "-m", "rallypoint.cli", role, *server_arguments(self.plan))
             case _:
-                argv = self._worker_argv(name)
+                argv = grouped(self._worker_argv(name), self.plan.ranks)
         access = {environment.TOKEN: role_token(self._token, role), environment.TLS: self._tls}
         env = _environment(name, self._address, self.plan.threads) | access
         command = Command(name=name, role=role, argv=argv, env=env)

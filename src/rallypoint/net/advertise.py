@@ -6,19 +6,25 @@ import ipaddress
 import socket
 
 from rallypoint.errors import LinkError, UsageError
+from rallypoint.net.tcp import is_ipv6
 
 
 def wanted(bound: str, advertise: str) -> str:
     """What a process that listens at `bound` tells others, if its user has asked for `advertise`.
 
-    `advertise` is ``host`` or ``host:port``; an IPv6 address stands in brackets. With "" it is `bound` itself.
-    UsageError if nobody could connect there.
+    `advertise` is ``host`` or ``host:port``. An IPv6 address stands in brackets, unless it cannot be one with a port:
+    ``fd00::1``, but not ``fd00::1:4700``. With "" it is `bound` itself. UsageError if nobody could connect there.
     """
     if not advertise:
         _refuse_link_local(bound)
         return bound
     if advertise.count(":") > 1 and not advertise.startswith("["):
-        raise UsageError(f"write an IPv6 address in brackets: --advertise [{advertise}]")
+        first, _, last = advertise.rpartition(":")
+        if is_ipv6(first):
+            raise UsageError(f"write an IPv6 address in brackets: --advertise [{advertise}], or [{first}]:{last}")
+        if not is_ipv6(advertise):
+            raise UsageError(f"'{advertise}' is no address: write --advertise HOST, HOST:PORT or [IPV6]:PORT")
+        advertise = f"[{advertise}]"
     host, colon, own_port = advertise.rpartition(":")
     named = colon and own_port.isdigit() and host
     address = advertise if named else f"{advertise}:{bound.rpartition(':')[2]}"

@@ -39,7 +39,9 @@ class Channel:
         backlog: Backlog | None = None,
     ) -> None:  # fmt: skip
         self.connection = connection
-        self._sealer, self._opener, self._secrets = Sealer(keys), Opener(keys, name), Secrets(keys)
+        macs = not connection.secured.binding  # TLS authenticates every byte, and the keys are of this very connection
+        self._sealer, self._opener = Sealer(keys, macs=macs), Opener(keys, name, macs=macs)
+        self._secrets = Secrets(keys)
         self.name, self.number = name, number
         self._tracer = tracer or Tracer(name)
         self._head = memoryview(bytearray(SEALED_BYTES))

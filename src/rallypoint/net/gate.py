@@ -118,8 +118,11 @@ class Gate:
         try:
             self._greet_and_serve(connection, number)
         except (ProtocolError, AccessDenied, CorruptFrame) as error:
-            lines = self._of_strangers if connection in self._unproven else self._of_members
-            lines.warn(f"closed the connection from {connection.peer}: {error}")
+            line = f"closed the connection from {connection.peer}: {error}"
+            if connection in self._unproven:  # one that tries again and again comes from another port each time
+                self._of_strangers.warn(line, key=line.replace(connection.peer, _host(connection)))
+            else:
+                self._of_members.warn(line)
         except LinkError as error:
             log.debug("%s", printable(str(error)))
         finally:

@@ -242,8 +242,9 @@ def introduce(
     except (ProtocolError, AccessDenied) as error:
         raise UnprovenPeer(str(error)) from None
     if not transcript.proved(transcript.keys.listener):
-        answers = "refuses" if header.kind is Kind.REFUSE else "welcomes"
-        raise UnprovenPeer(f"{connection.peer} {answers} {me} without proving {_unproved(hello, token, ticket)}")
+        refuses = header.kind is Kind.REFUSE
+        says = f"{connection.peer} {'refuses' if refuses else 'welcomes'} {me}"
+        raise UnprovenPeer(f"{says} without proving {_unproved(hello, token, ticket)}", refuses=refuses)
     if header.kind is Kind.REFUSE:
         raise AccessDenied(f"{connection.peer} refused {me}: {expect(data, Refused).reason}")
     welcome = expect(data, Welcome)
@@ -265,8 +266,9 @@ def _find(transcript: _Transcript, hello: Hello) -> None:
     """Receive the Challenge. ProtocolError if it says that somebody else listens there. It is proved later."""
     peer, header = transcript.connection.peer, transcript.receive_header()
     if header.kind is not Kind.CHALLENGE:
-        tls = ": it may expect TLS, so give this member --tls" * (header.kind is Kind.REFUSE)
-        raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE{tls}")
+        if header.kind is Kind.REFUSE:  # a listener with TLS waits for the dialer's first word, and then says this
+            raise ProtocolError(f"{peer} wants TLS, and this member comes without: give it --tls with its certificate")
+        raise ProtocolError(f"{peer} sent a {header.kind.name} frame before its CHALLENGE")
     challenge = expect(transcript.receive(header, proof=False), Challenge)
     who = challenge.role, challenge.id, challenge.incarnation
     if who != hello.to or len(challenge.nonce) != NONCE_BYTES:

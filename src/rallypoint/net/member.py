@@ -178,10 +178,12 @@ class CoordinatorLink:
         """
         deadline, warned, pause = time.monotonic() + patience, False, _RETRY_S
         while isinstance(failed := self._join_somewhere(deadline), list):
-            error, unproven = _in_one(failed), any(isinstance(error, UnprovenPeer) for error in failed)
-            if unproven:
+            error, answers = _in_one(failed), [error for error in failed if isinstance(error, UnprovenPeer)]
+            if unproven := bool(answers):
                 pause = min(2 * pause, _SLOW_RETRY_S)
-                if not warned and not self.incarnation and all(isinstance(error, UnprovenPeer) for error in failed):
+                # One of several places may be silent because the coordinator was never there, or is there no more.
+                refused = len(answers) == len(failed) or any(error.refuses for error in answers)
+                if refused and not self.incarnation:
                     deadline = min(deadline, time.monotonic() + NEWCOMER_TIMEOUT_S)
             if time.monotonic() >= deadline or self._closed.is_set():
                 raise AccessDenied(str(error)) if unproven else error

@@ -4,7 +4,7 @@ After the greeting (`handshake.py`) each frame begins with 80 bytes:
 
      0  header   48 bytes (`frames.py`)
     48  mac      16 bytes, of the payload: AES-256-GMAC (NIST SP 800-38D). Its nonce is the frame's number (12 bytes).
-                 Zeros if there is no payload
+                 Zeros if there is no payload, and with TLS
     64  tag      16 bytes: keyed BLAKE2b of the frame's number (8 bytes, from 0), header and MAC
 
 All numbers are little-endian. The keys belong to this connection and direction, so no nonce is used twice, and a frame
@@ -12,6 +12,9 @@ that was changed, repeated, left out, put in, moved or taken from another connec
 before the header is read, the MAC before anything reads the payload.
 
 Frames are not encrypted, but the secrets in control messages are (`Secrets`): who reads the network gets no tickets.
+
+With TLS the connection authenticates every byte itself, and the greeting is bound to that connection. So there a
+payload needs no MAC: `macs` is False on both sides. The tags stay.
 
 GMAC takes about as long as reading the payload from memory (`benchmarks/seals.py`), so there is no cheaper checksum for
 networks that somebody trusts.
@@ -41,14 +44,14 @@ _PERSON = b"rallypoint/frame"  # BLAKE2b's personalisation: 16 bytes
 class Sealer:
     """Makes the first 80 bytes of each frame that one side sends. Only one thread may use it."""
 
-    def __init__(self, keys: LinkKeys) -> None:
-        self._seals = _Seals(keys.sending)
+    def __init__(self, keys: LinkKeys, *, macs: bool = True) -> None:
+        self._seals, self._macs = _Seals(keys.sending), macs
 
     def seal(self, header: Header, payload: memoryview | None) -> bytes:
         """The header, MAC and tag of the next frame. The payload must not change before it is sent."""
         number = self._seals.next()
         head = pack(header)
-        head += self._seals.mac(number, payload) if payload is not None and len(payload) else _EMPTY
+        head += self._seals.mac(number, payload) if self._macs and payload is not None and len(payload) else _EMPTY
         return head + self._seals.tag(number, head)
 
 
@@ -58,8 +61,8 @@ class Opener:
     `peer` names the sender in errors. A CorruptFrame is final: the connection must be closed.
     """
 
-    def __init__(self, keys: LinkKeys, peer: str) -> None:
-        self._seals = _Seals(keys.receiving)
+    def __init__(self, keys: LinkKeys, peer: str, *, macs: bool = True) -> None:
+        self._seals, self._macs = _Seals(keys.receiving), macs
         self._peer = peer
         self._number, self._kind, self._mac = 0, Kind.CONTROL, _EMPTY  # of the frame that was opened last
 
@@ -74,8 +77,8 @@ class Opener:
         return header
 
     def verify(self, payload: memoryview) -> None:
-        """CorruptFrame unless this is the payload of the frame that was opened last."""
-        if not hmac.compare_digest(self._seals.mac(self._number, payload), self._mac):
+        """CorruptFrame unless this is the payload of the frame that was opened last. Without MACs it is believed."""
+        if self._macs and not hmac.compare_digest(self._seals.mac(self._number, payload), self._mac):
             raise CorruptFrame(f"the payload of a {self._kind.name} frame from {self._peer} was changed on the way")
 
 

@@ -39,7 +39,17 @@ def split_address(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise UsageError(f"'{address}' is not an address: write host:port, as 127.0.0.1:4700 (port 0: any free one)")
+    if ":" in host and not is_ipv6(host.strip("[]")):
+        raise UsageError(f"'{address}' is not an address: an IPv6 address stands in brackets, as [fd00::1]:4700")
     return host.strip("[]"), int(port)
+
+
+def is_ipv6(host: str) -> bool:
+    """Is this an IPv6 address, without brackets and port?"""
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
 
 
 class TcpConnection:

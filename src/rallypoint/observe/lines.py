@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -10,6 +11,8 @@ from collections.abc import Callable, Hashable
 
 log = logging.getLogger("rallypoint")
 
+_SAME_S = 60.0
+_MOST_KEYS = 64
 LONGEST = 500  # characters of a text of somebody else in a log line
 
 
@@ -66,22 +69,36 @@ class Allowance:
 class Sparingly:
     """Warnings that somebody else can cause as often as he likes: `burst` at once, then one each `every_s` seconds.
 
-    The next line that is written says how many were left out. Each line is `printable`. Thread-safe.
+    The next line that is written says how many were left out. Each line is `printable`. A line with a `key` is left out
+    if one with the same was written in the last `_SAME_S` seconds. Thread-safe.
     """
 
     def __init__(
         self, burst: int = 10, every_s: float = 10.0, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock, self._allowance = clock, Allowance(burst, every_s, clock())
+        self._written: dict[Hashable, float] = {}  # keys, and when; the last `_MOST_KEYS`
         self._lock = threading.Lock()
 
-    def warn(self, text: str) -> None:
+    def warn(self, text: str, key: Hashable = None) -> None:
         """Log this line, or only count it."""
         with self._lock:
-            if not self._allowance.take(self._clock()):
+            now = self._clock()
+            if now - self._written.get(key, -math.inf) < _SAME_S:
+                self._allowance.omitted += 1
                 return
+            if not self._allowance.take(now):
+                return
+            self._note(key, now)
             omitted, self._allowance.omitted = self._allowance.omitted, 0
         log.warning("%s%s", printable(text), f" ({_more(omitted)} before)" if omitted else "")
+
+    def _note(self, key: Hashable, now: float) -> None:
+        if key is not None:
+            self._written.pop(key, None)
+            self._written[key] = now
+            if len(self._written) > _MOST_KEYS:
+                del self._written[next(iter(self._written))]
 
     def close(self) -> None:
         """Say how many lines were left out at last."""

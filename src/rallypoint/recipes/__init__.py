@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,19 @@ DESCRIPTIONS = {
 }
 """What each recipe does, in one sentence."""
 
+
+class Precision(StrEnum):
+    """What forward passes are computed in, as choices of a recipe's command line."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+PRECISION_HELP = "bf16: forward passes in torch.autocast with bf16, parameters in fp32."
+
 _PAUSES_S = (1.0, 60.0)  # the first pause before a model is saved again, which doubles, and the longest
 
-__all__ = ["DESCRIPTIONS", "RECIPES", "choose_device", "exit_status", "save_patiently"]
+__all__ = ["DESCRIPTIONS", "PRECISION_HELP", "RECIPES", "Precision", "choose_device", "exit_status", "save_patiently"]
 
 
 def choose_device(name: str) -> torch.device:

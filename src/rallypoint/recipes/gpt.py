@@ -14,9 +14,12 @@ from typing import Annotated, Any
 import torch
 import typer
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import rallypoint as rp
-from rallypoint.recipes import as_typed, choose_device, exit_status, save_patiently
+from rallypoint.recipes import PRECISION_HELP, Precision, as_typed, choose_device, exit_status, save_patiently
 from rallypoint.recipes.gpt_model import GPT, GPTConfig
 from rallypoint.recipes.text import load_text
 
@@ -43,6 +46,7 @@ class Settings:
     accumulate: int = 1
     seed: int = 1234
     validate_every: int = 50
+    precision: Precision = Precision.FP32
 
 
 PRESETS = {
@@ -80,11 +84,13 @@ def train(
         run = job.train(
             model,
             train_text,
+            parallel=_spread(model, job.ranks),
             replicas=settings.replicas,
             batch=settings.batch,
             steps=settings.steps,
             accumulate=settings.accumulate,
             seed=settings.seed,
+            precision=settings.precision.value,
             optimizer=rp.AdamW(
                 lr=rp.cosine(settings.lr, warmup=settings.warmup),
                 betas=(0.9, 0.95),
@@ -103,8 +109,29 @@ def train(
             with micro:
                 tokens, targets = micro.batch
                 micro.backward(model.loss(tokens, targets))
-        if run.lead:
-            _finish(model, validation, out or run.folder)
+        if run.worker_leads:
+            whole = model if job.ranks == 1 else _gathered(model)
+            if run.lead:
+                _finish(whole, validation, out or run.folder)
+
+
+def _spread(model: GPT, ranks: int) -> rp.Parallel | None:
+    """Shard the model over the ranks of this worker (FSDP2), block by block; each computes a part of the batch."""
+    if ranks == 1:
+        return None
+    mesh = init_device_mesh(model.tokens.weight.device.type, (ranks,), mesh_dim_names=("dp",))
+    for part in (*model.blocks, model):
+        fully_shard(part, mesh=mesh)
+    return rp.Parallel(mesh, split="dp")
+
+
+def _gathered(model: GPT) -> GPT:
+    """Return the whole model, of whose weights each rank has a part, on the CPU. All ranks call it."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    whole = GPT(model.config)
+    if weights:  # on rank 0
+        whole.load_state_dict(weights)
+    return whole
 
 
 @torch.no_grad()
@@ -186,6 +213,7 @@ def _command(
         typer.Option(help="Fixes the weights, the order of the samples and dropout; with --load, what is generated."),
     ] = None,
     validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
+    precision: Annotated[Precision | None, typer.Option(help=PRECISION_HELP)] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
     init: Annotated[
@@ -214,12 +242,13 @@ def _command(
         lr=lr,
         seed=seed,
         validate_every=validate_every,
+        precision=precision,
     )
     settings = replace(chosen, model=replace(chosen.model, **shape), **training)
     train(settings, data=data, device=where, out=out, init=init)
 
 
-def _given(**options: float | None) -> dict[str, Any]:
+def _given(**options: float | Precision | None) -> dict[str, Any]:
     """Return the options that were given on the command line."""
     return {name: value for name, value in options.items() if value is not None}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import rallypoint as rp
-from rallypoint.recipes import choose_device, exit_status, save_patiently
+from rallypoint.recipes import PRECISION_HELP, Precision, choose_device, exit_status, save_patiently
 from rallypoint.recipes.digits import CHANNELS, CLASSES, load_digits
 from rallypoint.recipes.resnet_model import ResNet, ResNetConfig
 
@@ -42,6 +42,7 @@ class Settings:
     accumulate: int = 1
     seed: int = 1234
     validate_every: int = 50
+    precision: Precision = Precision.FP32
 
 
 DEFAULTS = Settings(ResNetConfig(channels=CHANNELS, classes=CLASSES))
@@ -61,6 +62,7 @@ def train(settings: Settings, *, device: torch.device, out: Path | None) -> None
             steps=settings.steps,
             accumulate=settings.accumulate,
             seed=settings.seed,
+            precision=settings.precision.value,
             optimizer=rp.SGD(
                 lr=rp.cosine(settings.lr, warmup=settings.warmup),
                 momentum=settings.momentum,
@@ -125,6 +127,7 @@ def _command(
     ] = DEFAULTS.lr,
     seed: Annotated[int, typer.Option(help="Fixes the weights and the order of the samples.")] = DEFAULTS.seed,
     validate_every: Annotated[int, typer.Option(min=1, help="Steps between validations.")] = DEFAULTS.validate_every,
+    precision: Annotated[Precision, typer.Option(help=PRECISION_HELP)] = DEFAULTS.precision,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.")] = "auto",
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model. Default: the run folder.")] = None,
 ) -> None:
@@ -138,6 +141,7 @@ def _command(
         accumulate=accumulate,
         seed=seed,
         validate_every=validate_every,
+        precision=precision,
     )
     train(settings, device=choose_device(device), out=out)
 

@@ -58,7 +58,7 @@ class ProcessCluster:
     folder: str = ""
     timeout: float = _TIMEOUT_S
     started: list[Process] = field(default_factory=list)
-    token: str = field(default_factory=new_token)
+    token: str = field(default_factory=new_token, repr=False)
     aggregators: int = 0
     relays: list[Process] = field(default_factory=list)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -104,11 +105,17 @@ class _Reference:
         for micro in range(self.config.accumulate):
             batch = self.batches.load(step, replica, micro)
             seed_everything(derive_seed(self.config.seed, "compute", step, replica, micro))
-            loss = self.loss_fn(self.model, batch)
+            with self.autocast():
+                loss = self.loss_fn(self.model, batch)
             (loss / self.config.accumulate).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
         return math.fsum(losses) / len(losses), gradients
+
+    def autocast(self) -> AbstractContextManager[object]:
+        types = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        kind = types.get(self.config.precision)
+        return nullcontext() if kind is None else torch.autocast(self.tensors.device.type, dtype=kind)
 
     @torch.no_grad()
     def update(self, step: int, gradients: list[torch.Tensor], finite: bool, start: list[torch.Tensor]) -> None:

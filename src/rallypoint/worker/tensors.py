@@ -83,7 +83,7 @@ class ModelTensors:
         tables = _tables(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
         _check_parameters(trained)
-        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+        self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
@@ -107,7 +107,7 @@ class ModelTensors:
 
         Frozen parameters are never sent, so all workers must hold the same.
         """
-        return {name: _hash(p) for name, p in self.frozen.items()}
+        return {name: hash_of(p) for name, p in self.frozen.items()}
 
     @torch.no_grad()
     def part(self, start: int, stop: int) -> torch.Tensor:
@@ -220,7 +220,8 @@ def _spec(name: str, tensor: torch.Tensor, group: int) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), group)
 
 
-def _hash(tensor: torch.Tensor) -> str:
+def hash_of(tensor: torch.Tensor) -> str:
+    """Return a hash of a tensor's bytes."""
     return hashlib.blake2b(_raw(tensor), digest_size=16).hexdigest()
 
 

@@ -20,6 +20,7 @@ class Feature(enum.Enum):
     CODEC = "a lossy codec="
     CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"
     DOWN = "a lossy down="
+    HOLD = 'hold="bf16"'
     OWN_OPTIMIZER = "own_optimizer="
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"
@@ -41,6 +42,7 @@ class Feature(enum.Enum):
     STANDBY = "--standby"
     RESIZE = "workers that join"
     AGGREGATORS = "--aggregators"
+    RANKS = "--ranks (a worker that is a group of ranks)"
     BY_SPEED = "assignment by speed"
     # the script
     EVALUATION = "run.every"

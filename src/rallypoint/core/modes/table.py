@@ -92,6 +92,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.CODEC: _row(),
     _F.CODEC_STATE: _row(),
     _F.DOWN: _row(),
+    _F.HOLD: _row(
+        YES,
+        {
+            **_local(No("under rp.LocalSteps workers step the parameters themselves, which needs fp32; leave it out")),
+            _M.ALL_REDUCE: No("workers step the parameters themselves, which needs fp32; leave it out"),
+        },
+    ),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},
@@ -154,6 +161,12 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.QUORUM: _ONE_BY_ONE,
             _M.LOCAL_QUORUM: _ONE_BY_ONE,
         },
+    ),
+    _F.RANKS: _row(
+        No("the parameters or the optimizer of a replica would have to be kept on each rank; use sync=rp.Sync()"),
+        {_M.SYNC: YES, _M.QUORUM: YES, **dict.fromkeys((_M.SSP, _M.ASYNC), No(
+            "a version may come in part, and ranks take whole ones; use sync=rp.Sync()"
+        ))},
     ),
     _F.BY_SPEED: _row(
         YES,

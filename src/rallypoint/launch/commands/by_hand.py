@@ -23,6 +23,7 @@ from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, coordinated, token_file
 from rallypoint.launch.health import Health, stuck_for
 from rallypoint.launch.launcher import INTERRUPTED
@@ -214,13 +215,14 @@ def end_process(status: int) -> NoReturn:
 
 def start_worker(
     command: Sequence[str], *, coordinator: str, token_file: str, id: str, threads: int, health: str = "",
-    tls: str = "",
+    tls: str = "", ranks: int = 1,
 ) -> None:  # fmt: skip
     """Replace this process by a program that joins the job at `coordinator` with `rallypoint.join`.
 
-    `command` is a script, for this Python, or a program, and its arguments.
+    `command` is a script, for this Python, or a program, and its arguments. With several `ranks` this process becomes
+    the one that starts and watches so many.
     """
-    argv = _argv_of(command)
+    argv = grouped(tuple(_argv_of(command)), ranks)
     name = id or os.environ.get(environment.ID) or f"worker-{os.getpid()}"
     address, access = address_of(coordinator), access_of(token_file, "worker", tls)
     if not (access.token or access.transport.secure):

@@ -31,12 +31,13 @@ class Wishes:
     Attributes:
         workers: ``4`` or ``2:8``.
         servers: the number of servers.
-        bind, advertise: see `Launch`.
+        ranks, bind, advertise: see `Launch`.
         settings: nested settings over those of the run.
     """
 
     workers: str = ""
     servers: int = 0
+    ranks: int = 0
     bind: str = ""
     advertise: str = ""
     settings: Mapping[str, Any]
@@ -70,7 +71,7 @@ def going_on(run: Path, wishes: Wishes, say: Callable[[str], None]) -> Launch:
         say(sentence)
     plan = msgspec.structs.replace(
         plan, resume=manifest.id, folder=str(run), bind=wishes.bind or plan.bind,
-        advertise=wishes.advertise or plan.advertise, overrides=overrides,
+        advertise=wishes.advertise or plan.advertise, overrides=overrides, ranks=wishes.ranks or plan.ranks,
         changes=(*plan.changes, *(sentence for sentence in said if sentence not in plan.changes)),
     )  # fmt: skip
     if wishes.workers:

@@ -17,12 +17,13 @@ class Command:
         role: "coordinator", "server", "aggregator" or "worker". A cluster may place the roles on different machines.
         argv: the program and its arguments.
         env: environment variables that the process gets in addition to those that the cluster gives every process.
+            Tokens may be among them: they are never shown.
     """
 
     name: str
     role: str
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,33 @@
-"""A connection with TLS over one of TCP. OpenSSL works on memory; the socket stays `TcpConnection`'s.
+"""A connection with TLS over one of TCP: TLS 1.3's handshake, then records under keys that both sides exchange in it.
 
-One thread sends while another receives, and an OpenSSL connection is not for two threads. So one lock is held while
-OpenSSL works, and only then: nobody is blocked in the socket meanwhile.
+    TLS's handshake    certificates of both sides, fresh keys
+    inside TLS         a secret from each side
+    records            `records.py`: encrypted and authenticated under keys that follow from both secrets
 
-    send      lock: encrypt a piece        no lock: the socket takes it
-    receive   no lock: the socket gives    lock: decrypt, one record at a time
-
-Only the sending thread, or the one that shakes hands, writes to the socket: so records leave in the order in which they
-were made. There is no `close_notify`: a process that is killed says none, so nobody may rely on it.
+OpenSSL works on memory; the socket stays `TcpConnection`'s. Of TLS's stream exactly its records are received, so what
+follows it is not taken for a part of it. One thread sends while another receives, and they share nothing. No record
+says that it is the last one: a process that is killed says nothing, so nobody may rely on it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import ssl
 import threading
 from collections.abc import Iterator
-from typing import cast
 
-from rallypoint.errors import AccessDenied, CorruptFrame, LinkClosed, LinkError, UnprovenPeer
+from rallypoint.errors import AccessDenied, CorruptFrame, LinkError, UnprovenPeer
 from rallypoint.net.frames import Header, Kind, pack
 from rallypoint.net.tcp import TcpConnection
-from rallypoint.net.tls.files import Loaded, TlsFiles, role_of
-from rallypoint.net.tls.records import Records
+from rallypoint.net.tls.files import ALPN, Loaded, TlsFiles, role_of
+from rallypoint.net.tls.records import LENGTH_BYTES, LONGEST, SECRET_BYTES, TAG_BYTES, Reader, RecordError, Writer, keys
 from rallypoint.net.transport import Secured
 
-_PIECE = 128 << 10  # bytes that are encrypted at once: what a payload needs of spare memory
-_ROOM = 256 << 10  # bytes that are received at once; with less, a receiver wakes up more often
-_GREETING_ROOM = 4 << 10  # less for a peer that has not proved anything
+_GREETING_ROOM = 4 << 10  # bytes for a record of a peer that has not proved anything
+_SHORT = 1 << 10  # bytes of a head that goes out together with what follows it
+_TLS_HEADER_BYTES = 5  # RFC 8446, section 5.1: type, version, length
+_TLS_LONGEST = (16 << 10) + 256  # section 5.2
 _FIRST_WORD_S = 2.0  # a dialer with TLS speaks first, at once; one without waits to be greeted
 _LABEL = b"rallypoint/tls"
 _HANDSHAKE, _ALERT = 22, 21  # RFC 8446, section 5.1: a record's first byte
@@ -50,17 +50,23 @@ class TlsConnection:
 
     The sides shake hands when the connection is first used, in the thread that uses it and within its deadline. If that
     fails, the dialer gets an UnprovenPeer and the listener an AccessDenied, with a sentence. The connection is closed.
+
+    Attributes:
+        certificate: the other side's (DER), once both have shaken hands.
     """
 
     def __init__(self, stream: TcpConnection, files: TlsFiles, *, listener: bool) -> None:
         self._stream, self._files, self._listener = stream, files, listener
         self._shaking = threading.Lock()
         self._secured: Secured | None = None  # set last: then both threads may use the rest
-        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls: ssl.SSLObject  # from the handshake on
-        self._lock = threading.Lock()  # of OpenSSL's part
-        self._records = Records()
+        self.certificate = b""
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()  # of the handshake, and gone after it
+        self._tls: ssl.SSLObject
+        self._writer: Writer
+        self._reader: Reader
+        self._head = memoryview(bytearray(LENGTH_BYTES))
         self._room = memoryview(bytearray(_GREETING_ROOM))
+        self._ready = memoryview(b"")  # data of a record of which only a part was wanted
         self._closed = False
 
     @property
@@ -88,57 +94,41 @@ class TlsConnection:
     def send(self, head: bytes, payload: memoryview | None = None) -> None:
         self._ensure_secured()
         for pieces in _pieces(head, payload):
-            with self._lock:
-                try:
-                    for piece in pieces:
-                        self._tls.write(piece)
-                except ssl.SSLError as error:
-                    raise self._broken(error) from None
-                data = self._outgoing.read()
-            self._stream.send(data)
+            self._stream.send(b"", self._writer.seal(pieces))
 
     def recv_into(self, view: memoryview) -> None:
         self._ensure_secured()
         while len(view):
             if self._closed:
                 raise LinkError(f"the link to {self.peer} is closed")
-            if got := self._decrypted(view):
-                view = view[got:]
+            if not len(self._ready):
+                view = view[self._receive_record(view) :]
             else:
-                self._receive(self._records.to_come(len(view)))
+                count = min(len(self._ready), len(view))
+                view[:count] = self._ready[:count]
+                self._ready, view = self._ready[count:], view[count:]
 
-    def _decrypted(self, view: memoryview) -> int:
-        """Fill the view from the next record. Returns how many bytes; 0 if no whole record is here."""
+    def _receive_record(self, view: memoryview) -> int:
+        """Receive a record into the view. Returns how many bytes: none, if it has more data than there is room."""
+        self._stream.recv_into(self._head)
         try:
-            with self._lock:
-                got = cast(int, self._tls.read(len(view), view))
-        except ssl.SSLWantReadError:
-            return 0
-        except ssl.SSLError as error:
-            raise self._broken(error) from None
-        if not got:
-            raise LinkClosed(f"{self.peer} closed the link")
-        return got
+            count = self._reader.length_of(self._head)
+            sealed = self._room_of(count + TAG_BYTES)
+            self._stream.recv_into(sealed)
+            if count <= len(view):
+                self._reader.open(self._head, sealed, view[:count])
+                return count
+            ready = memoryview(bytearray(count))
+            self._reader.open(self._head, sealed, ready)
+        except RecordError as error:
+            raise CorruptFrame(f"the link to {self.peer} is ended: bytes were changed on the way ({error})") from None
+        self._ready = ready
+        return 0
 
-    def _receive(self, count: int) -> None:
-        """Receive so many bytes for OpenSSL, or fewer."""
-        if len(self._room) < min(count, _ROOM):
-            self._room = memoryview(bytearray(_ROOM))
-        room = self._room[:count]
-        got = self._stream.recv_some(room, whole=True)
-        self._came(room[:got])
-
-    def _came(self, data: memoryview) -> None:
-        self._records.came(data)
-        with self._lock:
-            self._incoming.write(data)
-
-    def _broken(self, error: ssl.SSLError) -> LinkError:
-        """What a failure of OpenSSL after the handshake means."""
-        reason = error.reason or ""
-        if "_ALERT_" in reason and (why := _alert(reason)):  # the listener checks ours when we believe to be done
-            return UnprovenPeer(f"{self.peer} does not accept this member's certificate: {why}; {_RENEW}")
-        return CorruptFrame(f"the link to {self.peer} is ended: bytes were changed on the way ({_words(error)})")
+    def _room_of(self, count: int) -> memoryview:
+        if count > len(self._room):
+            self._room = memoryview(bytearray(count))
+        return self._room[:count]
 
     # ---- the handshake ----
 
@@ -148,18 +138,22 @@ class TlsConnection:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=self._listener)
         try:
             self._talk()
-            return self._proved(loaded)
+            secured = self._proved(loaded)
+            self._exchange_secrets(secured.binding)
         except ssl.SSLError as error:
             self._stream.send_at_once(self._outgoing.read())  # an alert, which says why
             raise self._refusal(self._said(error)) from None
         except ValueError as error:
             raise self._refusal(f"the certificate of {self.peer} names no role: {error}") from None
+        del self._tls, self._incoming, self._outgoing  # with the keys under which the secrets have travelled
+        return secured
 
     def _talk(self) -> None:
         """Shake hands. SSLError if that fails, LinkError if the stream ends."""
         if self._listener and not self._stream.has_input(_FIRST_WORD_S):
             self._stream.send_at_once(pack(Header(Kind.REFUSE)))
-            raise AccessDenied(f"{self.peer} has said nothing for {_FIRST_WORD_S:.0f} s: it may have come without TLS")
+            why = "it may have come without TLS, which is wanted here (--tls)"
+            raise AccessDenied(f"{self.peer} has said nothing for {_FIRST_WORD_S:.0f} s: {why}")
         first = True
         while True:
             try:
@@ -167,14 +161,43 @@ class TlsConnection:
             except ssl.SSLWantReadError:
                 self._flush()
             else:
-                self._flush()
                 return
-            got = self._stream.recv_some(self._room)
-            if first and self._room[0] not in (_HANDSHAKE, _ALERT):
-                how = "came without TLS: give it --tls" if self._listener else "speaks no TLS, and this member does"
-                raise self._refusal(f"{self.peer} {how}")
+            self._receive_of_tls(first=first)
             first = False
-            self._came(self._room[:got])
+
+    def _exchange_secrets(self, binding: bytes) -> None:
+        """Tell the other side a secret inside TLS, and learn its own: the keys of all records follow from both.
+
+        SSLError if the other side does not accept this member's certificate: a dialer hears of that here.
+        """
+        own, other = secrets.token_bytes(SECRET_BYTES), b""
+        self._tls.write(own)
+        self._flush()
+        while len(other) < SECRET_BYTES:
+            try:
+                got = self._tls.read(SECRET_BYTES - len(other))
+            except ssl.SSLWantReadError:
+                self._receive_of_tls()
+                continue
+            if not got:
+                raise self._refusal(f"{self.peer} has ended TLS before it has told its secret")
+            other += got
+        dialers, listeners = keys(binding, *((other, own) if self._listener else (own, other)))
+        reads, writes = (dialers, listeners) if self._listener else (listeners, dialers)
+        self._reader, self._writer = Reader(reads), Writer(writes)
+
+    def _receive_of_tls(self, *, first: bool = False) -> None:
+        """Receive a record of TLS, and nothing of what follows it."""
+        head = bytearray(_TLS_HEADER_BYTES)
+        self._stream.recv_into(memoryview(head))
+        if first and head[0] not in (_HANDSHAKE, _ALERT):
+            how = "came without TLS: give it --tls" if self._listener else "speaks no TLS, and this member does"
+            raise self._refusal(f"{self.peer} {how}")
+        if (size := int.from_bytes(head[3:])) > _TLS_LONGEST:
+            raise self._refusal(f"TLS with {self.peer} has failed: a record of {size} bytes")
+        body = bytearray(size)
+        self._stream.recv_into(memoryview(body))
+        self._incoming.write(head + body)
 
     def _flush(self) -> None:
         if data := self._outgoing.read():
@@ -187,10 +210,13 @@ class TlsConnection:
         tls-server-end-point of RFC 5929 does one) and the dialer's Finished message: that is a MAC of the whole
         handshake under a key of this connection, so it differs also where certificates are the same.
         """
+        if self._tls.selected_alpn_protocol() != ALPN:
+            raise self._refusal(f"{self.peer} speaks another version of Rallypoint's TLS: give all members one version")
         other = self._tls.getpeercert(binary_form=True)
         finished = self._tls.get_channel_binding("tls-unique")
         assert other
         assert finished
+        self.certificate = other
         parts = [other, loaded.certificate] if not self._listener else [loaded.certificate, other]
         digests = [hashlib.sha256(part).digest() for part in (*parts, finished)]
         return Secured(role_of(self._tls.getpeercert()), hashlib.sha256(_LABEL + b"".join(digests)).digest())
@@ -231,15 +257,16 @@ class TlsConnection:
         self._stream.close()
 
 
-def _pieces(head: bytes, payload: memoryview | None) -> Iterator[list[bytes | memoryview]]:
-    """What is encrypted at once: the head with the payload's first piece, then a piece at a time."""
-    if payload is None or not len(payload):
-        if head:
-            yield [head]
-        return
-    yield [head, payload[:_PIECE]] if head else [payload[:_PIECE]]
-    for start in range(_PIECE, len(payload), _PIECE):
-        yield [payload[start : start + _PIECE]]
+def _pieces(head: bytes, payload: memoryview | None) -> Iterator[list[memoryview]]:
+    """The data of the records that are made at once: a short head with the payload's first piece, then one by one."""
+    pieces = [memoryview(head)[at : at + LONGEST] for at in range(0, len(head), LONGEST)]
+    if payload is not None:
+        pieces += [payload[at : at + LONGEST] for at in range(0, len(payload), LONGEST)]
+    together = 2 if len(head) <= _SHORT else 1
+    if pieces:
+        yield pieces[:together]
+    for piece in pieces[together:]:
+        yield [piece]
 
 
 def _alert(reason: str | None) -> str:

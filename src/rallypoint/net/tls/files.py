@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rallypoint.errors import UsageError
+from rallypoint.net.frames import PROTOCOL
 from rallypoint.observe.lines import Sparingly
 
 ROLES = ("coordinator", "server", "worker", "aggregator", "observer")
+ALPN = f"rallypoint/{PROTOCOL}"  # RFC 7301: what is spoken inside TLS; both sides refuse another
 CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 
 
@@ -92,6 +94,7 @@ class TlsFiles:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # addresses come from the coordinator; the role counts, and the ticket
         context.verify_mode = ssl.CERT_REQUIRED
+        context.set_alpn_protocols([ALPN])
         context.load_verify_locations(self.folder / CA)
         context.load_cert_chain(self.folder / CERTIFICATE, self.folder / KEY, password="")  # "": do not ask a terminal
         if side == ssl.PROTOCOL_TLS_SERVER:

@@ -56,11 +56,14 @@ class Exchange:
         had_version: the model has held a version; also while a roll-back has made that stale.
     """
 
-    def __init__(self, layout: Layout, config: JobConfig, context: Context, *, pinned: bool = False) -> None:
+    def __init__(
+        self, layout: Layout, config: JobConfig, context: Context, *, pinned: bool = False, early: bool = True
+    ) -> None:
+        """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here."""
         self.layout, self.me = layout, context.me
         self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
         formats = ShardCodecStates(config)
-        self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout)))
+        self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout), early=early))
         observed(shell.machine, context.me)
         if shell.states.kept:
             observed(shell.states, f"{context.me}-codec-states")

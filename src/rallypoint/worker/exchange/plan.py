@@ -11,14 +11,20 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.worker.factory import WorkerPlan
 
 
-def worker_plan(config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = ()) -> WorkerPlan:
-    """Return the plan for `shell_for`. `codec_state_shards` are the shards whose codec has a state for each replica."""
+def worker_plan(
+    config: JobConfig, layout: Layout, codec_state_shards: tuple[int, ...] = (), *, early: bool = True
+) -> WorkerPlan:
+    """Return the plan for `shell_for`. `codec_state_shards` are the shards whose codec has a state for each replica.
+
+    `early`: a forward pass may begin before all of its version is here, if the settings allow it.
+    """
     shards = layout.shards
     return WorkerPlan(
         shards=len(shards), rounds=config.rounds, mode=config.mode,
         buffer_shards=frozenset(shard.index for shard in shards if config.contributors(shard.role) == 1),
         cadence=cadence_of(config, shards), codec_state_shards=codec_state_shards, presum=_presum(config, layout),
-        overlaps=config.overlaps and not layout.tables,  # rows of tables are pulled at a version that exists everywhere
+        # Rows of tables are pulled at a version that exists everywhere
+        overlaps=early and config.overlaps and not layout.tables,
     )  # fmt: skip
 
 

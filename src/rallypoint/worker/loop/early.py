@@ -22,7 +22,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from rallypoint.worker.exchange.exchange import Rewound
-from rallypoint.worker.loop.guard import ModelGuard
+from rallypoint.worker.loop.guard import ModelGuard, NoGuard
 from rallypoint.worker.loop.late import late_kind
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.versions import Versions
@@ -42,7 +42,7 @@ class EarlyForward:
         inside: the script is inside of ``with micro:``, so a stale forward pass can be unwound.
     """
 
-    def __init__(self, parts: Parts, guard: ModelGuard, versions: Versions) -> None:
+    def __init__(self, parts: Parts, guard: ModelGuard | NoGuard, versions: Versions) -> None:
         self.inside = False
         self._parts, self._guard, self._versions = parts, guard, versions
         self._forward, self._tensors = parts.exchange.forward, parts.tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -13,6 +13,7 @@ from rallypoint.data.randomness import seeded
 from rallypoint.errors import UsageError
 
 Evaluation = Callable[[int], dict[str, float] | None]
+Agree = Callable[[Mapping[str, float] | None], Mapping[str, float] | None]
 
 
 class Evaluations:
@@ -31,6 +32,11 @@ class Evaluations:
         self._model, self._seed, self._steps, self._watch = model, seed, steps, watch
         self._registered: list[_Registered] = []
         self._seen: int | None = None  # the step of the previous version
+
+    @classmethod
+    def unwatched(cls, model: torch.nn.Module, *, seed: int, steps: int) -> Evaluations:
+        """Return evaluations around which nothing is entered."""
+        return cls(model, seed=seed, steps=steps, watch=lambda step: nullcontext())
 
     def add(self, every: int, evaluation: Evaluation) -> None:
         """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
@@ -52,13 +58,29 @@ class Evaluations:
             one.done = min(one.done, step)  # after a roll-back later versions are computed, and evaluated, again
         return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
 
+    def passed(self, step: int) -> None:
+        """A version came with which none is due: that is known, as its forward pass began early."""
+        self.due(step, before=step - 1)
+
     def _passed(self, before: int) -> int:
         return before if self._seen is None else min(self._seen, before)  # below `_seen` after a roll-back
 
-    def run(self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None]) -> None:
+    def bits(self, due: list[_Registered]) -> int:
+        """Return these evaluations as a number: bit i stands for the one that was registered as number i."""
+        return sum(1 << index for index, one in enumerate(self._registered) if one in due)
+
+    def chosen(self, bits: int) -> list[_Registered]:
+        """Return the evaluations that `bits` says."""
+        return [one for index, one in enumerate(self._registered) if bits >> index & 1]
+
+    def run(
+        self, due: list[_Registered], step: int, report: Callable[[dict[str, float]], None],
+        agree: Agree = lambda values: values,
+    ) -> None:  # fmt: skip
         """Run these evaluations in eval mode without gradients, and pass each result to `report`.
 
-        Raises UsageError for a result that is no dict of numbers.
+        `agree` returns the result of all ranks of this worker, given this rank's. Raises UsageError for a result that
+        is no dict of numbers.
         """
         modes = {module: module.training for module in self._model.modules()}
         self._model.eval()
@@ -67,8 +89,9 @@ class Evaluations:
                 one.done = step
                 with torch.no_grad(), seeded(derive_seed(self._seed, "evaluate", step)), self._watch(step):
                     values = one.evaluation(step)
-                if values is not None and (result := checked_result(values, step)):
-                    report(result)
+                result = agree(None if values is None else checked_result(values, step))
+                if result:
+                    report(dict(result))
         finally:
             for module, training in modes.items():
                 module.training = training

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook as before_any
 
 from rallypoint.errors import UsageError
 from rallypoint.worker.loop.comparison import Comparison
+from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -27,6 +28,11 @@ class ModelGuard:
     Main thread only. The hooks are global to the process and end with `remove`.
     """
 
+    @classmethod
+    def of(cls, parts: Parts) -> ModelGuard | NoGuard:
+        """Return the guard of a run's model; where a worker is several ranks nothing is compared."""
+        return cls(parts.model, parts.tensors) if parts.alone else NoGuard()
+
     def __init__(self, model: torch.nn.Module, tensors: ModelTensors) -> None:
         self._model = model
         trained = {placed.entry.spec.name: placed.tensor for placed in tensors.parameters}
@@ -34,7 +40,7 @@ class ModelGuard:
         self._tensors = list(self._named.values())
         self._trains = [name in trained for name in self._named]
         self._known = {id(tensor) for tensor in self._tensors} | {id(m.weight) for same in tensors.tables for m in same}
-        self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
+        self.cast()
         owners = dict(model.named_modules(remove_duplicate=False))
         self._buffers = [
             (owners[owner], leaf, placed.tensor)
@@ -88,6 +94,10 @@ class ModelGuard:
         for owner, leaf, tensor in self._buffers:
             if owner._buffers.get(leaf) is not tensor:
                 self._take_back(owner, leaf, tensor)
+
+    def cast(self) -> None:
+        """The job itself has given parameters another type: the present ones are right."""
+        self._places = {name: (tensor.device, tensor.dtype) for name, tensor in self._named.items()}
 
     def wrote(self, tensor: torch.Tensor, times: int) -> None:
         """While the script's code runs, the job has written to this parameter so many times: allow that."""
@@ -178,3 +188,24 @@ class ModelGuard:
                 "them, with optimizer= (or, with sync=rp.AllReduce(), own_optimizer=, also by itself). Take step() and "
                 "zero_grad() out of the loop; clip with clip=, as gradients have left when backward returns"
             )
+
+
+class NoGuard:
+    """Compares nothing: FSDP2 itself moves parameters in and out of the model while the script's code runs."""
+
+    def remove(self) -> None:
+        """Does nothing."""
+
+    @contextmanager
+    def script(self, step: int, *, values: bool, late: bool = False) -> Iterator[None]:
+        """Does nothing around the body."""
+        yield
+
+    def cast(self) -> None:
+        """Does nothing."""
+
+    def wrote(self, tensor: torch.Tensor, times: int) -> None:
+        """Does nothing."""
+
+    def read(self, *, wait: bool = True) -> None:
+        """Does nothing."""

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from rallypoint.errors import UsageError
 from rallypoint.worker.exchange.exchange import Rewound
 
-if TYPE_CHECKING:
-    from rallypoint.worker.loop.run import Run
+
+class Loop(Protocol):
+    """What a micro-batch needs of the loop that yields it: `Run`, or `RankRun` on a rank that does not lead."""
+
+    def check(self) -> None:
+        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
+
+    def enter_micro(self, micro: Micro) -> None:
+        """Begin ``with micro:``."""
+
+    def exit_micro(self) -> None:
+        """End ``with micro:``."""
+
+    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
+        """Back-propagate one micro-batch."""
+
+    def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
+        """The script has back-propagated one micro-batch by itself."""
 
 
 class Micro:
@@ -23,7 +40,7 @@ class Micro:
         step, replica, index: which micro-batch of the job this is.
     """
 
-    def __init__(self, run: Run, *, step: int, replica: int, index: int, batch: Any) -> None:
+    def __init__(self, run: Loop, *, step: int, replica: int, index: int, batch: Any) -> None:
         self._run = run
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
         self._inside = self._finished = self.abandoned = False
@@ -67,13 +84,7 @@ class Micro:
         Raises UsageError when it is called twice or outside of ``with micro:``, for a loss without a gradient, and for
         a weight that is not positive. Raises NonFiniteLoss when the loss is not finite and the job is to stop on that.
         """
-        if self._finished:
-            raise UsageError(f"{self._where}: micro.backward came twice: add the losses")
-        if not self._inside:
-            raise UsageError(
-                f"{self._where}: micro.backward was called outside of `with micro:`: put forward and backward inside "
-                "it, as it seeds the replica's randomness and unwinds what is to be computed again"
-            )
+        self._check_place("backward")
         if not isinstance(loss, torch.Tensor):
             raise UsageError(
                 f"micro.backward needs the loss as a tensor, not as a {type(loss).__qualname__}: pass it without "
@@ -86,11 +97,34 @@ class Micro:
                 f"{self._where}: the loss depends on no trained parameter: it was computed under torch.no_grad(), "
                 "detached, or with another model than the one that job.train has got"
             )
+        self._end(lambda: self._run.backward_micro(self, loss.reshape(()), weight), weight)
+
+    def computed(self, loss: torch.Tensor | None = None, *, weight: float = 1.0) -> None:
+        """Say that the script has run forward and backward by itself, as a pipeline's schedule does. Call it once.
+
+        For a worker of several ranks (``--ranks``) only. The gradients of this micro-batch are in ``.grad``, or added
+        to what is there, and divided by `accumulate`. `loss` is its mean loss; None on ranks that have none.
+
+        Raises UsageError as `backward` does, and in a worker of one process.
+        """
+        self._check_place("computed")
+        self._end(lambda: self._run.computed_micro(self, loss, weight), weight)
+
+    def _check_place(self, called: str) -> None:
+        if self._finished:
+            raise UsageError(f"{self._where}: micro.{called} came twice: add the losses")
+        if not self._inside:
+            raise UsageError(
+                f"{self._where}: micro.{called} was called outside of `with micro:`: put forward and backward inside "
+                "it, as it seeds the replica's randomness and unwinds what is to be computed again"
+            )
+
+    def _end(self, call: Callable[[], None], weight: float) -> None:
         if not (weight > 0 and math.isfinite(weight)):
             raise UsageError(f"a weight of {weight}: weights are positive and finite")
         self._finished = True
         try:
-            self._run.backward_micro(self, loss.reshape(()), weight)
+            call()
         except BaseException as error:
             self._failure = error
             raise

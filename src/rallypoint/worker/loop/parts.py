@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,7 +15,9 @@ from rallypoint.net.messages import Metrics
 from rallypoint.observe.trace import Tracer
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
+from rallypoint.worker.ranks.followers import Followers, NoFollowers
 from rallypoint.worker.sources.source import DeltaSource
+from rallypoint.worker.sources.staging import Staging
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -25,6 +27,7 @@ class Parts:
 
     Attributes:
         optimizer: the optimizer that steps on this worker; None where the servers step.
+        followers: the other ranks of this worker, if it is a group.
         done: tells the coordinator that this worker holds the last version of a generation.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
         say: shows a line to the user.
@@ -37,6 +40,7 @@ class Parts:
     batches: MicroBatches
     exchange: Exchange
     source: DeltaSource
+    staging: Staging
     coordinator: CoordinatorLink
     tracer: Tracer
     done: Callable[[ViewNumber], None]
@@ -44,3 +48,9 @@ class Parts:
     say: Callable[[str], None]
     evaluated: Callable[[Metrics], None]
     optimizer: WorkerOptimizer | None = None
+    followers: Followers = field(default_factory=NoFollowers)
+
+    @property
+    def alone(self) -> bool:
+        """True if this worker is one process."""
+        return isinstance(self.followers, NoFollowers)

@@ -5,19 +5,17 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from rallypoint.config import JobConfig
-from rallypoint.core.order import derive_seed
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
-from rallypoint.data.randomness import seed_everything
-from rallypoint.errors import JobAborted, NonFiniteLoss, UsageError
+from rallypoint.errors import JobAborted, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
@@ -26,6 +24,7 @@ from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.loop.passes import Passes, mean_of
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
 from rallypoint.worker.sources.delayed import Ahead
@@ -45,16 +44,15 @@ class Run:
         self._parts, self._config = parts, parts.config
         self._exchange, self._source, self._tracer = parts.exchange, parts.source, parts.tracer
         self._checks = ForwardChecks(parts.model, self._before_module)
-        self._guard = ModelGuard(parts.model, parts.tensors)
-        self._versions = Versions(parts)
+        self._guard, self._followers = ModelGuard.of(parts), parts.followers
+        self._versions = Versions(parts, self._guard.cast)
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
             parts.model, seed=parts.config.seed, steps=parts.config.steps,
             watch=lambda step: self._guard.script(step, values=True),
         )  # fmt: skip
-        self._losses: list[float] = []
-        self._weights: list[float] = []
+        self._passes = Passes(parts, self._early, self._evaluations.passed)
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
 
@@ -74,6 +72,14 @@ class Run:
     def lead(self) -> bool:
         """True on the worker that evaluates (now), and saves (when the job is over)."""
         return self._parts.leads()
+
+    @property
+    def worker_leads(self) -> bool:
+        """When the job is over: the same as `lead`, but on all ranks of that worker.
+
+        For what all of them must call, such as ``get_model_state_dict`` of a model that is sharded.
+        """
+        return self.lead
 
     @property
     def folder(self) -> Path:
@@ -117,7 +123,7 @@ class Run:
             raise UsageError("a run is iterated once")
         self._started = True
         self._forget_gradients()  # of the script's own passes before the loop
-        self._checks.on()
+        self._check_forwards()
         while True:
             yield from self._go_ahead()
             if (action := self._next_action()) is None:
@@ -136,6 +142,7 @@ class Run:
                 case machine.Store():
                     self._versions.store(action)
         self._guard.read()
+        self._followers.end(gone=self._exchange.gone, leads=self.lead)
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()
@@ -170,25 +177,29 @@ class Run:
             return
         if not self._early.start(round, replica):
             self._versions.restore_buffers()
+        self._followers.compute(round, replica)
         done = self._ahead.resume(round, replica, generation)
         if done is None:
-            self._losses, self._weights = [], []
+            self._passes.begin(replica)
             self._source.begin_replica(round, replica, generation)
         else:
             self._source.resume_replica(round, replica)
-            self._losses, self._weights, began = done.losses, done.weights, began - done.seconds
+            self._passes.resume(done.losses, done.weights)
+            began -= done.seconds
         steps = self._config.steps_of(round)
         try:
             for step in steps[0 if done is None else done.steps :]:
                 yield from self._step(step, replica)
+            self._followers.agree(self._passes.losses, self._passes.weights)
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()
             self._source.abandon()
             return
-        optimizer = self._parts.optimizer
+        optimizer, passes = self._parts.optimizer, self._passes
+        loss, weight = self._followers.figures(mean_of(passes.losses.read()), mean_of(passes.weights))
         self._parts.coordinator.send(Report(
-            round, replica, _mean(self._losses), _mean(self._weights),
+            round, replica, loss, weight,
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
             settings=optimizer.settings_digest() if optimizer is not None else "",
@@ -203,95 +214,36 @@ class Run:
             return
         if not self._source.may_go_ahead(round, replica, generation):
             return
-        self._losses, self._weights = [], []
+        self._passes.begin(replica)
         began, count = time.monotonic(), self._config.steps_ahead(round)
         self._source.begin_replica(round, replica, generation)
         for step in self._config.steps_of(round)[:count]:
             if self._exchange.upcoming is None or self._exchange.view.generation != generation:
                 return  # nobody needs them any more
             yield from self._step(step, replica)
-        results = Ahead(count, time.monotonic() - began, self._losses, self._weights)
+        results = Ahead(count, time.monotonic() - began, self._passes.losses, self._passes.weights)
         self._ahead.made(round, replica, generation, results)
 
     def _step(self, step: int, replica: int) -> Iterator[Micro]:
         self._source.begin_step(step)
-        before = len(self._losses)
+        losses, before = self._passes.losses, len(self._passes.losses)
         for index in range(self._config.accumulate):
             batch = self._prefetched.take((step, replica, index))
-            micro = Micro(self, step=step, replica=replica, index=index, batch=batch)
+            micro = Micro(self._passes, step=step, replica=replica, index=index, batch=batch)
             last = index == self._config.accumulate - 1
             with self._guard.script(step, values=last and _compares(step), late=True):
                 self._early.begin()
                 yield micro
             if micro.abandoned:
                 raise Rewound
-            if len(self._losses) == before + index:
+            if len(losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._source.end_step(finite=all(map(math.isfinite, self._losses[before:])))
-
-    def check(self) -> None:
-        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
-        self._exchange.check()
+        self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
 
     def _before_module(self, module: torch.nn.Module) -> None:
         # Outside of `with micro:`, which alone swallows Rewound, the script gets what the model holds
         self._exchange.check(stale=self._early.inside)
         self._early.enter(module)
-
-    def enter_micro(self, micro: Micro) -> None:
-        """Begin ``with micro:`` (called by Micro).
-
-        It makes no check: `__exit__` could not swallow an error of `__enter__`.
-        """
-        self._early.inside = self._exchange.rows.in_micro = True
-        seed_everything(derive_seed(self._config.seed, "compute", micro.step, micro.replica, micro.index))
-
-    def exit_micro(self) -> None:
-        """End ``with micro:`` (called by Micro)."""
-        self._early.inside = self._exchange.rows.in_micro = False
-
-    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
-        """Back-propagate one micro-batch (called by Micro)."""
-        if self._early.finish(loss):
-            self._evaluations.due(micro.step, before=micro.step - 1)  # none is; they count versions
-        if micro.index == 0:
-            self._weights.append(weight)
-            self._check_no_gradient(micro)
-        elif weight != self._weights[-1]:
-            known = self._weights[-1]
-            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
-        value = float(loss.detach())
-        self._losses.append(value)
-        if not math.isfinite(value):
-            self._not_finite(micro, value)
-        last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
-        finite = all(map(math.isfinite, self._losses))
-        self._source.begin_backward(_mean(self._weights), finite=finite, last=last)
-        with self._tracer.span("backward", step=micro.step, replica=micro.replica):
-            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
-        self._source.end_backward()
-
-    def _check_no_gradient(self, micro: Micro) -> None:
-        for placed in self._parts.tensors.parameters:
-            if placed.tensor.grad is not None:
-                raise UsageError(
-                    f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
-                    "the script has called backward() itself. Give micro.backward the sum of all losses, once"
-                )
-
-    def _ends_round(self, step: int) -> bool:
-        return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
-
-    def _not_finite(self, micro: Micro, value: float) -> None:
-        what = f"the loss of replica {micro.replica} at step {micro.step} is {value}"
-        if self._config.nonfinite == "stop":
-            unit = "step" if self._config.steps_per_round == 1 else "round"
-            raise NonFiniteLoss(
-                f"{what}: nothing of that {unit} was applied; lower the learning rate, clip, or set nonfinite to "
-                "'skip' or 'continue'"
-            )
-        if self._config.nonfinite == "continue":
-            self.say(f"{what}; continuing as told")
 
     # ---- versions ----
 
@@ -303,11 +255,18 @@ class Run:
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
-        with self._tracer.span("evaluate", step=step), self._exchange.evaluating():
+        with self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._passes.autocast.on():
             report = self._parts.evaluated
-            self._evaluations.run(due, step, lambda values: report(Metrics(step, values, generation)))
-        self._checks.on()
+            self._followers.evaluate(step, self._evaluations.bits(due))
+            self._evaluations.run(
+                due, step, lambda values: report(Metrics(step, values, generation)), agree=self._followers.result
+            )
+        self._check_forwards()
         self._forget_gradients()  # of the evaluation's own passes
+
+    def _check_forwards(self) -> None:
+        if self._parts.alone:  # of several ranks none may be unwound by itself, inside of a collective
+            self._checks.on()
 
     def _forget_gradients(self) -> None:
         for placed in self._parts.tensors.parameters:
@@ -325,10 +284,6 @@ class Run:
 def _compares(step: int) -> bool:
     """True if the parameters' values are compared around the script's code of this step: 0, 1, 2, 4, 8, ..."""
     return step & (step - 1) == 0
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def _check_last(version: int, rounds: int) -> None:

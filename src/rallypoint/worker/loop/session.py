@@ -45,17 +45,24 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
+from rallypoint.parallel.group import RankGroup
+from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.loop.own import several, worker_optimizer
 from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
+from rallypoint.worker.ranks.followers import NoFollowers
+from rallypoint.worker.ranks.lead import Lead
+from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.sources.factory import source_for
+from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
+OTHER_RANK_S = 1.0  # another rank's death may be the cause of an error: this one is killed too within that time
 _REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
@@ -67,13 +74,21 @@ OwnSchedule = torch.optim.lr_scheduler.LRScheduler | Sequence[torch.optim.lr_sch
 class Job:
     """This process as a worker of a job, made by `rallypoint.join`. A context manager.
 
+    Attributes:
+        id: the worker's name.
+        rank: this process's number among the ranks of its worker: 0, also where the worker is one process.
+        ranks: the number of ranks of this worker (``--ranks``); 1 where it is one process.
+
     Raises AccessDenied or LinkError when the coordinator cannot be joined.
     """
 
     def __init__(
-        self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = ""
-    ) -> None:
+        self, *, id: str, coordinator: str, token: str = "", transport: Transport | None = None, near: str = "",
+        group: RankGroup | None = None,
+    ) -> None:  # fmt: skip
         self.id = id
+        self._group, self.rank = group, 0
+        self.ranks = 1 if group is None else group.size
         self._token = token
         self._transport: Transport = transport or TcpTransport()
         self._tracer = Tracer(id)
@@ -98,7 +113,7 @@ class Job:
     def train(
         self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        **settings: Unpack[Settings],
+        parallel: Parallel | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
 
@@ -106,6 +121,9 @@ class Job:
 
         With ``sync=rp.AllReduce()``, `own_optimizer` over the model's parameters (or several, each over some of them)
         may replace `optimizer`. The job steps it after every step, then `own_schedule`.
+
+        In a worker of several ranks (``--ranks``), `model` is this rank's part, `parallel` says how it is spread, and
+        all ranks call this.
 
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
         input, JobAborted when the job ends before it begins.
@@ -119,33 +137,44 @@ class Job:
         kinds = ", ".join(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}" for optimizer in own)
         overrides = self._link.welcome.overrides
         config = with_own_optimizer(resolve(settings, overrides), kinds, overrides)
-        tensors = ModelTensors(model, config)
-        batches = MicroBatches(dataset, config, tensors.device, collate_fn)
+        lead = None if self._group is None else Lead(self._group, config, model, parallel, self._link.welcome.folder)
+        tensors = ModelTensors(model, config) if lead is None else lead.tensors(dataset)
+        batches = (
+            MicroBatches(dataset, config, tensors.device, collate_fn) if lead is None
+            else lead.batches(dataset, collate_fn)
+        )  # fmt: skip
         optimizer = worker_optimizer(tensors, config, own, schedules)
         record = record_of(
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(dataset), tied=tensors.tied
         )
-        exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda")
+        exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
         self._staging = staging_for(tensors.device, exchange.fail)
+        source: DeltaSource = (
+            lead.source(tensors, exchange) if lead is not None and isinstance(tensors, LeaderTensors)
+            else source_for(model, tensors, config, exchange, self._staging, self._say)
+        )  # fmt: skip
         self._run = Run(Parts(
-            model=model, tensors=tensors, config=config, batches=batches, exchange=exchange,
-            source=source_for(model, tensors, config, exchange, self._staging, self._say), coordinator=self._link,
-            tracer=self._tracer, done=self.done, leads=self._leads, say=self._say,
-            evaluated=self._evaluated, optimizer=optimizer,
+            model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, source=source,
+            staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
+            say=self._say, evaluated=self._evaluated, optimizer=optimizer,
+            followers=NoFollowers() if lead is None else lead.followers,
         ))  # fmt: skip
         return self._run
 
-    def open_exchange(self, record: JobRecord, config: JobConfig, *, pinned: bool = False) -> Exchange:
+    def open_exchange(
+        self, record: JobRecord, config: JobConfig, *, pinned: bool = False, early: bool = True
+    ) -> Exchange:
         """Propose `record`, wait until the job begins (or let this worker join it), and connect to every server.
 
-        This is the data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
+        `early`: forward passes may begin before all of their version is here, if the settings allow it. This is the
+        data plane under `train`, without a model: `benchmarks/reduce.py` measures it.
         """
         with self._changed:
             self._record = record
         self._link.send(Propose(record))
         self._wait_for_view()
         context = Context(self._link.credentials, self._transport, self._tracer, self._report_wait)
-        exchange = Exchange(record.layout, config, context, pinned=pinned)
+        exchange = Exchange(record.layout, config, context, pinned=pinned, early=early)
         with self._changed:
             self._exchange = exchange
             view, failure, finished = self._view, self._failure, self._finished
@@ -225,7 +254,11 @@ class Job:
             if self._exchange is not None and not self._finished and not self._leaving:
                 self._give_up("its loop ended before the last step")
         elif not isinstance(error, JobAborted):
-            self._give_up(_sentence(error))
+            if self._group is not None and not isinstance(error, RallypointError):
+                time.sleep(OTHER_RANK_S)
+                self._give_up(f"{_sentence(error)} (if another rank of this worker has failed before, see there)")
+            else:
+                self._give_up(_sentence(error))
         self.close()
 
     def _give_up(self, reason: str) -> None:
@@ -246,6 +279,8 @@ class Job:
         if self._staging is not None:
             self._staging.close()
         self._link.close()
+        if self._group is not None:
+            self._group.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -14,13 +15,16 @@ from rallypoint.net.messages import NotStored
 from rallypoint.store.manifest import Compression
 from rallypoint.store.writer import SnapshotWriter
 from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.precision.held import HeldParameters
 
 
 class Versions:
     """Moves versions between the exchange buffer and the model. Main thread only, between two micro-batches."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, on_cast: Callable[[], None]) -> None:
+        """`on_cast` is called when parameters have got another type: see `HeldParameters`."""
         self._parts, self._exchange = parts, parts.exchange
+        self._held = HeldParameters(parts.config, parts.tensors, on_cast)
         self._writer: SnapshotWriter | None = None
         self._updates = -1  # the newest update in the model's version; -1 until one comes from the servers
         self._buffers_at_start: list[torch.Tensor] = []
@@ -66,12 +70,14 @@ class Versions:
             vector, shards = exchange.begin_install(version), exchange.installing
             if vector is None:
                 return None
+            self._held.before_install(last=version == parts.config.rounds)
             parts.source.install()
             if parts.optimizer is not None:
                 states, skipped = exchange.take_states()
                 parts.optimizer.install(version, vector, states, skipped=skipped)
                 exchange.holds = version
-            elif shards is None:
+            elif shards is None or not parts.alone:
+                parts.followers.install(version)
                 parts.tensors.read_from(vector)
             else:
                 parts.tensors.read_shards_from(vector, shards)

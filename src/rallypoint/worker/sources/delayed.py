@@ -17,6 +17,7 @@ import torch
 
 from rallypoint.core.layout import Shard
 from rallypoint.core.view import ViewNumber
+from rallypoint.worker.precision.losses import Losses
 from rallypoint.worker.sources.fragments import FragmentsSource
 
 
@@ -26,7 +27,7 @@ class Ahead:
 
     steps: int
     seconds: float
-    losses: list[float]
+    losses: Losses
     weights: list[float]
 
 

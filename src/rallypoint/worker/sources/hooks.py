@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -66,18 +66,18 @@ class GradientHooks(WaitsForVersions):
     def begin_step(self, step: int) -> None:
         """Does nothing: a round is one step."""
 
-    def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
+    def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Begin a backward pass. With `last`, shards are sent as they become complete."""
         self._last, self._in_backward = last, True
         self._tables.begin_backward()
         if last:
-            self._exchange.replica.weigh(weight, finite=finite)
+            self._staging.then(lambda: self._exchange.replica.weigh(weight, finite=finite()))
 
     def end_backward(self) -> None:
         """Stop the hooks: from here on gradients stay in `.grad` for the script."""
         self._in_backward = False
 
-    def end_step(self, *, finite: bool) -> None:
+    def end_step(self, *, finite: Callable[[], bool]) -> None:
         """Does nothing: the gradient is already on its way."""
 
     def end_replica(self, replica: int) -> None:
@@ -87,11 +87,12 @@ class GradientHooks(WaitsForVersions):
                 self._finish_unused(index, placed)
         if self._clip is not None:
             self._clip_and_send(self._clip)
+        self._staging.drain()  # what follows is sent from this thread, after the losses are known
+        self._exchange.check(stale=False)
         if self._exchange.replica.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
         self._tables.push()
         self._reset()
-        self._staging.drain()
         self._exchange.replica.computed()
 
     def abandon(self) -> None:

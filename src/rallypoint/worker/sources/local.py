@@ -84,7 +84,7 @@ class LocalStepsSource(WaitsForVersions):
         if self._config.nonfinite == "skip":
             self._buffers_before = [placed.tensor.clone() for placed in self._tensors.buffers]
 
-    def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
+    def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
         """Set the replica's weight with the last backward; autograd accumulates, nothing is sent."""
         if last:
             # A step that was not finite was skipped, or is allowed by the settings
@@ -93,15 +93,15 @@ class LocalStepsSource(WaitsForVersions):
     def end_backward(self) -> None:
         """Does nothing: autograd has accumulated the gradient."""
 
-    def end_step(self, *, finite: bool) -> None:
+    def end_step(self, *, finite: Callable[[], bool]) -> None:
         """Clip the gradient and step the inner optimizer."""
         self._exchange.check()
         skips, clip = self._config.nonfinite == "skip", self._config.clip
         norm = torch.tensor(0.0)
         if skips or clip is not None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
-        if skips and not (finite and math.isfinite(norm)):
-            self._leave_out("gradient" if finite else "loss")
+        if skips and not (finite() and math.isfinite(norm)):
+            self._leave_out("gradient" if finite() else "loss")
             return
         if clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self._trained, clip, norm)
@@ -121,10 +121,11 @@ class LocalStepsSource(WaitsForVersions):
                 local = placed.words()[start - placed.entry.start : stop - placed.entry.start]
                 self._staging.write(self._exchange.buffer[start:stop], local, add=False)
             self._staging.then(partial(self._fill, shard))
+        self._staging.drain()
+        self._exchange.check(stale=False)
         if self._exchange.replica.contributes_buffers(replica):
             send_buffers(self._tensors, self._exchange)
         self._inner.made(replica)
-        self._staging.drain()
         self._exchange.replica.computed()
 
     def abandon(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -45,17 +45,17 @@ class DeltaSource(Protocol):
     def begin_step(self, step: int) -> None:
         """A step begins."""
 
-    def begin_backward(self, weight: float, *, finite: bool, last: bool) -> None:
-        """Begin a backward pass. `weight` is the replica's; `finite`: all of its losses so far are.
+    def begin_backward(self, weight: float, *, finite: Callable[[], bool], last: bool) -> None:
+        """Begin a backward pass. `weight` is the replica's; `finite` tells whether all of its losses so far are.
 
-        `last`: this is the round's last micro-batch.
+        `last`: this is the round's last micro-batch. Call `finite` in ``staging.then``: by then the losses are here.
         """
 
     def end_backward(self) -> None:
         """The backward pass is over. Gradients that are computed now belong to the script."""
 
-    def end_step(self, *, finite: bool) -> None:
-        """The step's gradient is complete; `finite`: so were all of its losses.
+    def end_step(self, *, finite: Callable[[], bool]) -> None:
+        """The step's gradient is complete. `finite` waits for the device, and tells whether its losses are finite.
 
         Raises Rewound like `Exchange.check`.
         """

@@ -41,6 +41,10 @@ class Run(msgspec.Struct, frozen=True, tag=True):
     argv: tuple[str, ...]
     env: dict[str, str]
 
+    def __repr__(self) -> str:
+        """All but `env`, in which tokens may be."""
+        return f"Run(number={self.number!r}, name={self.name!r}, role={self.role!r}, argv={self.argv!r})"
+
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
     """Send a signal to a process and its children."""

@@ -1,0 +1,132 @@
+"""A group of ranks: which part of each tensor of the model each rank holds, and which rank sends which part.
+
+The layout is the unsharded model's, so nobody outside of the group knows its shape. A rank describes what it holds by
+blocks. Example: an 8 x 4 weight that FSDP2 shards over two ranks is two blocks, of offsets (0, 0) and (4, 0) and of
+sizes (4, 4); a bias that tensor parallelism replicates is the same block twice, and the first rank sends it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from typing import Annotated
+
+import msgspec
+
+from rallypoint.errors import ModelError
+
+_Sizes = tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+
+
+class Block(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor: `sizes[d]` elements from `offsets[d]` on in dimension d."""
+
+    offsets: _Sizes
+    sizes: _Sizes
+
+    @property
+    def elements(self) -> int:
+        """The number of elements in it."""
+        return math.prod(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the block in the whole tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+
+    def overlaps(self, other: Block) -> bool:
+        """True if some element is in both."""
+        return all(
+            a < b + n and b < a + m
+            for a, m, b, n in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank holds of one tensor: its name, shape and dtype as in the unsharded model, and the rank's block.
+
+    Attributes:
+        role: "trained", "frozen" (a parameter without a gradient) or "buffer".
+        block: None if the rank holds no element of it.
+    """
+
+    name: str
+    shape: _Sizes
+    dtype: str
+    role: str
+    block: Block | None
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """The block that one rank holds."""
+
+    rank: int
+    block: Block
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """A tensor and its pieces: those of all ranks, in the order of ranks."""
+
+    name: str
+    shape: _Sizes
+    dtype: str
+    role: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def sent(self) -> tuple[Piece, ...]:
+        """The pieces that make up the tensor: of equal ones the first rank's."""
+        first: dict[Block, Piece] = {}
+        for piece in self.pieces:
+            first.setdefault(piece.block, piece)
+        return tuple(first.values())
+
+
+def spread_over(holdings: Sequence[Sequence[Held]], names: Sequence[str] = ()) -> list[Spread]:
+    """Return the tensors that the ranks hold together, in the order of the unsharded model.
+
+    `holdings[r]` is what rank r holds. The order is that of `names` if given; else rank 0's, followed by what rank 1
+    has in addition, and so on: right for a pipeline whose stages follow each other as the ranks do.
+
+    Raises ModelError when two ranks disagree about a tensor, or when some element is held by nobody.
+    """
+    found: dict[str, tuple[Held, list[Piece]]] = {}
+    for rank, held in enumerate(holdings):
+        for one in held:
+            first, pieces = found.setdefault(one.name, (one, []))
+            if (one.shape, one.dtype, one.role) != (first.shape, first.dtype, first.role):
+                raise ModelError(
+                    f"{one.name} is {_described(one)} on rank {rank} of this worker and {_described(first)} on another "
+                    "one: build the same model on all ranks"
+                )
+            if one.block is not None and one.block.elements:
+                pieces.append(Piece(rank, one.block))
+    spread = [Spread(name, one.shape, one.dtype, one.role, tuple(pieces)) for name, (one, pieces) in found.items()]
+    for tensor in spread:
+        _check_whole(tensor)
+    return _ordered(spread, names) if names else spread
+
+
+def _ordered(spread: Sequence[Spread], names: Sequence[str]) -> list[Spread]:
+    place = {name: index for index, name in enumerate(names)}
+    if missing := sorted({tensor.name for tensor in spread} ^ place.keys()):
+        where = "not in the whole model" if missing[0] not in place else "on no rank"
+        raise ModelError(f"{missing[0]} is {where}: the ranks' parts must have the names of the whole model")
+    return sorted(spread, key=lambda tensor: place[tensor.name])
+
+
+def _check_whole(tensor: Spread) -> None:
+    blocks = [piece.block for piece in tensor.sent]
+    if any(one.overlaps(other) for one, other in _pairs(blocks)):
+        raise ModelError(f"{tensor.name}: two ranks hold parts that overlap and are not the same")
+    if sum(block.elements for block in blocks) != math.prod(tensor.shape):
+        raise ModelError(f"{tensor.name}: the ranks of this worker do not hold all of its elements together")
+
+
+def _pairs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:
+    return combinations(blocks, 2)
+
+
+def _described(one: Held) -> str:
+    return f"{one.role}, {one.dtype} {list(one.shape)}"

@@ -1,0 +1,108 @@
+"""The process of a worker that is a group: it starts one process for each rank, and ends all when one of them dies.
+
+A group is one failure domain. When a rank dies, the others may wait for it in a collective for ever; they are killed at
+once, and this process ends as that rank did, so that whoever started the worker starts another one. When a rank ends
+with an error of its own, the leader has a few seconds to tell the coordinator of its own.
+
+``python -m rallypoint.launch.engines.ranks 4 python train.py``: four processes, which find torch's own variables (RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) in their environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+
+from rallypoint.launch import environment
+from rallypoint.launch.lifeline import hold_lifeline
+
+_OWN_WORDS_S = 5.0  # seconds in which the leader may say why, after another rank has ended with an error
+
+
+class Ranks:
+    """The processes of the ranks of one worker; the first leads."""
+
+    def __init__(self, count: int, argv: Sequence[str]) -> None:
+        self._keep, give = os.pipe()
+        port = _free_port()
+        self._lifeline, self._processes = give, []
+        for rank in range(count):
+            env = {
+                **os.environ, environment.RANKS: str(count), "RANK": str(rank), "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), environment.LIFELINE: str(self._keep),
+            }  # fmt: skip
+            self._processes.append(subprocess.Popen(argv, env=env, pass_fds=(self._keep,)))
+        self._told = False
+
+    def leave(self) -> None:
+        """Tell the leader to leave the job. It tells the others."""
+        self._told = True
+        self._processes[0].send_signal(signal.SIGTERM)
+
+    def run(self) -> int:
+        """Wait for all ranks. Returns the status that this process is to end with; negative: by that signal."""
+        deadline = None
+        while running := [one for one in self._processes if one.poll() is None]:
+            ended = [one.returncode for one in self._processes if one.returncode]
+            if any(code < 0 for code in ended) or self._processes[0].returncode:
+                break
+            if ended and deadline is None:
+                deadline = time.monotonic() + _OWN_WORDS_S
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            self._wait(running, None if deadline is None else deadline - time.monotonic())
+        return self._end()
+
+    def _wait(self, running: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> None:
+        """Wait until one of them ends."""
+        handles = [os.pidfd_open(one.pid) for one in running]
+        try:
+            wait(handles, timeout if timeout is None else max(0.0, timeout))
+        finally:
+            for handle in handles:
+                os.close(handle)
+
+    def _end(self) -> int:
+        codes = [one.returncode for one in self._processes if one.poll() is not None]
+        for one in self._processes:
+            if one.poll() is None:
+                one.kill()
+                one.wait()
+        died = [code for code in codes if code < 0]
+        errors = [code for code in (self._processes[0].returncode, *codes) if code > 0]
+        return (died or errors or [0])[0]
+
+
+def grouped(argv: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+    """Return the command of a worker of so many ranks, each of which runs `argv`."""
+    return argv if ranks == 1 else (sys.executable, "-m", "rallypoint.launch.engines.ranks", str(ranks), *argv)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a group of ranks to its end."""
+    hold_lifeline()
+    ranks = Ranks(int(arguments[0]), arguments[1:])
+    signal.signal(signal.SIGTERM, lambda number, frame: ranks.leave())
+    return ranks.run()
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+        os.kill(os.getpid(), -status)
+    sys.exit(status)

@@ -1,0 +1,107 @@
+"""The passes of the replica that is being computed: forward inside of ``with micro:``, and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rallypoint.data.randomness import seed_everything
+from rallypoint.errors import UsageError
+from rallypoint.worker.loop.early import EarlyForward
+from rallypoint.worker.loop.micro import Micro
+from rallypoint.worker.loop.parts import Parts
+from rallypoint.worker.precision.autocast import Autocast
+from rallypoint.worker.precision.losses import Losses, losses_of
+
+
+class Passes:
+    """What the micro-batches of a `Run` call. Main thread only.
+
+    Attributes:
+        losses, weights: of the replica's micro-batches and steps so far.
+        autocast: as `precision` says.
+    """
+
+    def __init__(self, parts: Parts, early: EarlyForward, installed_early: Callable[[int], None]) -> None:
+        """`installed_early` is called with the step whose forward pass has installed its version."""
+        self._parts, self._config, self._early = parts, parts.config, early
+        self._exchange, self._installed_early = parts.exchange, installed_early
+        self.autocast = Autocast(parts.config, parts.tensors.device)
+        self._new_losses = losses_of(parts.staging, parts.config, parts.say)
+        self.begin(0)
+
+    def begin(self, replica: int) -> None:
+        """A replica begins its round."""
+        self.resume(self._new_losses(replica), [])
+
+    def resume(self, losses: Losses, weights: list[float]) -> None:
+        """A replica goes on with its round."""
+        self.losses, self.weights = losses, weights
+
+    def check(self) -> None:
+        """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
+        self._exchange.check()
+
+    def enter_micro(self, micro: Micro) -> None:
+        """Begin ``with micro:`` (called by Micro).
+
+        It makes no check: `__exit__` could not swallow an error of `__enter__`.
+        """
+        self._early.inside = self._exchange.rows.in_micro = True
+        seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
+        self.autocast.enter()
+
+    def exit_micro(self) -> None:
+        """End ``with micro:`` (called by Micro)."""
+        self.autocast.leave()
+        self._early.inside = self._exchange.rows.in_micro = False
+
+    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
+        """Back-propagate one micro-batch (called by Micro)."""
+        if self._early.finish(loss):
+            self._installed_early(micro.step)
+        if micro.index == 0:
+            self._check_no_gradient(micro)
+        self._count(micro, loss, weight)
+        last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
+        self._parts.source.begin_backward(mean_of(self.weights), finite=self.losses.finite, last=last)
+        with self._parts.tracer.span("backward", step=micro.step, replica=micro.replica), self.autocast.off():
+            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+        self._parts.source.end_backward()
+
+    def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
+        """The script has back-propagated one micro-batch by itself (called by Micro)."""
+        if self._parts.alone:
+            raise UsageError(
+                "micro.computed is for a worker of several ranks (--ranks), whose script runs a pipeline schedule: "
+                "here call micro.backward(loss)"
+            )
+        self._count(micro, loss, weight)
+
+    def _count(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
+        """Note a micro-batch's loss and weight. `loss` is None on a rank that has none."""
+        if micro.index == 0:
+            self.weights.append(weight)
+        elif weight != self.weights[-1]:
+            known = self.weights[-1]
+            raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
+        self.losses.add(torch.zeros(()) if loss is None else loss, micro.step)
+        self._parts.followers.micro(has_loss=loss is not None)
+
+    def _check_no_gradient(self, micro: Micro) -> None:
+        for placed in self._parts.tensors.parameters:
+            if placed.tensor.grad is not None:
+                raise UsageError(
+                    f"parameter {placed.entry.spec.name} has a gradient before micro.backward at step {micro.step}: "
+                    "the script has called backward() itself. Give micro.backward the sum of all losses, once"
+                )
+
+    def _ends_round(self, step: int) -> bool:
+        return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """The mean, correctly rounded."""
+    return math.fsum(values) / len(values)

@@ -1,0 +1,86 @@
+"""A rank that does not lead, as a job: it has no link to anybody but the other ranks of its worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Unpack
+
+import msgspec
+import torch
+
+from rallypoint.config import JobConfig, Settings, parse
+from rallypoint.data.loader import Collate, MapDataset, MicroBatches
+from rallypoint.errors import UsageError
+from rallypoint.parallel.group import RankGroup
+from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.ranks.run import RankRun
+from rallypoint.worker.ranks.spread import SpreadModel
+from rallypoint.worker.ranks.tensors import in_order, layout_of
+
+
+class Start(msgspec.Struct, frozen=True):
+    """What the leader tells the other ranks before a run: the resolved configuration and the run's folder."""
+
+    config: dict[str, Any]
+    folder: str
+
+
+class RankJob:
+    """What `rallypoint.join` returns on a rank that does not lead: use it as a `Job`."""
+
+    def __init__(self, group: RankGroup, id: str) -> None:
+        self.id = id
+        self._group, self._run = group, False
+
+    @property
+    def rank(self) -> int:
+        """This process's number among the ranks of its worker."""
+        return self._group.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of this worker."""
+        return self._group.size
+
+    def train(
+        self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
+        own_optimizer: object = None, own_schedule: object = None, parallel: Parallel | None = None,
+        **settings: Unpack[Settings],
+    ) -> RankRun:  # fmt: skip
+        """Train `model`, of which this rank has a part: see `Job.train`. The leader's settings count."""
+        if self._run:
+            raise UsageError("this job has its run already: one job.train for one rp.join")
+        self._run = True
+        config, folder = heard(self._group)
+        spread = SpreadModel(self._group, model, parallel or Parallel())
+        spread.check_data(dataset)
+        for tensor in spread.frozen:
+            spread.collect_value(tensor, None)
+        batches = MicroBatches(dataset, config, spread.device, collate_fn, part=spread.part)
+        return RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
+
+    def leave(self, status: int = 0) -> None:
+        """Does nothing: the leader is told, and tells this rank."""
+
+    def close(self) -> None:
+        """End the process groups that `rallypoint.join` has made."""
+        self._group.close()
+
+    def __enter__(self) -> RankJob:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
+
+def told(group: RankGroup, config: JobConfig, folder: str) -> None:
+    """On the leader: tell the other ranks the configuration."""
+    group.all_bytes(msgspec.msgpack.encode(Start(msgspec.to_builtins(config), folder)))
+
+
+def heard(group: RankGroup) -> tuple[JobConfig, Path]:
+    """On another rank: return what the leader tells."""
+    start = msgspec.msgpack.decode(group.all_bytes(b"")[0], type=Start)
+    return parse(start.config), Path(start.folder or ".")

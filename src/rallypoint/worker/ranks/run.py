@@ -1,0 +1,163 @@
+"""The loop of a rank that does not lead: it does what the leader tells, in the same order as all other ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from rallypoint.config import JobConfig
+from rallypoint.core.layout import Entry
+from rallypoint.core.ranks import Spread
+from rallypoint.data.loader import MicroBatches
+from rallypoint.data.randomness import seed_everything
+from rallypoint.errors import UsageError
+from rallypoint.parallel.group import Kind, Order
+from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
+from rallypoint.worker.loop.micro import Micro
+from rallypoint.worker.precision.autocast import Autocast
+from rallypoint.worker.ranks.figures import Figures
+from rallypoint.worker.ranks.followers import first_result
+from rallypoint.worker.ranks.spread import SpreadModel
+
+log = logging.getLogger("rallypoint")
+
+_E = TypeVar("_E", bound=Evaluation)
+
+
+class RankRun:
+    """What `job.train` returns on a rank that does not lead: iterate over it as over `Run`."""
+
+    def __init__(
+        self, spread: SpreadModel, config: JobConfig, batches: MicroBatches, order: list[tuple[Entry, Spread]],
+        folder: Path,
+    ) -> None:  # fmt: skip
+        self._spread, self._config, self._batches, self._order = spread, config, batches, order
+        self._folder = folder
+        self._figures = Figures(spread.group, spread.part)
+        self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
+        self._autocast = Autocast(config, spread.device)
+        self._step, self._started, self._leads = -1, False, False
+        self._losses: list[torch.Tensor] = []
+        self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
+
+    @property
+    def config(self) -> JobConfig:
+        """The resolved configuration of the job."""
+        return self._config
+
+    @property
+    def step(self) -> int:
+        """Steps of training in the version that the model holds; -1 before the first version."""
+        return self._step
+
+    @property
+    def lead(self) -> bool:
+        """False: only rank 0 of a worker leads."""
+        return False
+
+    @property
+    def worker_leads(self) -> bool:
+        """When the job is over: True if rank 0 of this worker leads."""
+        return self._leads
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return self._folder
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        print(text, flush=True)
+
+    def every(self, steps: int) -> Callable[[_E], _E]:
+        """Decorate an evaluation: it runs on all ranks of the worker that evaluates. See `Run.every`."""
+        check_period(steps)
+
+        def register(evaluation: _E) -> _E:
+            self._evaluations.add(steps, evaluation)
+            return evaluation
+
+        return register
+
+    def __iter__(self) -> Iterator[Micro]:
+        if self._started:
+            raise UsageError("a run is iterated once")
+        self._started = True
+        self._spread.forget_gradients()
+        while (order := self._spread.group.hear()).kind is not Kind.END:
+            match order.kind:
+                case Kind.VALUE:
+                    self._spread.collect_value(self._order[order.first][1], None)
+                case Kind.INSTALL:
+                    self._install(order.first)
+                case Kind.EVALUATE:
+                    self._evaluate(order)
+                case Kind.COMPUTE:
+                    yield from self._replica(order.first, order.second)
+        if order.first:
+            raise SystemExit(0)  # this worker was told to leave
+        self._leads = bool(order.second)
+        self._spread.restore_buffers()
+
+    def _install(self, version: int) -> None:
+        for _, tensor in self._order:
+            self._spread.hand_out(tensor, None)
+        self._spread.keep_buffers()
+        self._step = self._config.steps_at(version)
+
+    def _evaluate(self, order: Order) -> None:
+        due = self._evaluations.chosen(order.second)
+        group = self._spread.group
+        with self._autocast.on():
+            self._evaluations.run(due, order.first, lambda values: None, agree=lambda own: first_result(group, own))
+        self._spread.forget_gradients()
+
+    def _replica(self, round: int, replica: int) -> Iterator[Micro]:
+        self._losses = []
+        self._spread.restore_buffers()
+        for step in self._config.steps_of(round):
+            self._computed = 0
+            for index in range(self._config.accumulate):
+                batch = self._batches.load(step, replica, index)
+                yield Micro(self, step=step, replica=replica, index=index, batch=batch)
+                if self._computed == index:
+                    raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
+        self._figures.agree([float(loss) for loss in self._losses], self._weight)
+        for entry, tensor in self._order:
+            if entry.spec.group >= 0:
+                self._spread.collect_gradient(tensor, None)
+            else:
+                self._spread.collect_value(tensor, None)
+
+    # ---- called by Micro ----
+
+    def check(self) -> None:
+        """Does nothing: the leader decides what is stale."""
+
+    def enter_micro(self, micro: Micro) -> None:
+        """Begin ``with micro:``."""
+        seed_everything(self._batches.compute_seed(micro.step, micro.replica, micro.index))
+        self._autocast.enter()
+
+    def exit_micro(self) -> None:
+        """End ``with micro:``."""
+        self._autocast.leave()
+
+    def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
+        """Back-propagate one micro-batch."""
+        self._count(loss, weight)
+        with self._autocast.off():
+            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+
+    def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
+        """The script has back-propagated one micro-batch by itself."""
+        self._count(loss, weight)
+
+    def _count(self, loss: torch.Tensor | None, weight: float) -> None:
+        self._computed, self._weight = self._computed + 1, weight
+        if loss is not None:
+            self._losses.append(loss.detach())
