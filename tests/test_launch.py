@@ -708,6 +708,20 @@ def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
     launcher.stderr.close()
 
 
+def test_a_run_in_another_thread_heeds_no_signals() -> None:
+    """A notebook's or a server's thread may run `RallypointTrainer.fit`; Python gives signals to the main thread."""
+    came: list[list[int]] = []
+
+    def run() -> None:
+        with interrupts.raised(), interrupts.noted() as noted:
+            came.append(noted)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert came == [[]]
+
+
 CHATTY = """
 import pathlib, time
 for _ in range(1000):
