@@ -24,6 +24,7 @@ EXPORTED = [
     "Job",
     "JobConfig",
     "LocalSteps",
+    "LossScaling",
     "Micro",
     "Parallel",
     "Run",

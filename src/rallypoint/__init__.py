@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rallypoint.config.tree import Group, JobConfig
+    from rallypoint.core.loss_scale import LossScaling
     from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
     from rallypoint.core.schedule import constant, cosine, linear, step_decay
@@ -36,6 +37,7 @@ _HOMES = {
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
     "LocalSteps": "rallypoint.core.policy",
+    "LossScaling": "rallypoint.core.loss_scale",
     "Micro": "rallypoint.worker.loop.micro",
     "Parallel": "rallypoint.parallel.plan",
     "Run": "rallypoint.worker.loop.run",
@@ -59,6 +61,7 @@ __all__ = [
     "Job",
     "JobConfig",
     "LocalSteps",
+    "LossScaling",
     "Micro",
     "Parallel",
     "Run",

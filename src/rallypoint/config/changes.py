@@ -18,6 +18,8 @@ _MODE = "a snapshot can only go on in the mode in which it was taken"
 _FIXED = {
     "replicas": _SAMPLES, "batch": _SAMPLES, "seed": _SAMPLES,
     "shard_bytes": _LAYOUT, "groups": _LAYOUT, "decay_1d": _LAYOUT,
+    "precision": "the loss scale of fp16 is in the snapshot, or is not",
+    "loss_scale.init_scale": "it is for the first step, which the job has made",
     "codec": "what workers have not sent yet is in the snapshot, as this codec keeps it",
     "sync": _MODE, "optimizer.type": "the snapshot holds the state of this optimizer", "sync.outer.type": _MODE,
     "optimizer.initial_accumulator_value": "it is for the first step, which the job has made",
@@ -69,6 +71,8 @@ def _why_not(change: Change, config: JobConfig) -> str:
         return "rounds are staggered, and which shards the snapshot has at which version depends on it"
     parts = change.key.split(".")
     path = [".".join(parts[: n + 1]) for n in range(len(parts))]
+    if change.key == "precision" and "fp16" not in (change.before, change.after):
+        return ""
     reasons = [_FIXED[key] for key in path if key in _FIXED]
     free = any(key in _FREE for key in path) and change.key not in _FIXED
     return "" if free or not reasons else reasons[-1]

@@ -24,6 +24,8 @@ def check(config: JobConfig) -> None:
         raise ConfigError(why)
     if config.hold == "bf16" and config.precision != "bf16":
         raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
+    if config.precision == "fp16" and config.nonfinite == "continue":
+        raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
     for optimizer in (config.optimizer, config.applied):
         _check_optimizer(optimizer)
     plain = isinstance(config.applied, SGD) and not config.applied.momentum

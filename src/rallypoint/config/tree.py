@@ -11,6 +11,7 @@ import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
 from rallypoint.core.layout import SHARD_BYTES, Role
+from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Optimizer
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
@@ -50,7 +51,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
         clip: global gradient norm at which to clip, or None.
         seed: seed of the sample order and of every replica's randomness.
-        precision: "bf16" computes forward passes and evaluations in `torch.autocast` with bf16; parameters stay fp32.
+        precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
+            "fp16" scales losses, and a step whose gradients overflow is skipped.
+        loss_scale: how the loss scale of "fp16" begins and changes.
         hold: "bf16": workers hold parameters of two or more dimensions in bf16 (with ``precision="bf16"``), servers in
             fp32. The last version is installed in fp32. `codec` and `down` are then bf16 by default.
         nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
@@ -83,7 +86,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     accumulate: int = 1
     clip: float | None = None
     seed: int = 0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    loss_scale: LossScaling = LossScaling()
     hold: Literal["fp32", "bf16"] = "fp32"
     nonfinite: Literal["stop", "skip", "continue"] = "stop"
     decay_1d: bool = False
@@ -200,7 +204,12 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
         Stopping needs no decision: a worker sees its own loss before it pushes anything of that replica.
         """
-        return self.mode.pace is Pace.ROUNDS and (self.clips_on_servers or self.nonfinite == "skip")
+        return self.mode.pace is Pace.ROUNDS and (self.clips_on_servers or self.skips)
+
+    @property
+    def skips(self) -> bool:
+        """True if servers may skip a step, all of them together."""
+        return self.nonfinite == "skip" or self.precision == "fp16"
 
     @property
     def overlaps(self) -> bool:
@@ -230,7 +239,8 @@ class Settings(TypedDict, total=False):
     accumulate: int
     clip: float | None
     seed: int
-    precision: Literal["fp32", "bf16"]
+    precision: Literal["fp32", "bf16", "fp16"]
+    loss_scale: LossScaling
     hold: Literal["fp32", "bf16"]
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
@@ -262,6 +272,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.CODEC: any(codec != Raw() for codec in config.codecs),
         Feature.CODEC_STATE: any(has_state(codec) for codec in config.codecs),
         Feature.DOWN: config.down != Raw(),
+        Feature.FP16: config.precision == "fp16",
         Feature.HOLD: config.hold != "fp32",
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
         Feature.FRESH_INNER: local is not None and not local.keep_inner,

@@ -17,6 +17,7 @@ import msgspec
 
 from rallypoint.codec.spec import DGC, PowerSGD, RandomK, TopK
 from rallypoint.config.tree import Group, JobConfig
+from rallypoint.core.loss_scale import LossScaling, is_power_of_two
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.core.schedule import Constant, Cosine, Linear, StepDecay
@@ -40,6 +41,10 @@ class Limit:
 _ABOVE_0 = Limit("above 0", lambda value: value > 0)
 _FROM_0 = Limit("of at least 0", lambda value: value >= 0)
 _FROM_1 = Limit("of at least 1", lambda value: value >= 1)
+_POWER = Limit("that is a power of two, from 2^-126 to 2^127", is_power_of_two)
+_GROWTH = Limit("that is a power of two, of at least 1", lambda value: value >= 1 and is_power_of_two(value))
+_BACKOFF = Limit("that is a power of two, of at most 1", lambda value: value <= 1 and is_power_of_two(value))
+_COUNTABLE = Limit("from 1 to 16777216", lambda value: 1 <= value <= 1 << 24)  # fp32 counts so far
 _SHARE = Limit("above 0, of at most 1", lambda value: 0 < value <= 1)
 _DECAY = Limit("from 0 to below 1", lambda value: 0 <= value < 1)
 _BETAS = Limit("from 0 to below 1", lambda value: all(0 <= beta < 1 for beta in value))
@@ -55,6 +60,9 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
         **dict.fromkeys(("replicas", "batch", "steps", "accumulate", "window", "items_per_sample"), _FROM_1),
         **dict.fromkeys(("table_std", "presum_bytes", "hold_bytes", "in_flight_bytes"), _FROM_0),
         "clip": _ABOVE_0, "shard_bytes": _SHARD,
+    },
+    LossScaling: {
+        "init_scale": _POWER, "growth_factor": _GROWTH, "backoff_factor": _BACKOFF, "growth_interval": _COUNTABLE,
     },
     Group: {"weight_decay": _FROM_0},
     AdamW: _ADAM,

@@ -96,6 +96,7 @@ class RunConsole:
         self.failure: str | None = None
         self._accounted: Accounted | None = None
         self.finished = False
+        self._stopped = (-1, "")  # the step with which the script has stopped the job, and why
         self._over_at = 0.0  # when the job ended: what comes after that is no training
         self._plan: Planned | None = None
         self._progress: Progress | None = None
@@ -171,7 +172,8 @@ class RunConsole:
                 self._accounted = message
             case Aborted(reason=reason):
                 self.failure = reason
-            case Finished():
+            case Finished(stopped_at=stopped_at, why=why):
+                self._stopped = (stopped_at, why)
                 self._over_at = self._over_at or time.monotonic()
                 self.finished = True
             case _:
@@ -217,10 +219,13 @@ class RunConsole:
             self._said_done = True
             seconds = (self._over_at or time.monotonic()) - self._start
             # Each item once, even if it was computed again
-            items = self._plan.items * (self._plan.steps - self._plan.done)
-            steps = f"{self._plan.steps} steps"
+            (stopped_at, why), last = self._stopped, self._plan.steps
+            steps = f"{last} steps"
+            if stopped_at >= 0:
+                last, steps = stopped_at, f"stopped at step {stopped_at}: {escape(why)}"
+            items = self._plan.items * (last - self._plan.done)
             if self._plan.done:  # the others were an earlier run's
-                steps += f", of them {self._plan.steps - self._plan.done} now"
+                steps += f", of them {last - self._plan.done} now"
             self.console.print(
                 f"[bold]done[/bold]: {steps}, {items:,} {escape(self._plan.item)} "
                 f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"
@@ -271,7 +276,8 @@ class RunConsole:
         named = self._named(skipped.step)
         what = f"a contribution to {named} dropped" if skipped.alone else f"{named} skipped"
         rest = f"; {self._left_out(skipped.alone)} so far" if count > 1 else ""
-        self.say(f"[yellow]{what}: {escape(why)}{rest}[/yellow]")
+        scale = f"; the loss scale is {skipped.loss_scale:g} now" if skipped.loss_scale else ""
+        self.say(f"[yellow]{what}: {escape(why)}{scale}{rest}[/yellow]")
 
     def say(self, sentence: str) -> None:
         """Print a sentence, which may have markup: in a terminal wrapped between words, in a file as one line."""

@@ -38,9 +38,10 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"
+    FP16 = "fp16"
 
 
-PRECISION_HELP = "bf16: forward passes in torch.autocast with bf16, parameters in fp32."
+PRECISION_HELP = "bf16, fp16: forward passes in torch.autocast, parameters in fp32; fp16 scales losses."
 
 _PAUSES_S = (1.0, 60.0)  # the first pause before a model is saved again, which doubles, and the longest
 

@@ -14,10 +14,10 @@ from rallypoint.core.shard.server import Plan
 def plan_of(config: JobConfig, shards: Sequence[Shard]) -> Plan:
     """The plan of a job with this configuration and these shards."""
     parameters = frozenset(s.index for s in shards if s.role != "buffers")
-    waiting = frozenset(s.index for s in shards) if config.nonfinite == "skip" else parameters
+    waiting = frozenset(s.index for s in shards) if config.skips else parameters
     rule = Rule(
         config.clip if config.clips_on_servers else None, skips=config.nonfinite == "skip",
-        stops=config.nonfinite == "stop",
+        stops=config.nonfinite == "stop", scaled=config.precision == "fp16",
     )  # fmt: skip
     return Plan(
         policy=config.policy, expected=[config.contributors(s.role) for s in shards], measured=parameters,

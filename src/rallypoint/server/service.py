@@ -218,7 +218,9 @@ class ServerService:
             )
             self._link.send(GiveUp(reason, verdict.step, verdict.generation))  # it still has that version
         elif self._skipped.is_new((verdict.generation, verdict.step, losses, gradients)):
-            self._link.send(Skipped(verdict.step, losses, verdict.generation, gradients, parameter, alone))
+            scaled, scaling = job.plan.rule.scaled, job.config.loss_scale
+            scale = scaling.after(verdict.loss_scale, 0, skipped=True)[0] if scaled else 0.0
+            self._link.send(Skipped(verdict.step, losses, verdict.generation, gradients, parameter, alone, scale))
 
     def failed(self, error: BaseException) -> None:
         """The shards can no longer be trusted: end the job."""

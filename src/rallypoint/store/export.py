@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import Entry, Shard, TensorSpec
+from rallypoint.core.loss_scale import ENTRY
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.manifest import Manifest, age
 from rallypoint.store.record import ShardRecord
@@ -122,7 +123,8 @@ class _Flat:
 
     def model(self) -> dict[str, torch.Tensor]:
         tables = {spec.name: table[MASTER] for spec, table in self._by_table()}
-        tensors = {entry.spec.name: self._tensor(entry) for entry in self._layout.entries} | tables
+        entries = [entry for entry in self._layout.entries if entry.spec.name != ENTRY]
+        tensors = {entry.spec.name: self._tensor(entry) for entry in entries} | tables
         return tensors | {name: tensors[first] for name, first in self._tied.items() if first in tensors}
 
     def optimizer(self) -> OptimizerState:

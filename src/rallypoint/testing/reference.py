@@ -53,6 +53,18 @@ def train_reference(
     return [reference.step(step) for step in range(config.steps)]
 
 
+def loss_scales(
+    model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig
+) -> list[float]:  # fmt: skip
+    """Train as `train_reference` with fp16, and return the loss scale of every step, and the one after the last."""
+    reference = _Reference(model, dataset, loss_fn, config, lambda step, replica: 1.0)
+    scales = [reference.scaler.get_scale()]
+    for step in range(config.steps):
+        reference.step(step)
+        scales.append(reference.scaler.get_scale())
+    return scales
+
+
 class _Reference:
     def __init__(
         self, model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig,
@@ -73,6 +85,11 @@ class _Reference:
             {"params": members, "weight_decay": s.weight_decay} for members, s in zip(by_group, settings, strict=True)
         ]
         self.optimizer = plain_optimizer(config.optimizer, param_groups)
+        self.scaler = torch.amp.GradScaler(
+            self.tensors.device.type, enabled=config.precision == "fp16", init_scale=config.loss_scale.init_scale,
+            growth_factor=config.loss_scale.growth_factor, backoff_factor=config.loss_scale.backoff_factor,
+            growth_interval=config.loss_scale.growth_interval,
+        )  # fmt: skip
         self.own: tuple[Sequence[Steps], Sequence[Steps]] | None = None
         self.stepped = [p for members in by_group for p in members]  # in layout order, as self.parameters
 
@@ -107,7 +124,7 @@ class _Reference:
             seed_everything(derive_seed(self.config.seed, "compute", step, replica, micro))
             with self.autocast():
                 loss = self.loss_fn(self.model, batch)
-            (loss / self.config.accumulate).backward()  # type: ignore[no-untyped-call]
+            self.scaler.scale(loss / self.config.accumulate).backward()  # type: ignore[no-untyped-call]
             losses.append(float(loss.detach()))
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
         return math.fsum(losses) / len(losses), gradients
@@ -119,6 +136,9 @@ class _Reference:
 
     @torch.no_grad()
     def update(self, step: int, gradients: list[torch.Tensor], finite: bool, start: list[torch.Tensor]) -> None:
+        if self.config.precision == "fp16":
+            self.update_unscaled(step, gradients, start)
+            return
         if self.config.decides:
             norm = self.norm(gradients)
             if self.config.nonfinite == "skip" and not (finite and math.isfinite(norm)):
@@ -129,11 +149,29 @@ class _Reference:
         if self.own is not None:
             self.step_own(gradients)
             return
-        for group, settings in zip(self.optimizer.param_groups, map(self.settings, self.groups), strict=True):
-            group["lr"] = rate_at(self.config.schedule, step, self.config.steps) * settings
+        self.set_rates(step)
         for p, g in zip(self.stepped, gradients, strict=True):
             p.grad = g
         self.optimizer.step()
+
+    def update_unscaled(self, step: int, gradients: list[torch.Tensor], start: list[torch.Tensor]) -> None:
+        """As torch's examples of GradScaler; the rate follows the number of the step, also of one that is skipped."""
+        self.set_rates(step)
+        for p, g in zip(self.stepped, gradients, strict=True):
+            p.grad = g
+        self.scaler.unscale_(self.optimizer)
+        if not all(bool(torch.isfinite(p.grad).all()) for p in self.stepped if p.grad is not None):
+            copy_all(self.buffers, start)  # a step that is skipped changes nothing but the scale
+        elif self.config.clip is not None:
+            factor = clip_scale(self.norm([p.grad for p in self.stepped if p.grad is not None]), self.config.clip)
+            for p in self.stepped:
+                p.grad = None if p.grad is None else p.grad * factor
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def set_rates(self, step: int) -> None:
+        for group, settings in zip(self.optimizer.param_groups, map(self.settings, self.groups), strict=True):
+            group["lr"] = rate_at(self.config.schedule, step, self.config.steps) * settings
 
     def step_own(self, gradients: list[torch.Tensor]) -> None:
         assert self.own is not None

@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rallypoint.config import JobConfig, group_of, ranks_of
 from rallypoint.core.layout import Entry, Layout, Shard, TensorSpec, build_layout
+from rallypoint.core.loss_scale import ENTRY
 from rallypoint.core.modes import Feature, why_not
 from rallypoint.errors import ModelError
 from rallypoint.optim.rows import refusal
@@ -75,8 +76,11 @@ class ModelTensors:
 
     Persistent buffers (for example BatchNorm statistics) are shared; the other buffers stay private to this worker.
     `tables` has, for each of the layout's tables, the modules that use it. `tied` maps each further name of a tied
-    tensor to its name in the layout. Raises ModelError when the model or a table cannot be trained like this.
+    tensor to its name in the layout. With fp16, `loss_scale` is shared like a buffer: the scale, and the steps applied
+    with it (fp32, shape (2,)). Raises ModelError when the model or a table cannot be trained like this.
     """
+
+    loss_scale: torch.Tensor | None = None
 
     def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
         _check_model(model)
@@ -86,6 +90,9 @@ class ModelTensors:
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}
+        device = next((p.device for p in trained.values()), torch.device("cpu"))
+        if config.precision == "fp16":
+            self.loss_scale = shared[ENTRY] = torch.tensor([config.loss_scale.init_scale, 0.0], device=device)
         specs = [_spec(name, p, group_of(config, name, p.dim())) for name, p in trained.items()]
         specs += [_spec(name, b, -1) for name, b in shared.items()]
         rows = [_spec(name, sharing[0].weight, group_of(config, name, 2)) for name, sharing in tables.items()]
@@ -95,8 +102,7 @@ class ModelTensors:
         placed = [Placed(by_name[entry.spec.name], entry) for entry in self.layout.entries]
         self.parameters = [p for p in placed if p.entry.spec.group >= 0]
         self.buffers = [p for p in placed if p.entry.spec.group < 0]
-        first = next(iter(trained.values()), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = device
         names = {id(p.tensor): p.entry.spec.name for p in placed}
         names |= {id(sharing[0].weight): name for name, sharing in tables.items()}
         known = {*by_name, *tables}

@@ -9,7 +9,8 @@ class Feature(enum.Enum):
     """One thing that a job may use. The value is how a user writes it.
 
     A job's features come from its configuration, its model, the terms of its cluster and its script. A feature that
-    only the script decides (`EVALUATION`) cannot be refused before the script runs: it works in every mode.
+    only the script decides cannot be refused before the script runs: `EVALUATION` works in every mode, and `STOP` is
+    refused when the script asks for it.
     """
 
     # the configuration
@@ -20,6 +21,7 @@ class Feature(enum.Enum):
     CODEC = "a lossy codec="
     CODEC_STATE = "a codec= with state (error feedback, momentum, factors)"
     DOWN = "a lossy down="
+    FP16 = 'precision="fp16"'
     HOLD = 'hold="bf16"'
     OWN_OPTIMIZER = "own_optimizer="
     # settings of rp.LocalSteps and its groups
@@ -46,6 +48,7 @@ class Feature(enum.Enum):
     BY_SPEED = "assignment by speed"
     # the script
     EVALUATION = "run.every"
+    STOP = "run.stop or break"
 
 
 STAGGERS = frozenset({Feature.FRAGMENTS, Feature.SYNC_EVERY, Feature.DELAY})  # features that make rounds staggered

@@ -92,6 +92,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
     _F.CODEC: _row(),
     _F.CODEC_STATE: _row(),
     _F.DOWN: _row(),
+    _F.FP16: _row(
+        No(
+            "its loss scale follows from decisions that servers take once for all replicas of a step; use "
+            'precision="bf16", which needs no scale'
+        ),
+        {_M.SYNC: YES},
+    ),
     _F.HOLD: _row(
         YES,
         {
@@ -178,6 +185,18 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         },
     ),
     _F.EVALUATION: _row(),
+    _F.STOP: _row(
+        YES,
+        {
+            **dict.fromkeys(_STREAMING, No(
+                "each replica goes on at its own clock, so there is no last version that all could end with; use a "
+                "lower steps="
+            )),
+            _M.STAGGERED: No(
+                "all layers are synchronised in the last round, which has to be known at the start; use a lower steps="
+            ),
+        },
+    ),
 }
 
 CONFLICTS = (
@@ -204,6 +223,19 @@ CONFLICTS = (
         _F.AGGREGATORS, _F.TABLES,
         "replicas contribute different rows, so their sum would hardly be smaller; use sparse=False, or leave "
         "--aggregators out",
+    ),
+    Conflict(
+        _F.RANKS, _F.STOP,
+        "the scripts of all ranks would have to stop in the same place; use a lower steps=",
+    ),
+    Conflict(
+        _F.FP16, _F.CODEC_STATE,
+        "what a codec keeps of one step is scaled by that step's loss scale, and is sent with the next; use a codec "
+        "without state (error_feedback=False), or precision=\"bf16\"",
+    ),
+    Conflict(
+        _F.RANKS, _F.FP16,
+        "the ranks of a worker do not hear the loss scale; use precision=\"bf16\", or leave --ranks out",
     ),
     Conflict(
         _F.FOLD, _F.REPLICATION,

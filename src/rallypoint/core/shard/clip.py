@@ -29,6 +29,7 @@ class Measure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         not_finite: the replicas whose loss was not finite.
         gradients: the replicas whose contribution to the shard was not finite, as far as they are known.
         at: the first word of the shard that is not finite; -1: all are finite.
+        loss_scale: what the step's losses were multiplied by, if this shard has the loss scale; else 0.
     """
 
     shard: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
@@ -36,6 +37,7 @@ class Measure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     not_finite: _Replicas = ()
     gradients: _Replicas = ()
     at: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
+    loss_scale: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,9 @@ class Tell:
 class Verdict:
     """The decision on `step` of `generation`: all servers scale the gradient by `scale`, or skip the step (None).
 
-    With `stops` nobody applies the step, and the job ends. `not_finite` and `gradients` are as in `Measure`; `at` is
-    the first (shard, word) that is not finite, None if there is none.
+    `norm` is that of the mean gradient, before clipping; `loss_scale` what losses were multiplied by. With `stops`
+    nobody applies the step, and the job ends. `not_finite` and `gradients` are as in `Measure`; `at` is the first
+    (shard, word) that is not finite, None if there is none.
     """
 
     step: int
@@ -62,6 +65,7 @@ class Verdict:
     gradients: tuple[int, ...] = ()
     at: tuple[int, int] | None = None
     stops: bool = False
+    loss_scale: float = 1.0
 
     @property
     def whole(self) -> bool:
@@ -86,28 +90,34 @@ def total_norm(norms: Iterable[float]) -> float:
 class Rule:
     """How servers decide: the limit of the norm (None: no clipping), and what is done with a step that is not finite.
 
-    Without `skips` and `stops` it is applied like any other.
+    Without `skips` and `stops` it is applied like any other. With `scaled`, losses are multiplied by a loss scale: the
+    gradient is divided by it, and one that is not finite is skipped, because a lower scale may help. Where the scale is
+    at most 1 already, or a loss is not finite, it cannot help; then `stops` counts.
     """
 
     clip: float | None = None
     skips: bool = False
     stops: bool = False
+    scaled: bool = False
 
     @property
     def examines(self) -> bool:
         """Do servers look at each finished sum before they apply it?"""
-        return self.skips or self.stops
+        return self.skips or self.stops or self.scaled
 
     def verdict(self, step: int, measures: Sequence[Measure], generation: ViewNumber) -> Verdict:
         """The decision on a step, from the measures in shard order."""
-        norm = total_norm(measure.norm for measure in measures)
+        loss_scale = max(measure.loss_scale for measure in measures) if self.scaled else 1.0
+        norm = total_norm(measure.norm for measure in measures) / loss_scale
         losses = _union(measure.not_finite for measure in measures)
         gradients = _union(measure.gradients for measure in measures)
         at = next(((measure.shard, measure.at) for measure in measures if measure.at >= 0), None)
-        found = Verdict(step, norm, clip_scale(norm, self.clip), losses, generation, gradients, at)
+        factor = clip_scale(norm, self.clip) / loss_scale
+        found = Verdict(step, norm, factor, losses, generation, gradients, at, loss_scale=loss_scale)
         if found.whole or not self.examines:
             return found
-        return replace(found, scale=None, stops=self.stops)
+        a_lower_scale_may_help = self.scaled and loss_scale > 1.0 and not losses
+        return replace(found, scale=None, stops=self.stops and not a_lower_scale_may_help)
 
 
 def phrase(losses: Sequence[int], gradients: Sequence[int], parameter: str) -> str:

@@ -47,7 +47,9 @@ class Decisions:
         norm = owned.norm() if owned.measured and rule.clip is not None else None
         known = norm is not None and math.isfinite(norm)
         at = -1 if known or not rule.examines else owned.first_not_finite()
-        measure = clip.Measure(owned.shard.index, norm or 0.0, finish.not_finite, finish.gradients, at)
+        measure = clip.Measure(
+            owned.shard.index, norm or 0.0, finish.not_finite, finish.gradients, at, owned.loss_scale
+        )
         return self._shell.machine.measured(finish.step, measure)
 
     def tell(self, tell: clip.Tell) -> None:

@@ -13,7 +13,6 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.server.shards.averaged import AveragedShard
-from rallypoint.server.shards.gradient import float_ranges
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
@@ -33,6 +32,10 @@ class HeldShard(Protocol):
     @property
     def measured(self) -> bool:
         """Does its gradient count in the global norm?"""
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses of the step in progress are multiplied by, if this shard has it; else 0."""
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Set the first version, of `nbytes` bytes."""
@@ -122,5 +125,4 @@ class Shelf:
             return OwnedRows(place, self._layout.tables[place.part.table].name, self._config, self._pools)
         if place.role == "parameters":
             return self._parameters(place, self._config, self._pool, self._scratch)
-        floats = float_ranges(place, self._layout.entries)
-        return OwnedShard(place, self._config, self._pool, self._scratch, floats)
+        return OwnedShard(place, self._config, self._pool, self._scratch, self._layout.entries)

@@ -10,13 +10,14 @@ import xxhash
 
 from rallypoint.codec.base.scratch import Scratch
 from rallypoint.config import JobConfig
-from rallypoint.core.layout import Shard
+from rallypoint.core.layout import Entry, Shard
 from rallypoint.core.optimizer import SGD
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer, state_names
-from rallypoint.server.shards.gradient import FloatRange, GradientSum, first_that_became
+from rallypoint.server.shards.gradient import GradientSum, first_that_became, float_ranges
+from rallypoint.server.shards.scale import ScaleWords
 from rallypoint.server.shards.wire import WireCopies
 from rallypoint.store.record import ShardRecord
 
@@ -27,8 +28,9 @@ class OwnedShard:
     """Master weights, optimizer state, the sum in progress, and the wire copies of the last two versions."""
 
     def __init__(
-        self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, floats: Sequence[FloatRange] = ()
+        self, shard: Shard, config: JobConfig, pool: BufferPool, scratch: Scratch, entries: Sequence[Entry] = ()
     ) -> None:
+        """`entries` are the tensors of the layout, for a shard of buffers."""
         self.shard = shard
         self._pool = pool
         none_here = shard.role == "buffers"
@@ -40,10 +42,16 @@ class OwnedShard:
         # torch's foreach kernel adds Nesterov momentum to the gradient in place; the backup needs it without.
         self._spends_gradient = isinstance(config.applied, SGD) and config.applied.nesterov
         self._compensation = config.compensation
-        self._floats = floats  # of buffers: where they hold floating-point numbers
+        self._floats = float_ranges(shard, entries)  # of buffers: where they hold floating-point numbers
+        self._scale = ScaleWords(config, shard, entries)
         self.mean, self.norm, self.abandon = self._sum.mean, self._sum.norm, self._sum.abandon
         self.merge, self.discard = self._sum.merge, self._sum.discard
         self.raw, self.encoded = self._wire.raw, self._wire.encoded
+
+    @property
+    def loss_scale(self) -> float:
+        """What the losses of the step in progress are multiplied by, if this shard has it; else 0."""
+        return self._scale.scale(self.master)
 
     def install(self, payload: Buffer, version: int = 0, nbytes: int = 0) -> None:
         """Set the first version. Its buffer becomes the wire copy."""
@@ -89,7 +97,7 @@ class OwnedShard:
         The gradient's buffer becomes the wire copy. With `replicate` the wire copy gets a new buffer, and the scaled
         gradient's buffer is returned, with its bytes, for the backup.
         """
-        scale = update.scale
+        scale, kept = update.scale, self._scale.keep(self.master)
         wire = self._pool.take() if update.replicate else self._sum.buffer
         if scale is not None and self._optimizer is None:
             self.master.copy_(self._sum.values)
@@ -100,6 +108,7 @@ class OwnedShard:
             if update.replicate and self._spends_gradient:
                 gradient = wire.tensor[: self.shard.words].copy_(gradient)
             self._optimizer.apply(gradient, update.step, update.rate)
+        self._scale.advance(self.master, kept, skipped=scale is None)
         finished = self._sum.leave()
         wire.tensor[: self.shard.words].copy_(self.master)
         self._wire.keep(update.version, wire, update.oldest)

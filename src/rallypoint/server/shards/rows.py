@@ -34,6 +34,7 @@ class OwnedRows:
     with their old values (I5).
     """
 
+    loss_scale = 0.0
     measured = True  # these gradients count in the global norm, like all others
 
     def __init__(self, shard: Shard, table: str, config: JobConfig, pools: BufferPools) -> None:

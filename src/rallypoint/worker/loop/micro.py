@@ -40,8 +40,10 @@ class Micro:
         step, replica, index: which micro-batch of the job this is.
     """
 
-    def __init__(self, run: Loop, *, step: int, replica: int, index: int, batch: Any) -> None:
-        self._run = run
+    def __init__(
+        self, run: Loop, *, step: int, replica: int, index: int, batch: Any, scale: torch.Tensor | None = None
+    ) -> None:  # fmt: skip
+        self._run, self._scale = run, scale
         self.step, self.replica, self.index, self.batch = step, replica, index, batch
         self._inside = self._finished = self.abandoned = False
         self._failure: BaseException | None = None  # the error that `backward` raised
@@ -128,6 +130,16 @@ class Micro:
         except BaseException as error:
             self._failure = error
             raise
+
+    @property
+    def finished(self) -> bool:
+        """True if `backward` has ended without an error."""
+        return self._finished and self._failure is None and not self.abandoned
+
+    @property
+    def loss_scale(self) -> float:
+        """What `backward` multiplies the loss by: 1 except with fp16. (Reading it waits for a GPU.)"""
+        return 1.0 if self._scale is None else float(self._scale[0])
 
     @property
     def _where(self) -> str:

@@ -65,10 +65,12 @@ class Passes:
         if micro.index == 0:
             self._check_no_gradient(micro)
         self._count(micro, loss, weight)
-        last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
+        last = micro.index == self._config.accumulate - 1 and self.ends_round(micro.step)
         self._parts.source.begin_backward(mean_of(self.weights), finite=self.losses.finite, last=last)
         with self._parts.tracer.span("backward", step=micro.step, replica=micro.replica), self.autocast.off():
-            (loss / self._config.accumulate if self._config.accumulate > 1 else loss).backward()  # type: ignore[no-untyped-call]
+            loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
+            scale = self._parts.tensors.loss_scale
+            (loss if scale is None else loss * scale[0]).backward()  # type: ignore[no-untyped-call]
         self._parts.source.end_backward()
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
@@ -98,7 +100,8 @@ class Passes:
                     "the script has called backward() itself. Give micro.backward the sum of all losses, once"
                 )
 
-    def _ends_round(self, step: int) -> bool:
+    def ends_round(self, step: int) -> bool:
+        """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
 
