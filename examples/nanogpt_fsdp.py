@@ -13,12 +13,12 @@ from torch.distributed.fsdp import fully_shard
 import rallypoint as rp
 
 sys.path.insert(0, sys.argv[1])
-from model import GPT, GPTConfig  # nanoGPT's model.py
+from model import GPT, GPTConfig  # type: ignore[import-not-found]  # nanoGPT's model.py
 
 BLOCK = 64
 
 
-class Bytes(torch.utils.data.Dataset):
+class Bytes(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Windows of a text, as bytes, and the bytes that follow them."""
 
     def __init__(self, path: str) -> None:

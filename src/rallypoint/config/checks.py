@@ -60,6 +60,10 @@ def check_ranks(config: JobConfig) -> None:
     """Raise ConfigError for settings that a worker of several ranks does not support."""
     if why := refusal(config.mode.name, {*config.features, Feature.RANKS}):
         raise ConfigError(why)
+    if config.precision == "fp16":
+        raise ConfigError(
+            'precision="fp16" is for a worker of one process, as other ranks do not know its loss scale: use bf16'
+        )
     if config.hold != "fp32":
         raise ConfigError(
             f'hold="{config.hold}" is for a worker of one process: with ranks, give fully_shard a '

@@ -56,6 +56,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         loss_scale: how the loss scale of "fp16" begins and changes.
         hold: "bf16": workers hold parameters of two or more dimensions in bf16 (with ``precision="bf16"``), servers in
             fp32. The last version is installed in fp32. `codec` and `down` are then bf16 by default.
+        recompute: "blocks": blocks of the model run their forward pass again in the backward pass, and keep less.
+        offload: "activations": what a forward pass keeps on a GPU waits for the backward pass in the host's memory.
         nonfinite: what a NaN or infinite loss or gradient does: "stop" the job, "skip" the step on all servers, or
             "continue" as plain PyTorch would.
         decay_1d: decay norms and biases (tensors of fewer than two dimensions) too.
@@ -89,6 +91,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
     hold: Literal["fp32", "bf16"] = "fp32"
+    recompute: Literal["none", "blocks"] = "none"
+    offload: Literal["none", "activations"] = "none"
     nonfinite: Literal["stop", "skip", "continue"] = "stop"
     decay_1d: bool = False
     groups: tuple[Group, ...] = ()
@@ -242,6 +246,8 @@ class Settings(TypedDict, total=False):
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
     hold: Literal["fp32", "bf16"]
+    recompute: Literal["none", "blocks"]
+    offload: Literal["none", "activations"]
     nonfinite: Literal["stop", "skip", "continue"]
     decay_1d: bool
     groups: Sequence[Group]

@@ -9,6 +9,7 @@ import torch
 
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
+from rallypoint.worker.activations import Activations
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
@@ -29,6 +30,7 @@ class Passes:
         self._parts, self._config, self._early = parts, parts.config, early
         self._exchange, self._installed_early = parts.exchange, installed_early
         self.autocast = Autocast(parts.config, parts.tensors.device)
+        self._activations = Activations(parts.model, parts.config, parts.tensors.device)
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
@@ -39,6 +41,10 @@ class Passes:
     def resume(self, losses: Losses, weights: list[float]) -> None:
         """A replica goes on with its round."""
         self.losses, self.weights = losses, weights
+
+    def remove(self) -> None:
+        """The run is over: the model computes as before."""
+        self._activations.remove()
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""
@@ -52,9 +58,11 @@ class Passes:
         self._early.inside = self._exchange.rows.in_micro = True
         seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
+        self._activations.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        self._activations.leave()
         self.autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False
 

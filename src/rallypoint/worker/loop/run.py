@@ -337,6 +337,7 @@ class Run:
         """Take the hooks off the model."""
         self._early.undo()
         self._source.remove()
+        self._passes.remove()
         self._checks.off()
         self._guard.remove()
         self._versions.close()

@@ -16,6 +16,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
 from rallypoint.parallel.group import Kind, Order
+from rallypoint.worker.activations import Activations
 from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.precision.autocast import Autocast
@@ -40,6 +41,7 @@ class RankRun:
         self._figures = Figures(spread.group, spread.part)
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
         self._autocast = Autocast(config, spread.device)
+        self._activations = Activations(spread.model, config, spread.device)
         self._step, self._started, self._leads = -1, False, False
         self._losses: list[torch.Tensor] = []
         self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
@@ -107,6 +109,7 @@ class RankRun:
                     yield from self._replica(order.first, order.second)
         if order.first:
             raise SystemExit(0)  # this worker was told to leave
+        self._activations.remove()
         self._leads = bool(order.second)
         self._spread.restore_buffers()
 
@@ -149,9 +152,11 @@ class RankRun:
         """Begin ``with micro:``."""
         seed_everything(self._batches.compute_seed(micro.step, micro.replica, micro.index))
         self._autocast.enter()
+        self._activations.enter()
 
     def exit_micro(self) -> None:
         """End ``with micro:``."""
+        self._activations.leave()
         self._autocast.leave()
 
     def backward_micro(self, micro: Micro, loss: torch.Tensor, weight: float) -> None:
