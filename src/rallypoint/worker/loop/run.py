@@ -89,7 +89,10 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, where results belong. Raises UsageError when it cannot be made."""
+        """The run's folder, where results belong. Raises UsageError when it cannot be made.
+
+        A coordinator that was started by hand without --folder has none: then it is where this worker runs.
+        """
         folder = Path(self._parts.coordinator.welcome.folder or ".")
         try:
             folder.mkdir(parents=True, exist_ok=True)
