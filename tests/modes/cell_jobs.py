@@ -19,6 +19,7 @@ from rallypoint.worker.tensors import weights_hash
 
 REPLICAS, STEPS = 4, 12
 HELD_AT = 6  # the step before which workers wait until somebody has been killed
+STOPS_AT = 8  # the step at which the script stops the job
 SPEED_STEPS = 60
 POLL_S = 0.005
 SLOW_S = 0.05  # what each step takes longer on the slower worker: much, also where others use the machine
@@ -143,6 +144,8 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
             loss = _loss(model, micro.batch)
             is_bad = cell.has(Feature.SKIP) and (micro.step, micro.replica) == (2, 1)
             micro.backward(loss * math.nan if is_bad else loss)
+        if cell.has(Feature.STOP) and micro.step >= STOPS_AT:
+            run.stop("the cell says so")
     return weights_hash(model)
 
 

@@ -15,7 +15,7 @@ from rallypoint.testing.processes import ProcessCluster
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
-from cell_jobs import HELD_AT, CellJob, job_of, train_cell
+from cell_jobs import HELD_AT, STOPS_AT, CellJob, job_of, train_cell
 from stage import Stage
 
 QUICK = {
@@ -230,7 +230,18 @@ def test_an_aggregator_that_hangs_is_left_long_before_it_is_given_up(tmp_path: P
         walk.close()
 
 
+def the_script_stops_the_job_after_a_kill(walk: Walk) -> None:
+    stage = walk.begin()
+    stage.until_held("worker0", "worker1")
+    stage.kill("worker1")
+    walk.ends(stage, "worker0")
+    stage.until_over()
+    (finished,) = stage.events("Finished")
+    assert STOPS_AT < finished["stopped_at"] < walk.job.config.steps
+
+
 PLAYS: dict[Feature, Callable[[Walk], None]] = {
+    Feature.STOP: the_script_stops_the_job_after_a_kill,
     Feature.EVALUATION: the_lead_is_killed_and_somebody_else_evaluates,
     Feature.REPLICATION: a_server_with_a_backup_is_killed,
     Feature.SNAPSHOTS: everybody_with_the_state_is_killed,

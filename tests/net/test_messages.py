@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.typed import LONGEST_NAME, LONGEST_TEXT
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net import messages as m
 
@@ -23,7 +23,7 @@ VIEW = View(
     ViewNumber(3, 4), ViewNumber(2, 1), *MEMBERS, assignments=(Assignment(0, {"w0": (0, 1)}), Assignment(7,
         {"w0": (1,), "w1": (0,)})),
     primary={0: "s0", 1: "s0"}, backup={1: "s1"}, paired={1: ViewNumber(2, 3)},
-    origin="step-00000004-1", uploader="w0", ending=True,
+    origin="step-00000004-1", uploader="w0", ending=True, stop=Stop(7, "enough", "w0"),
 )  # fmt: skip
 EXAMPLES: list[m.Message] = [
     m.Challenge(b"\0" * 32, "server", "s0"),
@@ -35,6 +35,7 @@ EXAMPLES: list[m.Message] = [
     m.Leaving(), m.Stored("step-00000004-1", {"s0.shards": 9}, {0: ("s0.shards", 0, 9, "00ff")}),
     m.NotStored("step-00000004-1", "no room", 5), m.SnapshotWanted(), m.Resize(4), m.Metrics(3, {"val_loss": 0.25}),
     m.Say("words"), m.Skipped(4, (0, 1), ViewNumber(2)),
+    m.Stop(7, "enough", 6, ViewNumber(2, 1)),
     m.Done(ViewNumber(2, 1)), m.GiveUp("tired"), m.Admitted(7, b"\1" * 32), m.Prepare(RECORD),
     m.NewView(VIEW, {"s0": b"\2" * 32}, b"\3" * 32), m.Assist(3, 1),
     m.Capture("step-00000004-1", 4), m.Finished("w0"), m.Aborted("why"),

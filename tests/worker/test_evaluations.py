@@ -45,7 +45,7 @@ def unwatched(step: int) -> Iterator[None]:
 def steps_evaluated(every: int, versions: list[tuple[int, int]], last: int = 1000) -> list[int]:
     """At which of these (step, step of the version before it in the job) an evaluation runs."""
     seen: list[int] = []
-    evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, steps=last, watch=unwatched)
+    evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, ends=lambda step: step == last, watch=unwatched)
     evaluations.add(every, lambda step: seen.append(step))
     for step, before in versions:
         evaluations.run(evaluations.due(step, before), step, lambda values: None)
@@ -88,7 +88,7 @@ def test_an_evaluation_draws_the_same_numbers_whatever_came_before_and_training_
 
 def test_an_evaluation_is_seeded_by_its_step_and_puts_the_generators_back() -> None:
     drawn: list[float] = []
-    evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, steps=100, watch=unwatched)
+    evaluations = Evaluations(torch.nn.Linear(1, 1), seed=0, ends=lambda step: step == 100, watch=unwatched)
     evaluations.add(1, lambda step: drawn.append(torch.rand(1).item()))
     for seed in (1, 2):
         torch.manual_seed(seed)

@@ -110,7 +110,7 @@ Act = (
 
 def last_message(word: Finish | Abort) -> Finished | Aborted:
     """The message that tells everybody how the job ended."""
-    return Finished(word.lead) if isinstance(word, Finish) else Aborted(word.reason)
+    return Finished(word.lead, word.stopped_at, word.why) if isinstance(word, Finish) else Aborted(word.reason)
 
 
 def failure_of(word: Finished | Aborted) -> str | None:

@@ -173,7 +173,7 @@ class Announcer:
         step, replicas = self.tally.missing()
         late = [worker for worker, own in view.assigned(step).items() if set(own) & set(replicas)]
         course = self._machine.course
-        over = course.record is not None and step >= course.record.rounds
+        over = course.record is not None and step >= course.last
         if over:
             late = [worker for worker in late if worker not in course.members.done]
         if evaluating := [worker for worker in late if worker in course.evaluating]:

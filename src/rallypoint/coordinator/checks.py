@@ -29,6 +29,7 @@ from rallypoint.net.messages import (
     Say,
     Skipped,
     SnapshotWanted,
+    Stop,
     Stored,
 )
 
@@ -36,7 +37,7 @@ MOST = 10_000  # the most workers or servers that a `Resize` may ask for, or a `
 _AGE_S = 1e9  # no wait is longer
 
 _MAY_SAY: dict[str, tuple[type, ...]] = {
-    "worker": (Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Done, GiveUp),
+    "worker": (Knows, Propose, Beat, Report, Leaving, Stored, NotStored, Metrics, Say, Stop, Done, GiveUp),
     "server": (Knows, Beat, Applied, Accounted, CaughtUp, Disproved, Leaving, Stored, NotStored, Skipped, Say, GiveUp),
     "aggregator": (Knows, Beat, Say),
     "observer": (SnapshotWanted, Resize, Release),

@@ -26,6 +26,7 @@ from rallypoint.net.messages import (
     NotStored,
     Propose,
     Report,
+    Stop,
     Stored,
 )
 
@@ -132,8 +133,10 @@ def claim_of(sender: str, message: Message) -> cluster_events.Event:
             return cluster_events.Captured(sender, snapshot, tuple(shards))
         case NotStored(snapshot=snapshot, reason=reason, passed=passed):
             return cluster_events.SnapshotLost(snapshot, f"{sender}: {reason}", passed)
-        case Done(generation=generation):
-            return cluster_events.Done(sender, generation)
+        case Stop(version=version, reason=reason, left=left, generation=generation):
+            return cluster_events.Stopped(sender, version, reason, left, generation)
+        case Done(generation=generation, version=version):
+            return cluster_events.Done(sender, generation, version)
         case GiveUp(reason=reason, version=version, generation=generation):
             return cluster_events.Failed(sender, reason, version, generation)
         case _:

@@ -54,6 +54,10 @@ class JobRecord(msgspec.Struct, frozen=True):
         at whatever version it has."""
         return self.cadence.updates_before(shard, round) if self.mode.pace is Pace.ROUNDS else None
 
+    def steps_at(self, version: int) -> int:
+        """Steps of training in this version."""
+        return min(version * self.steps_per_round, int(self.config.get("steps", self.rounds * self.steps_per_round)))
+
     def supports(self, feature: Feature) -> bool:
         """True if the feature works in this job, together with those that the job uses."""
         return not why_not(self.mode.name, feature, frozenset(self.features))

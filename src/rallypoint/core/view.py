@@ -44,6 +44,14 @@ class Assignment(msgspec.Struct, frozen=True):
     replicas: dict[str, tuple[int, ...]]
 
 
+class Stop(msgspec.Struct, frozen=True):
+    """The job ends with `version`, before its last round: the script on `worker` said so, for this `reason`."""
+
+    version: int
+    reason: str = ""
+    worker: str = ""
+
+
 class View(msgspec.Struct, frozen=True):
     """The members, the replicas that each worker computes, and the shards that each server holds.
 
@@ -67,6 +75,7 @@ class View(msgspec.Struct, frozen=True):
             the replica is somebody else's, is not lost: its sender counts it as delivered.
         aggregators: the aggregators that are here.
         aggregator_of: worker -> the aggregator that it may use. A worker that is not in it uses the servers.
+        stop: the job ends before its last round; None while nobody has said so.
     """
 
     number: ViewNumber
@@ -85,6 +94,11 @@ class View(msgspec.Struct, frozen=True):
     contributors: dict[str, tuple[int, ...]] = {}
     aggregators: tuple[Member, ...] = ()
     aggregator_of: dict[str, str] = {}
+    stop: Stop | None = None
+
+    def last(self, rounds: int) -> int:
+        """The job's last version, where it would have so many rounds."""
+        return rounds if self.stop is None else min(rounds, self.stop.version)
 
     def assigned(self, step: int) -> Mapping[str, tuple[int, ...]]:
         """Every worker's replicas at `step`; empty while the job waits for workers."""

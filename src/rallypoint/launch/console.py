@@ -70,6 +70,7 @@ class RunConsole:
         self.failure: str | None = None
         self._accounted: Accounted | None = None
         self.finished = False
+        self._stopped = (-1, "")  # the step with which the script has stopped the job, and why
         self._over_at = 0.0  # when the job ended: what comes after that is no training
         self._plan: Planned | None = None
         self._progress: Progress | None = None
@@ -145,7 +146,8 @@ class RunConsole:
                 self._accounted = message
             case Aborted(reason=reason):
                 self.failure = reason
-            case Finished():
+            case Finished(stopped_at=stopped_at, why=why):
+                self._stopped = (stopped_at, why)
                 self._over_at = self._over_at or time.monotonic()
                 self.finished = True
             case _:
@@ -191,10 +193,13 @@ class RunConsole:
             self._said_done = True
             seconds = (self._over_at or time.monotonic()) - self._start
             # Each item once, even if it was computed again
-            items = self._plan.items * (self._plan.steps - self._plan.done)
-            steps = f"{self._plan.steps} steps"
+            (stopped_at, why), last = self._stopped, self._plan.steps
+            steps = f"{last} steps"
+            if stopped_at >= 0:
+                last, steps = stopped_at, f"stopped at step {stopped_at}: {escape(why)}"
+            items = self._plan.items * (last - self._plan.done)
             if self._plan.done:  # the others were an earlier run's
-                steps += f", of them {self._plan.steps - self._plan.done} now"
+                steps += f", of them {last - self._plan.done} now"
             self.console.print(
                 f"[bold]done[/bold]: {steps}, {items:,} {escape(self._plan.item)} "
                 f"in {seconds:.1f} s ({items / max(seconds, 1e-9):,.0f} {escape(self._plan.item)}/s)"

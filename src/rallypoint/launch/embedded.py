@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import sys
-from types import TracebackType
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.errors import RallypointError
+from rallypoint.errors import RallypointError, UsageError
 from rallypoint.launch.console import RunConsole
 from rallypoint.net.handshake import Identity
 from rallypoint.net.inproc import InprocTransport
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.server.service import ServerService
+from rallypoint.worker.loop.run import Run
 from rallypoint.worker.loop.session import Job
 
 
@@ -43,15 +43,14 @@ class EmbeddedJob(Job):
             self._observer.start()
         super().__init__(id="worker0", coordinator=self._coordinator.address, transport=transport)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        run = self._run
-        if error is None and run is not None and not self._finished:
-            made, steps = max(0, run.step), run.config.steps
-            print(
-                f"warning: the loop ended before the last step: {made} of {steps} steps were made. On a cluster "
-                "the job would fail", file=sys.stderr,
-            )  # fmt: skip
-        super().__exit__(kind, error, tb)
+    def _finish(self, run: Run | None) -> None:
+        try:
+            super()._finish(run)
+        except UsageError as error:
+            print(f"warning: {error}. On a cluster the job would fail", file=sys.stderr)
+            return
+        if run is not None and not self._finished:
+            print("warning: the loop has not begun. On a cluster the job would fail", file=sys.stderr)
 
     def close(self) -> None:
         """End the worker, then its cluster."""

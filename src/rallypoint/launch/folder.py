@@ -187,7 +187,14 @@ def refuse_used_snapshots(snapshots: str) -> None:
 def refuse_a_finished_run(folder: Path) -> None:
     """Raise UsageError when the run in this folder is over: nothing is left to continue."""
     state = _journaled(folder)
-    if state is not None and isinstance(state.last_word, Finish):
+    word = None if state is None else state.last_word
+    if isinstance(word, Finish) and word.stopped_at >= 0:
+        raise UsageError(
+            f"{folder} holds a run that its script stopped at step {word.stopped_at} ({word.why}): "
+            f"`rallypoint export {folder} --to model.safetensors` writes its model; "
+            f"`rallypoint resume {folder} --set steps=N` goes on from that step, until its script stops it again"
+        )
+    if isinstance(word, Finish):
         raise UsageError(
             f"{folder} holds a finished run{_of_steps(state)}: nothing is left to do. "
             f"`rallypoint export {folder} --to model.safetensors` writes its model; "

@@ -183,10 +183,20 @@ class Skipped(AnyMessage, frozen=True):
     loss_scale: float = 0.0
 
 
+class Stop(Shown, frozen=True):
+    """The script on this worker ends the job with `version`; see `core.cluster.events.Stopped`."""
+
+    version: Index
+    reason: str = ""
+    left: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
+    generation: ViewNumber = ViewNumber()
+
+
 class Done(AnyMessage, frozen=True):
-    """This worker has the last version of `generation`."""
+    """This worker has the last version of `generation`, and that is `version` (-1: the job's last round)."""
 
     generation: ViewNumber = ViewNumber()
+    version: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 32)] = -1
 
 
 class GiveUp(Shown, frozen=True):
@@ -262,9 +272,12 @@ class Capture(AnyMessage, frozen=True):
 
 
 class Finished(AnyMessage, frozen=True):
-    """The job is done: all members may exit. The worker `lead` saves the model."""
+    """The job is done: all members may exit. The worker `lead` saves the model. For the rest see
+    `core.cluster.effects.Finish`."""
 
     lead: str = ""
+    stopped_at: int = -1
+    why: str = ""
 
 
 class Aborted(Shown, frozen=True):
@@ -336,7 +349,7 @@ class Snapshotted(AnyMessage, frozen=True):
 
 Message = (
     Challenge | Hello | Welcome | Refused | Propose | Beat | Report | Applied | Accounted | CaughtUp | Disproved |
-    Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Done | GiveUp | Admitted |
+    Leaving | Stored | NotStored | SnapshotWanted | Resize | Metrics | Say | Skipped | Stop | Done | GiveUp | Admitted |
     Prepare | NewView | Assist | Capture | Finished | Aborted | Planned | StepDone | Waiting | Members |
     Snapshotted | Knows | Held | Release
 )  # fmt: skip

@@ -1,15 +1,24 @@
-"""The end of a job that goes well: which workers hold the last version, and when that ends the job."""
+"""The end of a job that goes well: with which version, which workers hold it, and when that ends the job.
+
+A script may end its job before the last round. What it says becomes part of the next view (`View.stop`), so it is in
+the journal before anybody acts on it. The worker that says it holds a contribution back until it has that view, so in
+an aligned job no server makes a later version, and none makes the last one, before it knows.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
+from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Effect, Finish
+from rallypoint.core.cluster.effects import Abort, Effect, Finish, Note, Say
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
 from rallypoint.core.cluster.succession import Succession
-from rallypoint.core.view import ViewNumber
+from rallypoint.core.modes import Feature
+from rallypoint.core.view import Stop, ViewNumber
 
 
 @dataclass(slots=True)
@@ -27,11 +36,75 @@ class Completion:
     snapshots: Snapshots
     succession: Succession
 
-    def said(self, worker: str, generation: ViewNumber) -> list[Effect]:
-        """A worker says that it holds the last version; it installed it in `generation`."""
+    def handle(self, event: events.Done | events.Stopped) -> list[Effect]:
+        """Take one event; return the effects."""
+        return self._stop(event) if isinstance(event, events.Stopped) else self._said(event)
+
+    def _stop(self, event: events.Stopped) -> list[Effect]:
+        """The script on a worker stops the job.
+
+        Of two versions the lower counts, unless a version after it is known to exist already. The worker says it again
+        to the next coordinator and in each new generation, until a view says it.
+        """
         course = self.course
-        if worker in course.members.present and course.phase is Phase.RUNNING and course.is_current(generation):
-            course.members.says_done[worker] = generation
+        if course.phase is not Phase.RUNNING or course.record is None or event.worker not in course.members.present:
+            return []
+        if not course.is_current(event.generation) or not course.record.supports(Feature.STOP):
+            return []
+        if event.left >= 0:
+            course.members.left[event.worker] = event.left
+        version, before = self._possible(event.version), course.views.stop
+        if not 0 <= version < course.last:
+            return [*self.advance(), *self.succession.advance()]  # others compute what it does not
+        who, why = (event.worker, event.reason) if before is None else (before.worker, before.reason)
+        at = course.record.steps_at(version)
+        said = [] if event.left >= 0 else [Say(f"{who} stops the job: it ends with step {at}: {why}")]
+        return [*said, *self._ends_with(Stop(version, why, who))]
+
+    def _deserted(self) -> list[Effect]:
+        """All workers have left their loops before the last version: end with the one that they have, if they can."""
+        course, stop, present = self.course, self.course.views.stop, self.course.members.present
+        assert course.record is not None
+        left = [course.members.left.get(worker, course.last) for worker in present]
+        if stop is None or not left or max(left) >= course.last:
+            return []
+        if (version := max(left)) >= course.known and Feature.DOWN not in course.record.features:
+            return self._ends_with(msgspec.structs.replace(stop, version=version))
+        return course.end(Abort(
+            f"{stop.reason} ({stop.worker}), and so have all other workers, in the middle of a step or before the job "
+            "went back to a snapshot: call run.stop() instead, and let the loop end by itself"
+        ))
+
+    def _overtaken(self) -> list[Effect]:
+        """End a stopped job with a later version if that exists: what stopped it came too late."""
+        course, stop = self.course, self.course.views.stop
+        if stop is None or course.record is None or (version := self._possible(stop.version)) == stop.version:
+            return []
+        return self._ends_with(msgspec.structs.replace(stop, version=min(version, course.record.rounds)))
+
+    def _possible(self, version: int) -> int:
+        """The version, or a later one if later ones are known to exist. The last is sent as it is, so with a lossy
+        `down` it must be one that is yet to be made."""
+        course = self.course
+        assert course.record is not None
+        return version if course.known <= version else course.known + (Feature.DOWN in course.record.features)
+
+    def _ends_with(self, stop: Stop) -> list[Effect]:
+        course = self.course
+        assert course.record is not None
+        course.views.stop = stop
+        course.members.done.clear()
+        taking = self.snapshots.taking
+        if taking is not None and taking.version > stop.version:
+            self.snapshots.duty.abandon()
+        noted = Note(f"the job ends with version {stop.version}: {stop.reason} ({stop.worker})")
+        return [noted, *self.succession.advance(), *self.advance()]
+
+    def _said(self, event: events.Done) -> list[Effect]:
+        """A worker says that it holds the last version."""
+        course = self.course
+        if course.phase is Phase.RUNNING and event.worker in course.members.present:
+            course.members.says_done[event.worker] = (event.generation, event.version)
         return self.advance()
 
     def advance(self) -> list[Effect]:
@@ -41,19 +114,29 @@ class Completion:
             return []
         if course.failing is not None:
             return []
-        said = {w for w, g in members.says_done.items() if course.is_current(g)} & members.present
+        if ends := self._overtaken() or self._deserted():
+            return ends
+        said = {worker for worker, done in members.says_done.items() if self._is_the_last(*done)} & members.present
         effects = self._believe(said) if not said <= members.done and self._can_be(said) else []
         if course.phase is not Phase.RUNNING or not members.is_complete(course.now) or not self.snapshots.final:
             return effects
-        lead, able = course.view.lead(course.record.rounds), members.finishing
+        lead, able = course.view.lead(course.last), members.finishing
         able = able - members.awaited or able  # who is away hears of it later, or not at all
-        return [*effects, *course.end(Finish(lead if lead in able else min(able)))]
+        stop, at = course.views.stop, course.record.steps_at(course.last)
+        lead = lead if lead in able else min(able)
+        return [*effects, *course.end(Finish(lead) if stop is None else Finish(lead, at, stop.reason))]
+
+    def _is_the_last(self, generation: ViewNumber, version: int) -> bool:
+        course = self.course
+        assert course.record is not None
+        version = course.record.rounds if version < 0 else version
+        return course.is_current(generation) and version == course.last
 
     def _can_be(self, said: set[str]) -> bool:
         course = self.course
         assert course.record is not None
         assert course.view is not None
-        last, computing = course.record.rounds - 1, course.computing()
+        last, computing = course.last - 1, course.computing()
         if max(course.furthest, course.applied) >= last:
             return True
         witnesses = course.witnesses.intersection(server.id for server in course.view.servers)
@@ -67,8 +150,8 @@ class Completion:
         assert course.view is not None
         course.members.done |= workers
         for worker in sorted(workers):
-            course.has_state(worker, course.record.rounds)
-        course.furthest = max(course.furthest, course.record.rounds - 1)
+            course.has_state(worker, course.last)
+        course.furthest = max(course.furthest, course.last - 1)
         if course.view.ending:
             return []
         effects = self.succession.advance(ending=True)

@@ -84,6 +84,12 @@ class Course:
             self.applied = max(self.applied, min(step, self.record.rounds - 1))
             self.witnesses.add(server)
 
+    @property
+    def last(self) -> int:
+        """The job's last version: its last round, or an earlier one if it is stopped. Call it only with a record."""
+        assert self.record is not None
+        return self.record.rounds if self.views.stop is None else min(self.record.rounds, self.views.stop.version)
+
     def reached_by(self, step: int) -> int:
         """The step that a report of `step` proves: at most one after what servers have applied.
 
@@ -160,7 +166,8 @@ class Course:
 
     def active(self) -> list[str]:
         """The workers that compute, those that are ready longest first; the others stand by."""
-        return self.members.active(self.terms.workers_min, self.workers_max)
+        last = None if self.record is None else self.last
+        return self.members.active(self.terms.workers_min, self.workers_max, last)
 
     def computing(self) -> list[str]:
         """The active workers that have replicas at the next step or later."""

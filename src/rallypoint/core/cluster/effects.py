@@ -103,9 +103,14 @@ class Hold:
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """Tell all members that the job has finished. The worker `lead` saves the model."""
+    """Tell all members that the job has finished. The worker `lead` saves the model.
+
+    `stopped_at`: the script has stopped it after so many steps of training, for the reason `why`; -1: it has not.
+    """
 
     lead: str
+    stopped_at: int = -1
+    why: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

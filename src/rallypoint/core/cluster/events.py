@@ -103,11 +103,27 @@ class Leaving:
 
 
 @dataclass(frozen=True, slots=True)
+class Stopped:
+    """The script on a worker says that the job is to end with `version`, and why.
+
+    `left`: it has left its loop, and the worker computes nothing any more: this is the version that needs nothing of
+    it; -1: its loop goes on. `generation` is the one in which it was said.
+    """
+
+    worker: str
+    version: int
+    reason: str
+    left: int
+    generation: ViewNumber
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
-    """A worker has installed the last version, in that generation."""
+    """A worker has installed `version`, which is the last one, in that generation; -1: the job's last round."""
 
     worker: str
     generation: ViewNumber
+    version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,5 +241,5 @@ class Found:
 Event = (
     Joined | Proposed | Progress | Applied | CaughtUp | Disproved | Leaving | Done | Left | Unlinked | Failed
     | Heard | Beat | Tick | Resized | SnapshotWanted | Captured | SnapshotLost | Committed | Found | TookOver | Outrun
-    | Released
+    | Released | Stopped
 )  # fmt: skip

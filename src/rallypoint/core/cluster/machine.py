@@ -87,8 +87,7 @@ class ClusterMachine:
         if self.resume is not None:
             return  # a resumed job has new members; only the incarnations count on
         # Without a record, all members had left before anything was computed: do not use their view.
-        course.views.view = state.view if state.record is not None else None
-        course.views.caught_up = set(state.caught_up)
+        course.views.go_on_from(state.view if state.record is not None else None, state.caught_up)
         course.describe(state.record)
         course.begun, course.furthest = state.begun, state.furthest
         course.last_word, course.failing = state.last_word, state.failing
@@ -206,8 +205,8 @@ class ClusterMachine:
             case events.Leaving(member=member):
                 course.members.leaving |= {member} & (course.members.workers.keys() | course.members.servers.keys())
                 return [*self._succession.advance(), *self._succession.dismiss()]
-            case events.Done(worker=worker, generation=generation):
-                return self._completion.said(worker, generation)
+            case events.Done() | events.Stopped():
+                return self._completion.handle(event)
             case events.Resized(workers=workers):
                 course.workers_max = max(1, workers)
                 course.changed()

@@ -19,7 +19,9 @@ class Membership:
         proposed: the workers that have proposed the job's record, the earliest first.
         leaving: members that were told to leave: their replicas and shards move to others.
         done: workers that hold the last version.
-        says_done: worker that says so -> the generation that it says it of; see `Completion`.
+        says_done: worker that says so -> the generation and the version that it says it of; see `Completion`.
+        left: worker whose script has left its loop -> the last version that needs nothing more of it (-1:
+            none any more, after a roll-back). It computes no more.
         awaited: members without a connection that are expected to connect again: those of an earlier coordinator's
             view, and those whose connection broke without a word.
         resets: member whose connection was reset -> why it may be gone; looked at with the next tick.
@@ -36,7 +38,8 @@ class Membership:
     proposed: dict[str, None] = field(default_factory=dict)
     leaving: set[str] = field(default_factory=set)
     done: set[str] = field(default_factory=set)
-    says_done: dict[str, ViewNumber] = field(default_factory=dict)
+    says_done: dict[str, tuple[ViewNumber, int]] = field(default_factory=dict)
+    left: dict[str, int] = field(default_factory=dict)
     awaited: set[str] = field(default_factory=set)
     resets: dict[str, str] = field(default_factory=dict)
     given_up: dict[str, float] = field(default_factory=dict)
@@ -114,6 +117,7 @@ class Membership:
         self.proposed.pop(id, None)
         self.resets.pop(id, None)
         self.says_done.pop(id, None)
+        self.left.pop(id, None)
         for members in (self.leaving, self.done, self.awaited):
             members.discard(id)
         self._heard.pop(id, None)
@@ -168,12 +172,18 @@ class Membership:
 
     # ---- who computes ----
 
-    def active(self, at_least: int, at_most: int) -> list[str]:
-        """The workers that compute: at most `at_most`, the earliest first; none while fewer than `at_least` could."""
+    def active(self, at_least: int, at_most: int, last: int | None = None) -> list[str]:
+        """The workers that compute: at most `at_most`, the earliest first; none while fewer than `at_least` could.
+
+        Who has left its loop before version `last` computes only if there is nobody else.
+        """
         able = [worker for worker in self.proposed if worker in self.workers and worker not in self.leaving]
         sound = [worker for worker in able if worker not in self.apart]
         chosen = sound if len(sound) >= at_least and sound else able
-        return chosen[:at_most] if len(chosen) >= at_least else []
+        enough = len(chosen) >= at_least
+        if last is not None and self.left:
+            chosen = [worker for worker in chosen if self.left.get(worker, last) >= last] or chosen
+        return chosen[:at_most] if enough else []
 
     @property
     def present(self) -> set[str]:

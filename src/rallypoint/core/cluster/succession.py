@@ -164,6 +164,7 @@ class Succession:
         course = self.course
         assert course.record is not None
         course.applied, course.witnesses = -1, set()
+        course.members.left = dict.fromkeys(course.members.left, -1)
         course.recovery.begins(stored=origin != "")
         self.assigner.restart()
         self.snapshots.duty.restart()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from rallypoint.core.cluster.view_change import (
     surviving_primaries,
 )
 from rallypoint.core.layout import Shard
-from rallypoint.core.view import Assignment, Member, View, ViewNumber
+from rallypoint.core.view import Assignment, Member, Stop, View, ViewNumber
 
 
 @dataclass(slots=True)
@@ -34,6 +34,7 @@ class ViewSequence:
         view: the view in force; None before the first.
         caught_up: the shards whose backup holds all that was published: that backup may become primary.
         complete: every view of earlier coordinators that had an effect is known.
+        stop: the job ends before its last round; the next view says it to everybody.
     """
 
     epoch: int
@@ -42,6 +43,7 @@ class ViewSequence:
     view: View | None = None
     caught_up: set[int] = field(default_factory=set)
     complete: bool = False
+    stop: Stop | None = None
     _last: ViewNumber = field(default_factory=ViewNumber)
 
     @property
@@ -53,6 +55,11 @@ class ViewSequence:
     def exposed(self) -> int:
         """The number of shards without a backup that has caught up: one server's loss would lose them."""
         return 0 if self.view is None else len(self.view.primary.keys() - self.caught_up)
+
+    def go_on_from(self, view: View | None, caught_up: Iterable[int]) -> None:
+        """Put in force what an earlier coordinator has left."""
+        self.view, self.caught_up = view, set(caught_up)
+        self.stop = None if view is None else view.stop
 
     def first(
         self, shards: Sequence[Shard], members: Membership, assignments: tuple[Assignment, ...], *, uploader: str,
@@ -67,7 +74,7 @@ class ViewSequence:
         primary, backup = first_homes(shards, members.staying, self.replication)
         view = View(
             number=number, generation=number, workers=_workers(members), servers=tuple(members.servers.values()),
-            assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader,
+            assignments=assignments, primary=primary, backup=backup, origin=origin, uploader=uploader, stop=self.stop,
             **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, None)
@@ -87,7 +94,7 @@ class ViewSequence:
         view = msgspec.structs.replace(
             before, number=self._next_number(), workers=_workers(members), servers=tuple(servers.values()),
             assignments=assignments, primary=primary, backup=backup, ending=ending, gaps=self._gaps(before),
-            **self._aggregation(members, assignments),
+            stop=self.stop, **self._aggregation(members, assignments),
         )  # fmt: skip
         return _completed(view, before)
 

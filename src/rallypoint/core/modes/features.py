@@ -9,7 +9,8 @@ class Feature(enum.Enum):
     """One thing that a job may use. The value is how a user writes it.
 
     A job's features come from its configuration, its model, the terms of its cluster and its script. A feature that
-    only the script decides (`EVALUATION`) cannot be refused before the script runs: it works in every mode.
+    only the script decides cannot be refused before the script runs: `EVALUATION` works in every mode, and `STOP` is
+    refused when the script asks for it.
     """
 
     # the configuration
@@ -47,6 +48,7 @@ class Feature(enum.Enum):
     BY_SPEED = "assignment by speed"
     # the script
     EVALUATION = "run.every"
+    STOP = "run.stop or break"
 
 
 STAGGERS = frozenset({Feature.FRAGMENTS, Feature.SYNC_EVERY, Feature.DELAY})  # features that make rounds staggered

@@ -185,6 +185,18 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         },
     ),
     _F.EVALUATION: _row(),
+    _F.STOP: _row(
+        YES,
+        {
+            **dict.fromkeys(_STREAMING, No(
+                "each replica goes on at its own clock, so there is no last version that all could end with; use a "
+                "lower steps="
+            )),
+            _M.STAGGERED: No(
+                "all layers are synchronised in the last round, which has to be known at the start; use a lower steps="
+            ),
+        },
+    ),
 }
 
 CONFLICTS = (
@@ -211,6 +223,10 @@ CONFLICTS = (
         _F.AGGREGATORS, _F.TABLES,
         "replicas contribute different rows, so their sum would hardly be smaller; use sparse=False, or leave "
         "--aggregators out",
+    ),
+    Conflict(
+        _F.RANKS, _F.STOP,
+        "the scripts of all ranks would have to stop in the same place; use a lower steps=",
     ),
     Conflict(
         _F.FP16, _F.CODEC_STATE,

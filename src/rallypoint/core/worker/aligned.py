@@ -257,6 +257,8 @@ class WorkerMachine(SlotMachine):
             self._rewind(view)
         else:
             self._forget(self._moved(before, view, stayed))
+        if self.computing and self.reads >= self.steps:
+            self.rewound = True  # the job ends before that step
         self.presum.plan(view.replicas_of(self.me, self.step))
         following = view.ending or view.takes_part(self.me, self.step)
         begins, ends = following and not self.following, self.following and not following
@@ -322,5 +324,5 @@ class WorkerMachine(SlotMachine):
         self.presum.validate()
         assert self._installing < 0 or self._installing > self.step, f"it goes from {self.step} to {self._installing}"
         assert not self._wanted or self.computing, "shards are wanted of no replica"
-        assert self.step <= self.steps, f"step {self.step} of {self.steps}"
-        assert not self.presum.sent or 0 <= self.step < self.steps, f"sent to {self.presum.sent} outside of any step"
+        assert self.step <= self._rounds, f"step {self.step} of {self.steps}"
+        assert not self.presum.sent or 0 <= self.step < self._rounds, f"sent to {self.presum.sent} outside of any step"

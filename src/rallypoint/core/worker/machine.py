@@ -21,7 +21,7 @@ class SlotMachine(ABC):
         me: this worker's id.
         shards: the number of shards.
         buffer_shards: the shards to which only replica 0 contributes.
-        steps: the number of steps of the job; version `steps` is the last.
+        steps: the number of steps of the job; version `steps` is the last. A view may lower it: see `View.stop`.
         step: the step that the model's parameters belong to; -1 before the first install.
         view: the view in force; None before the first.
         rewound: the replica in progress belongs to an older generation; its result will not be used.
@@ -47,9 +47,10 @@ class SlotMachine(ABC):
     _installing: int = -1  # the version that the main thread is copying out of the slots
     _initialise: bool = False
     _links: set[str] = field(default_factory=set)
+    _rounds: int = field(init=False)  # `steps`, if nobody stops the job
 
     def __post_init__(self) -> None:
-        self._slots = Slots(self.shards)
+        self._slots, self._rounds = Slots(self.shards), self.steps
 
     # ---- questions the shell asks ----
 
@@ -145,6 +146,7 @@ class SlotMachine(ABC):
     def _take_view(self, view: View) -> tuple[View | None, set[str]]:
         """Put `view` in force; return the view before it, and the ids of servers that are still the same process."""
         before, self.view = self.view, view
+        self.steps = view.last(self._rounds)
         incarnations = {member.id: member.incarnation for member in before.servers} if before is not None else {}
         stayed = {member.id for member in view.servers if incarnations.get(member.id) == member.incarnation}
         self._links &= stayed

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.aligned import WorkerMachine
 from rallypoint.core.worker.custody import NoCodecStates
+from rallypoint.core.worker.ending import Ending
 from rallypoint.core.worker.handover import Paths
 from rallypoint.core.worker.links import LinkTable, Route
 from rallypoint.core.worker.slots import (
@@ -27,6 +28,7 @@ from rallypoint.core.worker.slots import (
     Compute,
     Discard,
     Effect,
+    Ended,
     Follow,
     Initialise,
     Installed,
@@ -55,9 +57,9 @@ class WorkerShell:
         snapshots: this worker's part of the requested snapshot.
         holds: the version of the model where workers step the optimizer (AllReduce), else -1. It keeps its value when
             a new generation makes that version stale.
-        done_in: the generation in which the last version was installed; None before that and after a roll-back.
         finished: the job has finished (`finish`).
         leaving: this worker was told to leave.
+        ending: whether the model holds the job's last version.
     """
 
     def __init__(self, machine: Machine, states: NoCodecStates, snapshots: Snapshots) -> None:
@@ -65,7 +67,7 @@ class WorkerShell:
         self.links, self.route = LinkTable(machine.me), Route(machine.me)
         self._view: View | None = None  # as it was published; the machine gets it as `route` has it
         self.holds = -1
-        self.done_in: ViewNumber | None = None
+        self.ending = Ending(machine)
         self.finished = self.leaving = False
         self._about: int | None = None  # the replica that is being computed, or will be at once
 
@@ -102,7 +104,6 @@ class WorkerShell:
         self.route.adopt(view)
         effects += self.route.only_on_it(self.machine.handle(Viewed(self.route.seen(view))), self.machine.step)
         if before is not None and before.generation != view.generation:
-            self.done_in = None
             self.states.rolled_back()
             self.snapshots.rolled_back()
         # A worker that was given up and came back returns all of its codec states: another worker may have newer ones.
@@ -155,21 +156,25 @@ class WorkerShell:
 
     # ---- what the main thread does ----
 
-    def next_action(self) -> Action | Store | None:
+    def next_action(self) -> Action | Store | Ended | None:
         """The main thread's next action; None when it has to wait. Changes nothing."""
         if (share := self.snapshots.due(self.holds)) is not None:
             return share
+        if self.ending.due:
+            return Ended(self.machine.step)
         action = self.machine.next_action()
         # Do not wait for a replica that was reassigned during its step: its new worker has the codec states by now.
         if isinstance(action, Compute) and action.replica in self.machine.assigned:
             return action if self.states.ready(action.replica) else None
         return action
 
-    def choose(self) -> Action | Store | None:
+    def choose(self) -> Action | Store | Ended | None:
         """Like `next_action`, and note that the main thread is about to do what is returned."""
         action = self.next_action()
         if isinstance(action, Store):
             self.snapshots.begun()
+        elif isinstance(action, Ended):
+            self.ending.take()
         self._about = action.replica if isinstance(action, Compute) else None
         return action
 
@@ -230,8 +235,6 @@ class WorkerShell:
     def installed(self) -> list[Effect]:
         """The main thread has copied the version into the model: free the slots. Returns the effects to run."""
         effects = self.machine.handle(Installed())
-        if self.machine.step == self.machine.steps:
-            self.done_in = self.view.generation
         effects += self._go_through_aggregator()
         return [*effects, *self._keep_only(self.machine.keeps)]
 
@@ -244,7 +247,6 @@ class WorkerShell:
         """Raise AssertionError with a sentence if an invariant of the shell does not hold. It leaves out the machine's
         own `validate`."""
         self.links.validate(self._view)
-        assert self.done_in is None or self.done_in == self.view.generation, "it is done in an older generation"
 
 
 def _came_back(worker: str, before: View, view: View) -> bool:

@@ -313,6 +313,13 @@ class Install:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """The model holds `version`, and the job ends with it. Not said again after `Ending.take`."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Store:
     """Store this worker's share of a snapshot: the model is at `version`, or past it.
 

@@ -21,6 +21,7 @@ from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.table import Part
 from rallypoint.testing.simulation.replicas.names import combine
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
+from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 Content = Any  # an int; in a streaming job the frozenset of the contributions that made it
 GARBAGE: Content = -1
@@ -52,9 +53,8 @@ def _tree(contents: list[Content]) -> Content:
 class SimulatedJob:
     """A job of `steps` steps and `replicas` replicas over `shards` shards, the last of which are buffers.
 
-    With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite changes nothing.
-    With LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as
-    (sync_every, sync_offset), among which and the others the parameters' shards are dealt in turn.
+    With `clip` servers decide together; with `skip` buffers wait too, and a step that is not finite is skipped. Under
+    LocalSteps `steps` counts rounds. `periods` are those of groups of their own, as (sync_every, sync_offset).
     """
 
     shards: int = 6
@@ -70,6 +70,7 @@ class SimulatedJob:
     inner: bool = False  # of local steps, over Sync: contributions depend on the replicas' own optimizers
     poison: tuple[int, int] | None = None  # (step, replica) whose gradient is not finite, which stops the job
     tables: int = 0  # shards of parameters that are parts of a table
+    stop: ScriptStops | None = None  # same bytes only
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
@@ -198,9 +199,14 @@ class SimulatedJob:
         """The shards to which replica 0 alone contributes."""
         return frozenset(s.index for s in self.layout.shards if self.config.contributors(s.role) == 1)
 
+    @property
+    def end(self) -> int:
+        """The job's last version."""
+        return self.steps if self.stop is None else self.stop.version
+
     def last_version(self, shard: int) -> int:
         """The shard's own version at the end of the job."""
-        return self.steps if self.cadence.together else self.cadence.updates(shard)
+        return self.end if self.cadence.together else self.cadence.updates(shard)
 
     def expected(self, shard: int) -> int:
         """Contributions of a step to this shard."""
@@ -226,8 +232,7 @@ class SimulatedJob:
         assert content == wanted, f"shard {shard}: {wrong}"
 
     def check_version(self, shard: int, version: int, content: Content) -> None:
-        """AssertionError unless this is the shard's own version `version`, where that follows from its number: every
-        replica's contribution to each tick at which it was due, once, and of no other."""
+        """AssertionError unless this is the shard's version `version`: every contribution that is due, once."""
         if self.same_bytes and self.may_differ:
             return
         if self.same_bytes:
@@ -331,14 +336,13 @@ class SimulatedJob:
 
     def undisturbed(self) -> list[Content]:
         """Every shard at the last version, computed without any cluster."""
-        return self.trajectory[-1]
+        return self.trajectory[self.end]
 
     @cached_property
     def trajectory(self) -> list[list[Content]]:
         """Every shard at every version, computed without any cluster."""
         models = [[self.first(shard) for shard in range(self.shards)]]
-        residuals, inner = dict[tuple[int, int], int](), dict[int, int]()
-        trained = dict[int, Trained]()
+        residuals, inner, trained = dict[tuple[int, int], int](), dict[int, int](), dict[int, Trained]()
         for step in range(self.steps):
             model = models[-1]
             if self.delayed:

@@ -175,8 +175,8 @@ def to_coordinator(said: Any) -> Message:
             return CaughtUp(backups)
         case ("leaving",):
             return Leaving()
-        case ("done", generation):
-            return Done(generation)
+        case ("done", generation, version):
+            return Done(generation, version)
         case ("captured", id, indices):
             return Stored(id, {}, dict.fromkeys(indices, ("", 0, 0, "")))
         case ("snapshot lost", id, reason, passed):

@@ -13,7 +13,8 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.policies import CodecState, InnerState, Mode, Played, Poisoned, Tables
+from rallypoint.testing.simulation.policies import CodecState, InnerState, Mode, Played, Poisoned, Stopped, Tables
+from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
 CUT_S = 60.0  # longer than any job takes; but where there is only one worker and one server, only its end helps
@@ -72,6 +73,8 @@ def make_plan(seed: int, played: Played = _SYNC) -> Plan:
         return _poisoned(_plan_of(seed, played.sync))
     if isinstance(played, Tables):
         return _with_tables(_plan_of(seed, played.sync))
+    if isinstance(played, Stopped):
+        return _stopped(_plan_of(seed, played.sync))
     if not isinstance(played, CodecState):
         return _plan_of(seed, played)
     plan = _plan_of(seed, played.sync)
@@ -118,6 +121,14 @@ def _poisoned(plan: Plan) -> Plan:
     rng = random.Random(plan.seed * 7919 + 3)
     poison = (rng.randrange(plan.job.steps), rng.randrange(plan.job.replicas))
     return replace(plan, job=replace(plan.job, skip=False, poison=poison))
+
+
+def _stopped(plan: Plan) -> Plan:
+    """The script stops the job at a random step, on the worker that computes a random replica of it."""
+    rng = random.Random(plan.seed * 7919 + 9)
+    step, replica = rng.randrange(plan.job.steps - 1), rng.randrange(plan.job.replicas)
+    terms = msgspec.structs.replace(plan.terms, backup_tasks=False)  # they may overtake who says so
+    return replace(plan, terms=terms, job=replace(plan.job, stop=ScriptStops(step, replica, rng.random() < 0.4)))
 
 
 def _with_tables(plan: Plan) -> Plan:
@@ -246,4 +257,6 @@ def played_by(plan: Plan) -> Played:
         return InnerState(job.sync)
     if job.poison is not None:
         return Poisoned(job.sync)
+    if job.stop is not None:
+        return Stopped(job.sync)
     return CodecState(job.sync) if has_state(job.codec) else job.sync

@@ -10,7 +10,7 @@ Mode = Sync | BoundedStaleness | Async | LocalSteps | AllReduce
 WORDS = (
     "sync, quorum:K, ssp:S, async or fold:N, fragments:F, all-reduce, codec-state or "
     "codec-state:WORD, poisoned or poisoned:WORD, inner:H, inner-fragments:F, inner-fresh:H, delay:F, tables or "
-    "tables:WORD"
+    "tables:WORD, stopped or stopped:WORD"
 )
 
 
@@ -42,7 +42,14 @@ class Tables:
     sync: Mode = field(default_factory=Sync)
 
 
-Played = Mode | CodecState | InnerState | Poisoned | Tables
+@dataclass(frozen=True)
+class Stopped:
+    """A job in the mode `sync` whose script stops it at some step: it calls `run.stop`, or leaves its loop."""
+
+    sync: Mode = field(default_factory=Sync)
+
+
+Played = Mode | CodecState | InnerState | Poisoned | Tables | Stopped
 
 
 def parse_policy(text: str) -> Played:
@@ -50,10 +57,14 @@ def parse_policy(text: str) -> Played:
     name, colon, number = text.partition(":")
     if name == "codec-state":
         sync = parse_policy(number) if colon else Sync()
-        if not isinstance(sync, CodecState | InnerState | Poisoned | Tables | AllReduce):
+        if not isinstance(sync, CodecState | InnerState | Poisoned | Tables | Stopped | AllReduce):
             return CodecState(sync)
     if name == "poisoned":
         return Poisoned(_parse_mode(number) if colon else Sync())
+    if name == "stopped":
+        sync = _parse_mode(number) if colon else Sync()
+        if isinstance(sync, Sync | AllReduce):
+            return Stopped(sync)
     if name == "tables":
         sync = parse_policy(number) if colon else Sync()
         if isinstance(sync, Sync | BoundedStaleness | Async):
@@ -98,6 +109,9 @@ def word_for(policy: Played) -> str | None:
         case Poisoned(sync=sync):
             of = word_for(sync)
             return None if of is None else "poisoned" if sync == Sync() else f"poisoned:{of}"
+        case Stopped(sync=sync):
+            of = word_for(sync)
+            return None if of is None else "stopped" if sync == Sync() else f"stopped:{of}"
         case Tables(sync=sync):
             of = word_for(sync)
             return None if of is None else "tables" if sync == Sync() else f"tables:{of}"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from rallypoint.coordinator.inbox import End
 from rallypoint.core.policy import Sync
+from rallypoint.core.view import View
 from rallypoint.net.messages import Resize
 from rallypoint.testing.simulation import server_checks
 from rallypoint.testing.simulation.aggregation.aggregator import SimulatedAggregator
@@ -19,6 +20,7 @@ from rallypoint.testing.simulation.member import COORDINATOR, Orders
 from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.plan import Fault, Plan, make_plan, played_by
 from rallypoint.testing.simulation.policies import Played, replay_line
+from rallypoint.testing.simulation.replicas.script import ScriptStops
 from rallypoint.testing.simulation.server import SimulatedServer
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.worker import SimulatedWorker
@@ -223,6 +225,11 @@ class Simulation:
     def _check(self) -> None:
         if self.plan.job.poison is not None and self._stopped_for(self.plan.job.poison):
             return
+        if self.plan.job.stop is not None and self.plan.job.stop.leaves:
+            if "call run.stop() instead" in self.outcome.aborted:
+                return
+            view = self.coordinator.machine.view if self.coordinator is not None else None
+            self.plan = _ended_earlier(self.plan, self.plan.job.stop, view)
         assert not self.outcome.aborted, f"aborted: {self.outcome.aborted}"
         assert self.outcome.finished, self._stuck()
         self._check_size()
@@ -295,7 +302,7 @@ class Simulation:
             if server.node.alive and at == job.last_version(shard):
                 contents.append(server.held[shard].master)
         id, version = self.store.newest()
-        if version == job.steps:
+        if version == job.end:
             contents.append(self.store.read(id, shard)[1][0])
         if self._primary_gone(shard) and shard not in job.table_shards:  # as soon as the workers had it
             contents += [worker.model[shard] for worker in self.workers.values() if worker.node.alive and worker.done]
@@ -326,6 +333,13 @@ class Simulation:
             lines.append(f"coordinator: {machine.phase}, {machine.view}, taking {machine._snapshots.taking}, "
                          f"done {machine.course.members.done}, waits for {machine.waiting_for()}")  # fmt: skip
         return "\n".join([*lines, *self.outcome.said])
+
+
+def _ended_earlier(plan: Plan, planned: ScriptStops, view: View | None) -> Plan:
+    """Who has left the loop computes nothing again that is lost with a server: the job may end a version earlier."""
+    version = planned.version if view is None or view.stop is None else view.stop.version
+    assert version <= planned.version, f"the job ends with version {version}: {planned}"
+    return replace(plan, job=replace(plan.job, stop=replace(planned, step=version)))
 
 
 def play(plan: Plan) -> Result:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.ending import End
 from rallypoint.net.messages import Beat
 from rallypoint.testing.simulation.exchange import SimulatedExchange
 from rallypoint.testing.simulation.job import GARBAGE, Content, SimulatedJob
@@ -16,6 +17,7 @@ from rallypoint.testing.simulation.network import Node, World
 from rallypoint.testing.simulation.replicas.delayed import DelayedReplicas
 from rallypoint.testing.simulation.replicas.forward import SimulatedForward
 from rallypoint.testing.simulation.replicas.inner import InnerOptimizers
+from rallypoint.testing.simulation.replicas.script import Script
 from rallypoint.testing.simulation.store import SimulatedStore
 
 
@@ -46,10 +48,10 @@ class SimulatedWorker:
         self._exchange = SimulatedExchange(self.node, job, self._poke)
         self.shell, self.machine, self.slots = self._exchange.shell, self._exchange.machine, self._exchange.slots
         self.model: list[Content] = []
-        self._claim: ViewNumber | None = None  # the generation of which it says that it is done
+        self._claim: End | None = None  # what it says that it is done with
         self._todo: deque[int] = deque()
         self._captured = ""  # the last snapshot that was asked for
-        self._replica = -1
+        self._replica = self._step = -1
         self._began = 0.0
         self._generation = ViewNumber()  # that the replica in progress belongs to
         self._replicas = (DelayedReplicas if job.delayed else InnerOptimizers)(name, job)
@@ -59,11 +61,13 @@ class SimulatedWorker:
         self.membership = Membership(
             self.node, "worker", self._on_message, self._on_admitted, beat=lambda: _beat_of(self)
         )
+        self._script = Script(job.stop, lambda: self.shell.view if self.shell.number.count else None,
+            self.membership.send)
 
     @property
     def done(self) -> bool:
         """Has it said that it is done, and is that still so?"""
-        return self._claim is not None and self._claim == self.shell.done_in
+        return self._claim is not None and self._claim == self.shell.ending.reached
 
     @property
     def fetched(self) -> int:
@@ -79,8 +83,9 @@ class SimulatedWorker:
 
     def _on_admitted(self, new: bool) -> None:
         self.membership.send(("propose", self.job.record))
-        if self.done:
-            self.membership.send(("done", self._claim))
+        if self.done and self._claim is not None:
+            self.membership.send(("done", *self._claim))
+        self._script.say(again=True)
         if self.leaving:
             self.membership.send(("leaving",))
 
@@ -93,6 +98,9 @@ class SimulatedWorker:
         match message:
             case ("view", View() as view):
                 self._exchange.adopt(view)
+                self._script.say()
+                if self.shell.ending.due or self._script.said:
+                    self._poke()
             case ("assist", step, replica):
                 self._exchange.apply(self.machine.handle(machine.Assisted(step, replica)))
             case ("capture", id, version, writers):
@@ -159,13 +167,20 @@ class SimulatedWorker:
         """How long work takes here that takes so many seconds on a worker of speed 1, more or less."""
         return work / self.speed * self.node.world.random.uniform(0.5, 1.5)
 
-    def _begin(self, action: machine.Action | machine.Store | None) -> None:
+    def _begin(self, action: machine.Action | machine.Store | machine.Ended | None) -> None:
         self._acting = False
         if action is not None:
             self._thread.works(self.node.world.now)
         if isinstance(action, machine.Store):
             self._store_share(action)
             self._poke()
+        elif isinstance(action, machine.Ended):
+            self._end()
+        elif isinstance(action, machine.Compute) and self._script.leaves(action.step):
+            if self.shell.next_action() == action:
+                self._script.leave(action.step)
+            else:
+                self._poke()
         elif self._takes(action):
             match action:
                 case machine.Initialise():
@@ -228,15 +243,20 @@ class SimulatedWorker:
             own = self.job.cadence.updates_before(shard, self.machine.step)
             self.job.check_version(shard, own, content)
         self._replicas.installed(self.model)
-        if (generation := self.shell.done_in) is not None:  # it says so after an evaluation, which may take a while
-            self._busy = True
-            seconds = self.evaluate_s * self.node.world.random.random()
-            self.node.later(seconds, lambda: self._say_done(generation))
+        self._end()
 
-    def _say_done(self, generation: ViewNumber) -> None:
-        self._busy, self._claim = False, generation
-        self.membership.send(("done", generation))
-        self._poke()
+    def _end(self) -> None:
+        """If it holds the last version, it says so after an evaluation, which may take a while."""
+        if (end := self.shell.ending.take()) is None:
+            return
+
+        def evaluated() -> None:
+            self._busy, self._claim = False, end
+            self.membership.send(("done", *end))
+            self._poke()
+
+        self._busy = True
+        self.node.later(self.evaluate_s * self.node.world.random.random(), evaluated)
 
     def _store_share(self, wanted: machine.Store) -> None:
         """Of a snapshot of the version that the model holds, where workers are stateful."""
@@ -258,7 +278,7 @@ class SimulatedWorker:
     def _compute(self, replica: int) -> None:
         self._replica, self._began, self._generation = replica, self.node.world.now, self.shell.view.generation
         self._todo = deque(s for s in range(self.job.shards) if self.machine.contributes(s, replica))
-        step = self.machine.reads
+        self._step = step = self.machine.reads
         if looked_up := self.job.looked_up(step, replica):
             self._exchange.rows.begin(replica, looked_up)
         self._forward.begin(self.model)
@@ -271,11 +291,14 @@ class SimulatedWorker:
         if self.machine.rewound or self._exchange.rows.outdated:
             self._end_replica(whole=False)
         elif self._forward.runs:
-            self._blocked = not self._forward.go_on()
+            if not self._forward.go_on():
+                self._blocked = True
         elif not self._exchange.rows.ready():
             self._blocked = True
         elif not self._todo:
             self._end_replica(whole=True)
+        elif len(self._todo) == 1 and self._script.stops(self._step, self._replica):
+            self._blocked = True  # it holds the last shard back until all know
         elif (may := self.machine.may_fill(self._todo[0])) is False:
             self._blocked = True
         else:

@@ -30,6 +30,7 @@ from rallypoint.worker.exchange.arrivals import Arrivals
 from rallypoint.worker.exchange.codec_states import CodecStates
 from rallypoint.worker.exchange.effects import LinkEffects
 from rallypoint.worker.exchange.encoder import Encoder
+from rallypoint.worker.exchange.ending import JobEnd
 from rallypoint.worker.exchange.forward import ForwardVersion
 from rallypoint.worker.exchange.initial import States, Words, push_initial
 from rallypoint.worker.exchange.links import Context, Links
@@ -51,6 +52,7 @@ class Exchange:
         replica: the replica that is being computed.
         forward: the version that a forward pass reads while it arrives.
         rows: pulls of rows of tables.
+        end: the job's end.
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
         had_version: the model has held a version; also while a roll-back has made that stale.
@@ -84,6 +86,7 @@ class Exchange:
         self.replica = ReplicaPushes(layout, locked, self._pushes, self._links)
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
+        self.end = JobEnd(locked)
         self.arrivals = Arrivals(
             layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
         )
@@ -202,7 +205,7 @@ class Exchange:
         finally:
             self._evaluating = False
 
-    def next_action(self) -> machine.Action | machine.Store | None:
+    def next_action(self) -> machine.Action | machine.Store | machine.Ended | None:
         """Wait until there is something to do and return it.
 
         Returns None when the job is over, or this worker is to leave.

@@ -26,17 +26,18 @@ class Evaluations:
     """
 
     def __init__(
-        self, model: torch.nn.Module, *, seed: int, steps: int, watch: Callable[[int], AbstractContextManager[None]],
+        self, model: torch.nn.Module, *, seed: int, ends: Callable[[int], bool],
+        watch: Callable[[int], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        """`steps` is the job's last step. `watch(step)` is entered around the script's code."""
-        self._model, self._seed, self._steps, self._watch = model, seed, steps, watch
+        """`ends(step)`: the job ends with that step. `watch(step)` is entered around the script's code."""
+        self._model, self._seed, self._ends, self._watch = model, seed, ends, watch
         self._registered: list[_Registered] = []
         self._seen: int | None = None  # the step of the previous version
 
     @classmethod
     def unwatched(cls, model: torch.nn.Module, *, seed: int, steps: int) -> Evaluations:
         """Return evaluations around which nothing is entered."""
-        return cls(model, seed=seed, steps=steps, watch=lambda step: nullcontext())
+        return cls(model, seed=seed, ends=lambda step: step == steps, watch=lambda step: nullcontext())
 
     def add(self, every: int, evaluation: Evaluation) -> None:
         """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
@@ -46,7 +47,7 @@ class Evaluations:
     def coming(self, step: int, before: int) -> bool:
         """True if `due` would return an evaluation. Changes nothing."""
         passed = self._passed(before)
-        return any(one.is_due(step, passed, ends=step == self._steps) for one in self._registered)
+        return any(one.is_due(step, passed, ends=self._ends(step)) for one in self._registered)
 
     def due(self, step: int, before: int) -> list[_Registered]:
         """Return the evaluations due with the version of `step`; `before` is the step of the version before it.
@@ -56,7 +57,7 @@ class Evaluations:
         passed, self._seen = self._passed(before), step
         for one in self._registered:
             one.done = min(one.done, step)  # after a roll-back later versions are computed, and evaluated, again
-        return [one for one in self._registered if one.is_due(step, passed, ends=step == self._steps)]
+        return [one for one in self._registered if one.is_due(step, passed, ends=self._ends(step))]
 
     def passed(self, step: int) -> None:
         """A version came with which none is due: that is known, as its forward pass began early."""

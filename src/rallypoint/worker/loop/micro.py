@@ -132,6 +132,11 @@ class Micro:
             raise
 
     @property
+    def finished(self) -> bool:
+        """True if `backward` has ended without an error."""
+        return self._finished and self._failure is None and not self.abandoned
+
+    @property
     def loss_scale(self) -> float:
         """What `backward` multiplies the loss by: 1 except with fp16. (Reading it waits for a GPU.)"""
         return 1.0 if self._scale is None else float(self._scale[0])

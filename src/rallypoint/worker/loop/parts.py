@@ -13,6 +13,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.net.member import CoordinatorLink
 from rallypoint.net.messages import Metrics
 from rallypoint.observe.trace import Tracer
+from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
@@ -28,10 +29,11 @@ class Parts:
     Attributes:
         optimizer: the optimizer that steps on this worker; None where the servers step.
         followers: the other ranks of this worker, if it is a group.
-        done: tells the coordinator that this worker holds the last version of a generation.
+        done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
         say: shows a line to the user.
         evaluated: tells the coordinator the result of an evaluation.
+        stopping: tells the coordinator that the script stops the job.
     """
 
     model: torch.nn.Module
@@ -43,10 +45,11 @@ class Parts:
     staging: Staging
     coordinator: CoordinatorLink
     tracer: Tracer
-    done: Callable[[ViewNumber], None]
+    done: Callable[[ViewNumber, int], None]
     leads: Callable[[], bool]
     say: Callable[[str], None]
     evaluated: Callable[[Metrics], None]
+    stopping: Stopping
     optimizer: WorkerOptimizer | None = None
     followers: Followers = field(default_factory=NoFollowers)
 

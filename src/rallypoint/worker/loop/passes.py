@@ -73,7 +73,7 @@ class Passes:
         if micro.index == 0:
             self._check_no_gradient(micro)
         self._count(micro, loss, weight)
-        last = micro.index == self._config.accumulate - 1 and self._ends_round(micro.step)
+        last = micro.index == self._config.accumulate - 1 and self.ends_round(micro.step)
         self._parts.source.begin_backward(mean_of(self.weights), finite=self.losses.finite, last=last)
         with self._parts.tracer.span("backward", step=micro.step, replica=micro.replica), self.autocast.off():
             loss = loss / self._config.accumulate if self._config.accumulate > 1 else loss
@@ -108,7 +108,8 @@ class Passes:
                     "the script has called backward() itself. Give micro.backward the sum of all losses, once"
                 )
 
-    def _ends_round(self, step: int) -> bool:
+    def ends_round(self, step: int) -> bool:
+        """True if a round ends with this step."""
         return step + 1 == self._config.steps or (step + 1) % self._config.steps_per_round == 0
 
 

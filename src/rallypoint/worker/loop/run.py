@@ -49,12 +49,13 @@ class Run:
         self._early = EarlyForward(parts, self._guard, self._versions)
         self._prefetched = Prefetch(parts.batches, parts.tracer)
         self._evaluations = Evaluations(
-            parts.model, seed=parts.config.seed, steps=parts.config.steps,
-            watch=lambda step: self._guard.script(step, values=True),
+            parts.model, seed=parts.config.seed, watch=lambda step: self._guard.script(step, values=True),
+            ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
         )  # fmt: skip
         self._passes = Passes(parts, self._early, self._evaluations.passed)
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
+        self._left: tuple[int, bool] | None = None  # the loop was left in this replica; is its gradient complete?
 
     # ---- what the user sees ----
 
@@ -70,7 +71,12 @@ class Run:
 
     @property
     def lead(self) -> bool:
-        """True on the worker that evaluates (now), and saves (when the job is over)."""
+        """True on the worker that evaluates (now), and saves (when the job is over).
+
+        After a `break` out of the loop it waits for the job's end, as `rallypoint.join` does at its end: from then on
+        the model holds the final weights.
+        """
+        self.finish()
         return self._parts.leads()
 
     @property
@@ -94,6 +100,18 @@ class Run:
     def say(self, text: str) -> None:
         """Write a line to the console and the event log. Any worker may call it."""
         self._parts.coordinator.send(Say(text))
+
+    def stop(self, reason: str = "") -> None:
+        """End the job with the next version, whatever `steps` says: on all workers the loop ends, and nothing fails.
+
+        Call it in the loop's body, or in an evaluation. The step in progress is the last one (after an evaluation: the
+        step that begins). The loop goes on until then, so do not `break`. `reason` is shown.
+
+        Raises UsageError in a mode without a last version, which its sentence names.
+        """
+        if self._parts.stopping.why_not:
+            raise UsageError(self._parts.stopping.why_not)
+        self._parts.stopping.wish(reason)
 
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate ``fn(step) -> {"val_loss": ...}``: the lead worker calls it after every `steps` steps and after the
@@ -119,36 +137,76 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
-        self._forget_gradients()  # of the script's own passes before the loop
+        _forget_gradients(self._parts)  # of the script's own passes before the loop
         self._check_forwards()
         while True:
             yield from self._go_ahead()
             if (action := self._next_action()) is None:
                 break
-            match action:
-                case machine.Initialise():
-                    self._versions.initialise()
-                case machine.Install(version=version):
-                    if (generation := self._versions.install(version)) is None:
-                        continue  # a roll-back came meanwhile
-                    self._evaluate(version, generation)
-                    if version == self._config.rounds:
-                        self._parts.done(generation)
-                case machine.Compute(step=round, replica=replica):
-                    yield from self._replica(round, replica)
-                case machine.Store():
-                    self._versions.store(action)
+            if isinstance(action, machine.Compute):
+                yield from self._replica(action.step, action.replica)
+            else:
+                self._do(action)
+        self._end()
+
+    def _do(self, action: machine.Initialise | machine.Install | machine.Store | machine.Ended) -> None:
+        match action:
+            case machine.Initialise():
+                self._versions.initialise()
+            case machine.Install(version=version):
+                if (generation := self._versions.install(version)) is None:
+                    return  # a roll-back came meanwhile
+                self._evaluate(version, generation)
+            case machine.Ended():
+                self._versions.restore_buffers()  # a replica may have changed them
+            case machine.Store():
+                self._versions.store(action)
+        if (end := self._exchange.end.take()) is not None:
+            self._evaluate(end[1], end[0])  # what is due after the last step
+            self._parts.done(*end)
+
+    def _end(self) -> None:
+        """The job is over."""
         self._guard.read()
-        self._followers.end(gone=self._exchange.gone, leads=self.lead)
+        self._followers.end(gone=self._exchange.gone, leads=self._parts.leads())
         if self._exchange.gone:
             raise SystemExit(0)  # told to leave, and no replica is assigned any more
         self.release_model()
-        _check_last(self._exchange.step, self._config.rounds)
+        _check_last(self._exchange.step, self._exchange.end.last)
         self._versions.restore_buffers()
 
-    def _next_action(self) -> machine.Action | machine.Store | None:
-        self._prefetch()
-        self._early.allow(self._may_begin_early(self._exchange.step + 1))
+    def finish(self) -> None:
+        """Take part in the job until its end if the script has left the loop; else do nothing.
+
+        The worker computes nothing more; others do. Raises UsageError where a mode does not support it.
+        """
+        if self._left is None:
+            return
+        (replica, whole), self._left = self._left, None
+        stopping, round = self._parts.stopping, self._exchange.step
+        if stopping.why_not:
+            raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
+        losses = self._passes.losses
+        try:
+            if not whole:
+                raise Rewound
+            self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read())))
+            self._source.end_replica(replica)
+        except Rewound:
+            self._early.undo()
+            self._source.abandon()
+        stopping.leave(self._exchange, f"the loop was left at step {self._config.steps_at(round)}")
+        while (action := self._next_action(early=False)) is not None:
+            if isinstance(action, machine.Compute):
+                stopping.cannot_compute(self._exchange, action.step)
+            else:
+                self._do(action)
+        self._end()
+
+    def _next_action(self, *, early: bool = True) -> machine.Action | machine.Store | machine.Ended | None:
+        if early:
+            self._prefetch()
+        self._early.allow(early and self._may_begin_early(self._exchange.step + 1))
         with self._tracer.span("wait", step=self._exchange.step):
             return self._exchange.next_action()
 
@@ -231,11 +289,16 @@ class Run:
             last = index == self._config.accumulate - 1
             with self._guard.script(step, values=last and _compares(step), late=True):
                 self._early.begin()
-                yield micro
+                try:
+                    yield micro
+                except GeneratorExit:
+                    self._left = replica, last and micro.finished and self._passes.ends_round(step)
+                    raise
             if micro.abandoned:
                 raise Rewound
             if len(losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
+        self._parts.stopping.heed(self._exchange)  # nothing that the next version needs is sent before
         self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
 
     def _before_module(self, module: torch.nn.Module) -> None:
@@ -249,7 +312,7 @@ class Run:
         """Run the evaluations that are due with this version. They notice a roll-back only after they end."""
         step = self._config.steps_at(version)
         due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
-        if not due or not self.lead:
+        if not due or not self._parts.leads():
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
@@ -259,16 +322,13 @@ class Run:
             self._evaluations.run(
                 due, step, lambda values: report(Metrics(step, values, generation)), agree=self._followers.result
             )
+        self._parts.stopping.heed(self._exchange)
         self._check_forwards()
-        self._forget_gradients()  # of the evaluation's own passes
+        _forget_gradients(self._parts)  # of the evaluation's own passes
 
     def _check_forwards(self) -> None:
         if self._parts.alone:  # of several ranks none may be unwound by itself, inside of a collective
             self._checks.on()
-
-    def _forget_gradients(self) -> None:
-        for placed in self._parts.tensors.parameters:
-            placed.tensor.grad = None
 
     def release_model(self) -> None:
         """Take the hooks off the model."""
@@ -278,6 +338,11 @@ class Run:
         self._checks.off()
         self._guard.remove()
         self._versions.close()
+
+
+def _forget_gradients(parts: Parts) -> None:
+    for placed in parts.tensors.parameters:
+        placed.tensor.grad = None
 
 
 def _compares(step: int) -> bool:

@@ -17,6 +17,7 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, record_of, resolve, with_own_optimizer
 from rallypoint.core.job import JobRecord
+from rallypoint.core.modes import Feature
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
@@ -29,7 +30,6 @@ from rallypoint.net.messages import (
     Assist,
     Beat,
     Capture,
-    Done,
     Finished,
     GiveUp,
     Leaving,
@@ -47,6 +47,7 @@ from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
 from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.exchange.exchange import Exchange
 from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.loop.own import several, worker_optimizer
@@ -96,7 +97,6 @@ class Job:
         self._view: View | None = None
         self._record: JobRecord | None = None
         self._finished = self._leaving = False
-        self._done: ViewNumber | None = None  # the generation whose last version this worker holds
         self._lead = self._captured = ""
         self._wanted: Capture | None = None  # the last snapshot that the coordinator asked for
         self._failure: BaseException | None = None
@@ -108,6 +108,7 @@ class Job:
             transport=self._transport, address=coordinator, me=Identity("worker", id, token, near=near),
             handlers=Handlers(self._on_message, self._on_lost, self._on_admitted, self._beat),
         )  # fmt: skip
+        self._stopping = Stopping(self._link.send)
         self._link.start()
 
     def train(
@@ -148,6 +149,8 @@ class Job:
             config, tensors.layout, tensors.frozen_hashes(), data=identity_of(dataset), tied=tensors.tied
         )
         exchange = self.open_exchange(record, config, pinned=tensors.device.type == "cuda", early=lead is None)
+        of_ranks = set() if lead is None else {Feature.RANKS}
+        self._stopping.why_not = record.refusal_of({Feature.STOP, *of_ranks})
         self._staging = staging_for(tensors.device, exchange.fail)
         source: DeltaSource = (
             lead.source(tensors, exchange) if lead is not None and isinstance(tensors, LeaderTensors)
@@ -156,7 +159,7 @@ class Job:
         self._run = Run(Parts(
             model=model, tensors=tensors, config=config, batches=batches, exchange=exchange, source=source,
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
-            say=self._say, evaluated=self._evaluated, optimizer=optimizer,
+            say=self._say, evaluated=self._evaluated, optimizer=optimizer, stopping=self._stopping,
             followers=NoFollowers() if lead is None else lead.followers,
         ))  # fmt: skip
         return self._run
@@ -189,20 +192,15 @@ class Job:
             exchange.leave()
         return exchange
 
-    def done(self, generation: ViewNumber) -> None:
-        """Tell the coordinator that this worker holds the job's last version.
+    def done(self, generation: ViewNumber, version: int = -1) -> None:
+        """Tell the coordinator that this worker holds the job's last `version` (-1: its last round).
 
         `generation` is the one in which that version was installed. After a roll-back nothing is sent.
         """
         with self._changed:
             if self._view is None or self._view.generation != generation:
                 return  # stale: a roll-back came meanwhile
-            self._done = generation
-        self._say_done()
-
-    def _say_done(self) -> None:
-        if (generation := self._done) is not None:
-            self._link.send(Done(generation))
+        self._stopping.done(generation, version)
 
     @property
     def progress(self) -> Progress | None:
@@ -211,7 +209,7 @@ class Job:
             return None
         with self._changed:
             metrics = self._metrics[-1].values if self._metrics else {}
-        steps = run.config.steps
+        steps = run.config.steps if self._exchange is None else run.config.steps_at(self._exchange.end.last)
         return Progress(steps if self._finished else min(max(0, run.step), steps), steps, self._leads(), metrics)
 
     @property
@@ -251,8 +249,7 @@ class Job:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
-            if self._exchange is not None and not self._finished and not self._leaving:
-                self._give_up("its loop ended before the last step")
+            self._finish(self._run if error is None else None)
         elif not isinstance(error, JobAborted):
             if self._group is not None and not isinstance(error, RallypointError):
                 time.sleep(OTHER_RANK_S)
@@ -260,6 +257,17 @@ class Job:
             else:
                 self._give_up(_sentence(error))
         self.close()
+
+    def _finish(self, run: Run | None) -> None:
+        """The script has ended without an error: if it has left the loop of `run`, take part in the job to its end."""
+        try:
+            if run is not None and not self._finished and not self._leaving:
+                run.finish()
+        except RallypointError as error:
+            self._give_up(str(error))
+            raise
+        if self._exchange is not None and not self._finished and not self._leaving:
+            self._give_up("its loop ended before the last step")
 
     def _give_up(self, reason: str) -> None:
         exchange = self._exchange
@@ -325,7 +333,7 @@ class Job:
             self._link.send(Propose(record))
         for of_one in metrics:  # they may have been sent into a link that was broken and not yet known to be
             self._link.send(of_one)
-        self._say_done()
+        self._stopping.repeat(self._view)
         if self._leaving:
             self._link.send(Leaving())
 
@@ -363,12 +371,12 @@ class Job:
 
     def _adopt(self, view: View) -> None:
         with self._changed:
-            self._done = self._done if self._done == view.generation else None
             self._view = view
             exchange = self._exchange
             self._changed.notify_all()
         if exchange is not None:
             exchange.adopt(view)
+        self._stopping.adopted(view)
 
     def _on_lost(self, error: RallypointError) -> None:
         if not self._finished:

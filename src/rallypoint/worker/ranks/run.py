@@ -75,6 +75,13 @@ class RankRun:
         """Print a line."""
         print(text, flush=True)
 
+    def stop(self, reason: str = "") -> None:
+        """Raises UsageError: the scripts of all ranks would have to stop in the same place."""
+        raise UsageError(
+            "run.stop is not supported together with --ranks: the scripts of all ranks would have to stop in the same "
+            "place; use a lower steps="
+        )
+
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate an evaluation: it runs on all ranks of the worker that evaluates. See `Run.every`."""
         check_period(steps)

@@ -25,6 +25,9 @@ class GradientHooks(WaitsForVersions):
     With `clip`, each replica's gradient is clipped by its own norm. (In aligned modes servers clip the mean instead.)
     Then nothing is pushed during backward. The norm is that of the whole gradient, also when servers need only some of
     its shards; the other shards' gradients are written to memory beside the exchange buffer.
+
+    The shard that is complete last leaves when the loop's body is over, in `end_replica`: until then nobody can have
+    the next version, so the body may end the job with it (`run.stop`).
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class GradientHooks(WaitsForVersions):
         for index, placed in enumerate(self._tensors.parameters):
             if index not in self._done:
                 self._finish_unused(index, placed)
+        if self._kept is not None:
+            self._send(self._kept)
         if self._clip is not None:
             self._clip_and_send(self._clip)
         self._staging.drain()  # what follows is sent from this thread, after the losses are known
@@ -107,6 +112,8 @@ class GradientHooks(WaitsForVersions):
     def _reset(self) -> None:
         self._tables.reset()
         self._left = list(self._parameters_in)
+        self._open = sum(count > 0 for count in self._parameters_in)  # shards that are not complete yet
+        self._kept: int | None = None
         self._claimed: dict[int, bool] = {}  # False: the servers do not need this shard's contribution from us
         self._touched: set[int] = set()
         self._whole: list[int] = []
@@ -183,10 +190,17 @@ class GradientHooks(WaitsForVersions):
             self._left[shard] -= 1
             if self._left[shard]:
                 continue
+            self._open -= 1
             if self._clip is not None:
                 self._whole.append(shard)
             elif self._claim(shard):
-                self._staging.then(lambda shard=shard: self._exchange.replica.filled(shard))  # type: ignore[misc]
+                if self._open or not self._in_backward:
+                    self._send(shard)
+                else:
+                    self._kept = shard
+
+    def _send(self, shard: int) -> None:
+        self._staging.then(lambda: self._exchange.replica.filled(shard))
 
     def _clip_and_send(self, limit: float) -> None:
         """Scale the slots by the norm of the whole gradient, then send them."""

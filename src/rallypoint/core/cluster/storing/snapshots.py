@@ -108,6 +108,7 @@ class Snapshots:
             return []
         rule = course.strategies.snapshot_version
         version = self.duty.next_version(course.record, course.furthest, rule, ending=course.view.ending)
+        version = min(version, course.last)
         return self.capture(version, writers)
 
     def capture(self, version: int, writers: Sequence[str]) -> list[Effect]:
@@ -140,7 +141,8 @@ class Snapshots:
         if event.passed >= 0:
             # One server's word: like a report, it proves at most one step after what is known. If it has passed more,
             # the next request fails too, and this goes on until the servers' other words are here.
-            passed = min(event.passed, self._last_version)
+            assert self.course.record is not None
+            passed = min(event.passed, self.course.record.rounds)
             self.course.furthest = max(self.course.furthest, self.course.reached_by(passed))
             return []
         if self._at_the_end(version) and self._ending:
@@ -191,8 +193,7 @@ class Snapshots:
 
     @property
     def _last_version(self) -> int:
-        assert self.course.record is not None
-        return self.course.record.rounds
+        return self.course.last
 
     def _begin(self) -> None:
         """Let the workers compute: the first weights are stored, or cannot be."""
@@ -203,4 +204,4 @@ class Snapshots:
             course.recovery.uploaded(course.view.uploader)
 
     def _at_the_end(self, version: int) -> bool:
-        return self.course.record is not None and version >= self.course.record.rounds
+        return self.course.record is not None and version >= self.course.last

@@ -1,0 +1,49 @@
+"""The job's end, as one worker knows it: whether its model holds the last version, and whether it has seen to that.
+
+The last version is the job's last round, or an earlier one if the script has stopped the job (`View.stop`). A worker
+may learn of an earlier one when its model holds it already.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rallypoint.core.view import View, ViewNumber
+
+End = tuple[ViewNumber, int]
+
+
+class Installing(Protocol):
+    """What it asks of the worker's machine."""
+
+    step: int
+    steps: int
+    view: View | None
+
+    @property
+    def computing(self) -> bool: ...
+
+
+class Ending:
+    """Whether the model holds the last version. `reached` is a claim: it names the generation and the version (I10)."""
+
+    def __init__(self, machine: Installing) -> None:
+        self._machine = machine
+        self._taken: End | None = None
+
+    @property
+    def reached(self) -> End | None:
+        """The generation and the job's last version, if the model holds that; else None."""
+        machine = self._machine
+        holds = machine.view is not None and 0 <= machine.step == machine.steps
+        return (machine.view.generation, machine.step) if holds and machine.view is not None else None
+
+    @property
+    def due(self) -> bool:
+        """True if the model holds the last version, and the main thread does not know it yet."""
+        return not self._machine.computing and self.reached not in (None, self._taken)
+
+    def take(self) -> End | None:
+        """Return `reached`; the main thread knows of it from now on."""
+        self._taken = self.reached or self._taken
+        return self.reached

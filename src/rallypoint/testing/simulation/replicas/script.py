@@ -1,0 +1,72 @@
+"""The script of a simulated job that stops before its last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.net.messages import Stop
+
+
+@dataclass(frozen=True)
+class ScriptStops:
+    """The script stops the job: it calls `run.stop` where it computes `replica` of `step`, or (`leaves`) it breaks out
+    of its loop before it computes anything of `step` or of a later one."""
+
+    step: int
+    replica: int
+    leaves: bool = False
+
+    @property
+    def version(self) -> int:
+        """The version with which the job ends, whatever happens."""
+        return self.step if self.leaves else self.step + 1
+
+
+@dataclass(slots=True)
+class Script:
+    """What the script has said of the job's end, last in the generation `said_in`.
+
+    Attributes:
+        left: the version that needs nothing more of a worker that has left its loop; -1: its loop goes on.
+    """
+
+    planned: ScriptStops | None
+    view: Callable[[], View | None]
+    send: Callable[[Stop], None]
+    said: bool = False
+    left: int = -1
+    said_in: ViewNumber | None = None
+
+    def stops(self, step: int, replica: int) -> bool:
+        """Does it call `run.stop` here, and does not everybody know it yet?"""
+        view, planned = self.view(), self.planned
+        if planned is None or planned.leaves or (planned.step, planned.replica) != (step, replica):
+            return False
+        if view is None or view.stop is not None:
+            return False
+        self.said = True
+        self.say()
+        return True
+
+    def leaves(self, step: int) -> bool:
+        """Does it leave its loop here, or has it?"""
+        planned = self.planned
+        return self.left >= 0 or (planned is not None and planned.leaves and step >= planned.step)
+
+    def leave(self, step: int) -> None:
+        """It leaves its loop, or it should compute this step and has left it."""
+        if step != self.left:
+            self.left, self.said, self.said_in = step, True, None
+        self.say()
+
+    def say(self, *, again: bool = False) -> None:
+        """Tell the coordinator of it: once in each generation, until a view says it."""
+        view = self.view()
+        told = view is not None and view.stop is not None and (self.left < 0 or view.stop.version <= self.left)
+        if not self.said or view is None or told or (view.generation == self.said_in and not again):
+            return
+        assert self.planned is not None
+        self.said_in = view.generation
+        self.send(Stop(self.planned.step + 1, "the script says so", self.left, view.generation))

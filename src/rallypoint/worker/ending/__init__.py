@@ -1,0 +1,1 @@
+"""The end of a job before its last step, as its script wants it."""

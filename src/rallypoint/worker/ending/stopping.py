@@ -1,0 +1,100 @@
+"""What this worker says of the job's end: its script stops it, or leaves its loop; it holds the last version."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from rallypoint.core.view import View, ViewNumber
+from rallypoint.net.messages import Done, Message, Stop
+from rallypoint.worker.exchange.exchange import Exchange
+
+LONGEST = 200  # characters of a reason
+
+
+class Stopping:
+    """Tells the coordinator that the script stops the job, in each generation until a view says so, and that this
+    worker holds the last version.
+
+    The coordinator's link calls `adopted` and `repeat`.
+
+    Attributes:
+        wanted: the script's reason; None: it has not asked for it.
+        why_not: the sentence that refuses it; "" if the job's mode supports it.
+    """
+
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send, self._lock = send, threading.Lock()
+        self._said: Stop | None = None
+        self._done: Done | None = None
+        self.wanted: str | None = None
+        self.why_not = ""
+
+    def wish(self, reason: str) -> None:
+        """The script wants to stop: it is said when the step in progress can be held back."""
+        if self.wanted is None:
+            self.wanted = " ".join(reason.split())[:LONGEST] or "run.stop()"
+
+    def say(self, version: int, generation: ViewNumber, *, left: int = -1) -> None:
+        """Tell the coordinator that the job is to end with `version`. For `left` see `core.cluster.events.Stopped`."""
+        with self._lock:
+            reason = self._said.reason if self._said is not None else self.wanted or ""
+            version = self._said.version if self._said is not None else version
+            self._said = Stop(version, reason, left, generation)
+            self._send(self._said)
+
+    def done(self, generation: ViewNumber, version: int) -> None:
+        """Tell the coordinator that this worker holds the job's last version."""
+        with self._lock:
+            self._done = Done(generation, version)
+            self._send(self._done)
+
+    def heed(self, exchange: Exchange) -> None:
+        """Main thread: if the script wants to stop, wait until all know that the job ends with the next version.
+
+        Raises Rewound like `Exchange.check`.
+        """
+        if (self.wanted is None and self._said is None) or exchange.end.is_early:
+            return
+        version = exchange.step + 1
+        if version < exchange.end.last:
+            if self._said is None:
+                self.say(version, exchange.end.generation)
+            exchange.end.wait_until_known()
+
+    def leave(self, exchange: Exchange, reason: str) -> None:
+        """Main thread: the script has left its loop, for this reason if it gave no other."""
+        self.wish(reason)
+        version = exchange.step + 1
+        needed = exchange.step if exchange.end.computes() else version
+        self.say(version, exchange.end.generation, left=needed)
+
+    def cannot_compute(self, exchange: Exchange, step: int) -> None:
+        """Main thread: this worker should compute `step`, after its script has left the loop: wait until others have.
+        """
+        self.say(step + 1, exchange.end.generation, left=step)
+        exchange.end.wait_for_others()
+
+    def adopted(self, view: View) -> None:
+        """A view has come: in a new generation, nothing is done, and the coordinator has to be told again."""
+        with self._lock:
+            if self._done is not None and self._done.generation != view.generation:
+                self._done = None
+            if self._said is not None and self._said.generation != view.generation:
+                self._repeat_stop(view)
+
+    def repeat(self, view: View | None) -> None:
+        """The coordinator may not know what this worker has said: say it again."""
+        with self._lock:
+            if view is not None:
+                self._repeat_stop(view)
+            if self._done is not None:
+                self._send(self._done)
+
+    def _repeat_stop(self, view: View) -> None:
+        told = view.stop is not None and (self._said is None or self._said.left < 0)
+        if self._said is not None and not told:
+            self._said = msgspec.structs.replace(self._said, generation=view.generation)
+            self._send(self._said)

@@ -1,0 +1,63 @@
+"""The job's end as the main thread sees it: the last version, and the wait until everybody knows of a stop."""
+
+from __future__ import annotations
+
+from rallypoint.core.view import ViewNumber
+from rallypoint.core.worker import slots as machine
+from rallypoint.core.worker.ending import End
+from rallypoint.worker.exchange.locked import LockedShell, Rewound
+
+
+class JobEnd:
+    """Main thread only."""
+
+    def __init__(self, locked: LockedShell) -> None:
+        self._locked, self._shell = locked, locked.shell
+
+    @property
+    def last(self) -> int:
+        """The job's last version, as far as this worker knows."""
+        return self._shell.machine.steps
+
+    @property
+    def generation(self) -> ViewNumber:
+        """The generation in force."""
+        return self._shell.view.generation
+
+    @property
+    def is_early(self) -> bool:
+        """True if the script has stopped the job, and the view says with which version it ends."""
+        return self._shell.view.stop is not None
+
+    def take(self) -> End | None:
+        """The generation and the last version, if the model holds that; else None."""
+        with self._locked.changed:
+            return self._shell.ending.take()
+
+    def computes(self) -> bool:
+        """True if this worker would compute now: the step needs something of it."""
+        with self._locked.changed:
+            return self._has_to_compute()
+
+    def _has_to_compute(self) -> bool:
+        action = self._shell.machine.next_action()
+        return isinstance(action, machine.Compute) and action.step == self._shell.machine.step
+
+    def wait_until_known(self) -> None:
+        """Wait until a view says with which version the job ends. Raises Rewound like `Exchange.check`."""
+        with self._locked.changed:
+            self._locked.wait(
+                lambda: self._shell.over or self.is_early or self._shell.machine.rewound,
+                lambda: "the coordinator to say with which step the job ends",
+            )
+            if self._shell.machine.rewound:
+                raise Rewound
+
+    def wait_for_others(self) -> None:
+        """Wait while this worker would have to compute, and cannot: its script has left the loop."""
+        with self._locked.changed:
+            step = self._shell.machine.step
+            self._locked.wait(
+                lambda: self._shell.over or not self._has_to_compute() or self._shell.machine.step != step,
+                lambda: f"step {step}: others compute what is left of it, because the script has left its loop here",
+            )
