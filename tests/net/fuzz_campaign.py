@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 from fuzz_frames import Corpus, Frame
-from fuzz_jobs import PATIENCE_S, POLICIES, WORKERS, Cluster, running
+from fuzz_jobs import PATIENCE_S, POLICIES, WITH_AGGREGATOR, WORKERS, Cluster, running
 from fuzz_links import FakeServers
 from fuzz_members import ROLES, Faults, Possession, Recorder
 from fuzz_strangers import Liar, Stranger
@@ -25,11 +25,13 @@ from rallypoint.net.messages import NewView, Propose, decode
 
 FROM_A_SERVER = "server after, from a server"
 OUTSIDE = ("coordinator before", "server before", "coordinator after", "server after, from a worker", FROM_A_SERVER)
+AT_AN_AGGREGATOR = ("aggregator before", "aggregator after, from a worker")  # of a job that has one
 WHOLE_JOBS = tuple(
     f"{role} after, its {through}" for role in ROLES for through in ("members", "servers", "coordinator")
     if (through == "members") == (role == "coordinator")
 )  # fmt: skip
 ATTACKS = (*OUTSIDE, "dialer before", "worker after, its links", *WHOLE_JOBS)
+_FROM_OUTSIDE = (*OUTSIDE, *AT_AN_AGGREGATOR)
 _SHORT_S = 6.0
 HELD_AT = 3  # the step before which workers wait while strangers attack
 
@@ -41,7 +43,7 @@ class Campaign:
     """
 
     def __init__(self, policy: str, seed: int, certificates: Path | None = None) -> None:
-        self.name, self.policy, self._tls = policy, POLICIES[policy], certificates
+        self.name, self.policy, self._tls = policy, (POLICIES | WITH_AGGREGATOR)[policy], certificates
         self.numbers = random.Random(f"{policy} {seed}")
         self.thrown: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()  # how jobs with possessed members end
@@ -62,13 +64,13 @@ class Campaign:
 
     def attack(self, frames: dict[str, int]) -> None:
         """Throw about so many frames in each of these ways, and note what is wrong after them."""
-        outside = {which: count for which, count in frames.items() if which in OUTSIDE}
+        outside = {which: count for which, count in frames.items() if which in _FROM_OUTSIDE}
         # A server may change the shards of which it is the backup: so the one that lies is the backup of none.
         for some, replication in (([w for w in outside if w != FROM_A_SERVER], None), ([FROM_A_SERVER], 1)):
             if ways := {which: outside[which] for which in some if which in outside}:
                 self._watched(", ".join(ways), lambda: self._attack_from_outside(ways, replication))  # noqa: B023
         for which, count in frames.items():
-            if which not in OUTSIDE:
+            if which not in _FROM_OUTSIDE:
                 self._watched(which, lambda: self._attack(which, count))  # noqa: B023
 
     def _watched(self, what: str, attack: Callable[[], None]) -> None:
@@ -120,6 +122,9 @@ class Campaign:
                 stranger.close()
             assert cluster.finish(), "the job hangs"
         assert not cluster.errors, f"the job has failed: {cluster.errors}"
+        failed = [one._views.failure for one in cluster.listeners if " failed: " in str(one._views.failure)]
+        assert not failed, failed
+        assert all(one.counts[1] for one in cluster.aggregators), "the aggregator has sent nothing upstream"
         if self.policy.same:
             others = [id for id in WORKERS if cluster.hashes.get(id) != self.undisturbed[id]]
             where = witness.differs_from(self._witness) if others else ""
@@ -136,17 +141,17 @@ class Campaign:
 
     def _ways(self, which: str, cluster: Cluster, stranger: Stranger) -> Iterator[Callable[[], None]]:
         while True:
-            server = self.numbers.randrange(2)
-            view = cluster.servers[server]._views.view
+            server = len(cluster.servers) if which in AT_AN_AGGREGATOR else self.numbers.randrange(2)
+            view = cluster.listeners[server]._views.view
             assert view is not None
             match which:
                 case "coordinator before":
                     yield lambda: stranger.greet_badly(None)
-                case "server before":
+                case "server before" | "aggregator before":
                     yield lambda server=server: stranger.greet_badly(server)  # type: ignore[misc]
                 case "coordinator after":
                     yield stranger.at_the_coordinator
-                case "server after, from a worker":
+                case "server after, from a worker" | "aggregator after, from a worker":
                     assert stranger.standby is not None
                     yield lambda s=server: stranger.at_a_server(s, stranger.standby, "worker")  # type: ignore[misc]
                 case _:  # FROM_A_SERVER

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rallypoint.aggregator.service import AggregatorService
 from rallypoint.coordinator.service import CoordinatorService
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.net.tcp import TcpTransport
@@ -25,6 +26,7 @@ from rallypoint.worker.tensors import weights_hash
 TOKEN = "a token that nobody guesses"
 STEPS, REPLICAS = 16, 4
 SERVERS, WORKERS = ("server0", "server1"), ("worker0", "worker1")
+NEAR = "the rack"
 PATIENCE_S = 30.0
 HEARTBEAT_S = 10 * PATIENCE_S  # nobody is given up because an attack takes long
 
@@ -34,12 +36,13 @@ _TOPK = {"type": "topk", "ratio": 0.2, "sampled": False}
 
 @dataclass(frozen=True)
 class Policy:
-    """A job's settings. `same`: its bytes do not depend on timing."""
+    """A job's settings. `same`: its bytes do not depend on timing. `aggregator`: workers have one near them."""
 
     settings: dict[str, Any]
     table: bool = False
     replication: int = 2
     same: bool = True
+    aggregator: bool = False
 
 
 POLICIES = {
@@ -52,6 +55,10 @@ POLICIES = {
     "local": Policy({"sync": {"type": "local-steps", "steps": 2}, "codec": _TOPK}),
     "all-reduce": Policy({"sync": {"type": "all-reduce"}, "clip": 0.5}, replication=1),
 }
+
+
+AGGREGATED = "aggregated"
+WITH_AGGREGATOR = {AGGREGATED: Policy({"sync": {"type": "sync"}, "clip": 0.5}, aggregator=True)}
 
 
 class Net(torch.nn.Module):
@@ -97,15 +104,21 @@ class Cluster:
         terms = Terms(
             servers=len(SERVERS), heartbeat=HEARTBEAT_S, workers_start=len(WORKERS),
             replication=self.policy.replication if self.replication is None else self.replication,
-            workers_max=len(WORKERS),
+            workers_max=len(WORKERS), aggregators=int(self.policy.aggregator),
         )  # fmt: skip
         self.coordinator = CoordinatorService(terms=terms, token=TOKEN, transport=self.transport_of("coordinator"))
         self.coordinator.start()
         address = self.coordinator.address
         transport = self.transport_of("server")
         self.servers = [ServerService(id=id, coordinator=address, token=TOKEN, transport=transport) for id in SERVERS]
-        for server in self.servers:
-            server.start()
+        transport = self.transport_of("aggregator")
+        self.aggregators = [
+            AggregatorService(id=id, coordinator=address, token=TOKEN, near=NEAR, transport=transport)
+            for id in ("aggregator0",) if self.policy.aggregator
+        ]  # fmt: skip
+        self.listeners: list[ServerService | AggregatorService] = [*self.servers, *self.aggregators]
+        for listener in self.listeners:
+            listener.start()
         self.workers = [threading.Thread(target=self._work, args=(id,), name=id) for id in WORKERS]
         for worker in self.workers:
             worker.start()
@@ -113,6 +126,11 @@ class Cluster:
     def transport_of(self, role: str) -> Transport:
         """What links of this role are made with."""
         return TcpTransport() if self.certificates is None else TlsTransport(TlsFiles(self.certificates, role))
+
+    @property
+    def near(self) -> str:
+        """Where the workers are."""
+        return NEAR if self.policy.aggregator else ""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -138,15 +156,16 @@ class Cluster:
         self.coordinator.abort("the test is over")
         for worker in self.workers:
             worker.join(PATIENCE_S)
-        for server in self.servers:
-            server.close()
+        for listener in self.listeners:
+            listener.close()
         self.coordinator.close()
         join_links()
 
     def _work(self, id: str) -> None:
         try:
             transport = self.transport_of("worker")
-            with Job(id=id, coordinator=self.coordinator.address, token=TOKEN, transport=transport) as job:
+            at = self.coordinator.address
+            with Job(id=id, coordinator=at, token=TOKEN, transport=transport, near=self.near) as job:
                 model = new_net(table=self.policy.table)
                 for micro in job.train(model, dataset(), **self.settings):
                     self.before_step(id, micro.step)

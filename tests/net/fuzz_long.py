@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 
 import psutil
 import torch
-from fuzz_campaign import ATTACKS, WHOLE_JOBS, Campaign
+from fuzz_campaign import AT_AN_AGGREGATOR, ATTACKS, OUTSIDE, WHOLE_JOBS, Campaign
 from fuzz_decoders import Decoders
-from fuzz_jobs import POLICIES
+from fuzz_jobs import AGGREGATED, POLICIES
 
 from rallypoint.net.tls.making import make_certificates
 from rallypoint.server.intake import views
@@ -36,6 +36,18 @@ def frames_of(attack: str, frames: int) -> int:
     fixed = dict.fromkeys(WHOLE_JOBS, _OF_A_JOB) | dict.fromkeys(("coordinator before", "server before"), _BEFORE)
     share = fixed.get(attack, (1 - sum(fixed.values())) / (len(ATTACKS) - len(fixed)))
     return max(1, int(frames * share))
+
+
+def ways_of(policy: str, frames: int) -> dict[str, int]:
+    """How many of its `frames` are thrown in each way at a job of this policy."""
+    if policy != AGGREGATED:
+        return {which: frames_of(which, frames) for which in ATTACKS}
+    ways = (*OUTSIDE, *AT_AN_AGGREGATOR)
+    before = {which: max(1, int(frames * _BEFORE)) for which in ways if which.endswith(" before")}
+    return before | {
+        which: max(1, (frames - sum(before.values())) // (len(ways) - len(before)))
+        for which in ways if which not in before
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -57,7 +69,7 @@ def attack(options: argparse.Namespace, certificates: Path | None) -> int:
     """Attack as the options say; with TLS if there are `certificates`. Returns the exit status."""
     torch.set_num_threads(1)
     views.VIEW_TIMEOUT_S = 0.5  # a frame of a view that never comes would hold its connection for a minute
-    campaigns = [Campaign(policy, options.seed, certificates) for policy in POLICIES]
+    campaigns = [Campaign(policy, options.seed, certificates) for policy in (*POLICIES, AGGREGATED)]
     for campaign in campaigns:
         campaign.record()
         campaign.attack({"coordinator before": 100})  # what is loaded at the first use is no growth
@@ -68,7 +80,7 @@ def attack(options: argparse.Namespace, certificates: Path | None) -> int:
             if time.monotonic() - began > 60 * options.minutes:
                 break
             share = options.frames // ROUNDS // len(campaigns)
-            campaign.attack({which: frames_of(which, share) for which in ATTACKS})
+            campaign.attack(ways_of(campaign.name, share))
             resident = _resident(process)
             thrown = sum(sum(one.thrown.values()) for one in campaigns)
             took = time.monotonic() - began
@@ -108,12 +120,12 @@ def _resident(process: psutil.Process) -> int:
 
 def _table(campaigns: list[Campaign]) -> int:
     """Print frames by attack and policy. Returns how many there are in all."""
-    print(f"{'':34}" + "".join(f"{campaign.name:>11}" for campaign in campaigns) + f"{'all':>11}")
-    for which in ATTACKS:
+    print(f"{'':34}" + "".join(f"{campaign.name:>12}" for campaign in campaigns) + f"{'all':>12}")
+    for which in (*ATTACKS, *AT_AN_AGGREGATOR):
         row = [campaign.thrown[which] for campaign in campaigns]
-        print(f"{which:34}" + "".join(f"{count:11}" for count in (*row, sum(row))))
+        print(f"{which:34}" + "".join(f"{count:12}" for count in (*row, sum(row))))
     columns = [sum(campaign.thrown.values()) for campaign in campaigns]
-    print(f"{'all':34}" + "".join(f"{count:11}" for count in (*columns, sum(columns))))
+    print(f"{'all':34}" + "".join(f"{count:12}" for count in (*columns, sum(columns))))
     ends = sum((campaign.ends for campaign in campaigns), Counter[str]())
     print("jobs with possessed members: " + "; ".join(f"{how}: {count}" for how, count in sorted(ends.items())))
     return sum(columns)

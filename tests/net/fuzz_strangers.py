@@ -54,7 +54,8 @@ class Stranger:
     def join(self) -> None:
         """Become a member of the job, honestly: it has no use for one more worker, so this one stands by."""
         connection = self._connect(None)
-        _, keys = introduce(connection, messages.Hello("worker", "standby", "here", to=COORDINATOR), TOKEN)
+        hello = messages.Hello("worker", "standby", "here", to=COORDINATOR, near=self.cluster.near)
+        _, keys = introduce(connection, hello, TOKEN)
         channel = self._membership = Channel(connection, "the coordinator", keys)
         proposal = messages.decode(self.corpus.frames("Propose")[0].payload)
         channel.send_message(proposal)
@@ -62,10 +63,10 @@ class Stranger:
             message = messages.decode(channel.receive_bytes(channel.receive_header()))
             if isinstance(message, messages.NewView):
                 self.standby = next((one for one in message.view.workers if one.id == "standby"), None)
-        for views in (server._views for server in self.cluster.servers):
+        for views in (listener._views for listener in self.cluster.listeners):
             with views._changed:  # not `wait_for`, which gives up as soon as for a mutated frame's view
                 has_come = lambda views=views: views._fence.has_come(message.view.number)  # noqa: E731
-                assert views._changed.wait_for(has_come, PATIENCE_S), "a server does not hear of the stranger"
+                assert views._changed.wait_for(has_come, PATIENCE_S), "a listener does not hear of the stranger"
 
     def close(self) -> None:
         """End the membership, if there is one."""
@@ -75,7 +76,7 @@ class Stranger:
     # ---- before the proof ----
 
     def greet_badly(self, server: int | None) -> None:
-        """One connection with a mutated greeting: to a server, or (None) to the coordinator."""
+        """One connection with a mutated greeting: to a server or an aggregator, or (None) to the coordinator."""
         if self.cluster.certificates is not None and self.rng.random() < 0.5:
             self._shake_badly(server)
             return
@@ -135,8 +136,8 @@ class Stranger:
         if server is None:
             role = self.rng.choice(["worker", "server", "observer"])
             return messages.Hello(role, f"stranger{self.connections}", "nowhere", to=COORDINATOR, nonce=nonce)
-        me = self.cluster.servers[server]._gate.me
-        return messages.Hello("worker", "worker0", "nowhere", to=("server", me.id, me.incarnation), nonce=nonce)
+        me = self.cluster.listeners[server]._gate.me
+        return messages.Hello("worker", "worker0", "nowhere", to=(me.role, me.id, me.incarnation), nonce=nonce)
 
     # ---- after the proof ----
 
@@ -173,10 +174,10 @@ class Stranger:
             self._must_close(connection)
 
     def _enter(self, connection: Connection, server: int, member: Member, role: str) -> LinkKeys:
-        me, view = self.cluster.servers[server]._gate.me, self.cluster.servers[server]._views.number
+        me, view = self.cluster.listeners[server]._gate.me, self.cluster.listeners[server]._views.number
         hello = messages.Hello(
             role, member.id, "nowhere", incarnation=member.incarnation, view=view,
-            to=("server", me.id, me.incarnation),
+            to=(me.role, me.id, me.incarnation),
         )  # fmt: skip
         return introduce(connection, hello, ticket=ticket(me.secret, role, member.id, member.incarnation))[1]
 
@@ -195,18 +196,24 @@ class Stranger:
 
     def _connect(self, server: int | None, role: str = "worker") -> Connection:
         self.connections += 1
+        self._discard()
         connection = self.transports[role].connect(self._address(server), PATIENCE_S)
         connection.set_timeout(PATIENCE_S)
         return connection
 
+    def _discard(self) -> None:
+        """Read what has come for this member: a link that nobody reads breaks, and its member is waited for."""
+        if self._membership is not None:
+            with contextlib.suppress(OSError):
+                while _raw(self._membership.connection).recv(1 << 16, socket.MSG_DONTWAIT):
+                    pass
+
     def _address(self, server: int | None) -> str:
-        return self.cluster.coordinator.address if server is None else self.cluster.servers[server].address
+        return self.cluster.coordinator.address if server is None else self.cluster.listeners[server].address
 
     def _must_close(self, connection: Connection) -> None:
         """We send no more; the other side has to close, whatever it has had."""
-        stream = connection._stream if isinstance(connection, TlsConnection) else connection
-        assert isinstance(stream, TcpConnection)
-        raw = stream._socket
+        raw = _raw(connection)
         if raw.fileno() < 0:
             return  # TLS's handshake has failed here, and has closed it
         try:
@@ -218,6 +225,12 @@ class Stranger:
                     pass
         finally:
             connection.close()
+
+
+def _raw(connection: Connection) -> socket.socket:
+    stream = connection._stream if isinstance(connection, TlsConnection) else connection
+    assert isinstance(stream, TcpConnection)
+    return stream._socket
 
 
 class _Changing(TcpConnection):

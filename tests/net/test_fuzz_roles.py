@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
-from fuzz_campaign import ATTACKS, WHOLE_JOBS, Campaign
+from fuzz_campaign import AT_AN_AGGREGATOR, ATTACKS, OUTSIDE, WHOLE_JOBS, Campaign
 from fuzz_decoders import Decoders
-from fuzz_jobs import POLICIES
+from fuzz_jobs import AGGREGATED, POLICIES
 
 from rallypoint.net import handshake
 from rallypoint.net.frames import Kind
+from rallypoint.net.tls.making import make_certificates
 from rallypoint.server.intake import views
 
 SEED = 20261122
@@ -48,6 +50,19 @@ def test_strangers_and_servers_that_lie_change_nothing(policy: str, campaign_of:
     campaign.attack(dict.fromkeys(QUICK, FRAMES))
     assert not campaign.faults
     assert all(campaign.thrown[which] >= FRAMES for which in QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_strangers_at_an_aggregator_change_nothing(tls: bool, tmp_path: Path) -> None:
+    """Before the proof, as a worker near it that stands by, and elsewhere in its job. With TLS, also its handshake."""
+    if tls:
+        make_certificates(tmp_path)
+    campaign = Campaign(AGGREGATED, SEED, tmp_path if tls else None)
+    campaign.record()
+    campaign.attack(dict.fromkeys((*OUTSIDE, *AT_AN_AGGREGATOR), FRAMES))
+    assert not campaign.faults
+    assert all(campaign.thrown[which] >= FRAMES for which in AT_AN_AGGREGATOR)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

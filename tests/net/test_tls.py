@@ -10,7 +10,7 @@ import shutil
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from rallypoint.net.tcp import TcpConnection, TcpTransport, split_address
 from rallypoint.net.tls.connection import TlsConnection
 from rallypoint.net.tls.files import CA, CERTIFICATE, KEY, ROLES, TlsFiles
 from rallypoint.net.tls.making import make_certificates
+from rallypoint.net.tls.records import SECRET_BYTES
 from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.net.transport import Connection, Transport
 from rallypoint.testing.contracts.beside import Beside, until
@@ -301,6 +302,54 @@ def test_who_trickles_a_tls_handshake_keeps_nobody_out_and_is_let_go(
     until(lambda: not [thread for thread in threading.enumerate() if thread.name.startswith("from 127")][1:])
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        lambda secured: None,
+        lambda secured: secured.send(b"a short secret"),
+        lambda secured: secured.unwrap(),
+        lambda secured: secured.sendall(bytes(SECRET_BYTES + 1)),
+        lambda secured: (secured.sendall(bytes(SECRET_BYTES)), socket.socket.sendall(secured, b"\xff" * 100)),
+        lambda secured: (secured.sendall(bytes(SECRET_BYTES)), socket.socket.sendall(secured, b"\x64\0\0\0" * 40)),
+    ],
+    ids=["nothing", "a short secret", "the end", "a longer secret", "a record that is too long", "a forged record"],
+)
+def test_who_has_a_certificate_and_says_nonsense_is_let_go(
+    says: Callable[[ssl.SSLSocket], object], certificates: Path, opened: contextlib.ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 1.0)
+    door = Door(tls(certificates, "coordinator"))
+    opened.callback(door.close)
+    member = Member(tls(certificates, "worker"), door, opened)
+    sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
+    secured = opened.enter_context(TlsFiles(certificates, "worker").loaded().dialing.wrap_socket(sock))
+    with contextlib.suppress(OSError):
+        says(secured)
+    with contextlib.suppress(OSError):
+        while socket.socket.recv(secured, 4096):
+            pass
+    until(lambda: not door._unproven._by_host)
+    member.is_served()
+
+
+def test_a_replayed_handshake_is_worth_nothing(
+    door: Door, certificates: Path, opened: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    relay = Relay(door.address, None, opened)
+    member = Member(tls(certificates, "worker"), at(relay, door), opened)
+    said = bytes(relay.said)
+    assert len(said) > 1000, "a ClientHello, a certificate, a secret, a Hello"
+    sock = opened.enter_context(socket.create_connection(split_address(door.address), PATIENCE_S))
+    sock.sendall(said)
+    with contextlib.suppress(OSError):
+        while sock.recv(4096):
+            pass
+    until(lambda: "TLS with 127.0.0.1" in caplog.text)
+    assert len([name for name in door._open if name.peer]) == 1, "the member alone"
+    member.is_served()
+
+
 def _readable(sock: socket.socket) -> list[socket.socket]:
     import select
 
@@ -331,6 +380,7 @@ class Relay:
         self.listener = self.transport.listen("127.0.0.1:0")
         self.address = self.listener.address
         self.ends: list[Connection] = []
+        self.said = bytearray()  # by the dialer
         self.threads: list[threading.Thread] = []
         opened.callback(self.close)
         self._begin(self._accept)
@@ -352,6 +402,8 @@ class Relay:
         with contextlib.suppress(RallypointError):
             while True:
                 data = bytearray(receive(source, 1))
+                if source is self.ends[0]:
+                    self.said += data
                 data[0] ^= passed == flips
                 to.send(bytes(data))
                 passed += 1

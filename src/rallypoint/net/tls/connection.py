@@ -182,6 +182,8 @@ class TlsConnection:
             if not got:
                 raise self._refusal(f"{self.peer} has ended TLS before it has told its secret")
             other += got
+        if self._tls.pending():
+            raise self._refusal(f"{self.peer} says more inside TLS than its secret")
         dialers, listeners = keys(binding, *((other, own) if self._listener else (own, other)))
         reads, writes = (dialers, listeners) if self._listener else (listeners, dialers)
         self._reader, self._writer = Reader(reads), Writer(writes)
