@@ -292,8 +292,8 @@ class RunConsole:
         assert self._plan is not None
         if self._progress is not None and self._task is not None:
             self._progress.update(
-                self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", metrics=_figures(self._metrics),
-                rate=self._rate(),
+                self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", rate=self._rate(),
+                metrics=_figures({**done.figures, **self._metrics}),
             )  # fmt: skip
         elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
             self._last_plain = now
@@ -301,7 +301,8 @@ class RunConsole:
             left = (now - self._start) / here * (self._plan.steps - done.step - 1)
             # The first step's time is no estimate
             estimate = f"  {self._rate()}  {left:.0f} s left" if here > 1 else ""
-            self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{estimate}")
+            logged = f"  {_figures(done.figures)}" if done.figures else ""
+            self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
         """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""

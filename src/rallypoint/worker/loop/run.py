@@ -260,7 +260,7 @@ class Run:
             round, replica, loss, weight,
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
-            settings=optimizer.settings_digest() if optimizer is not None else "",
+            settings=optimizer.settings_digest() if optimizer is not None else "", figures=passes.figures,
         ))  # fmt: skip
 
     def _go_ahead(self) -> Iterator[Micro]:
