@@ -8,13 +8,13 @@ import shlex
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from members import Members, members_in
 from rallypoint.coordinator.service import JoinInfo
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.errors import ConfigError, UsageError
@@ -22,7 +22,7 @@ from rallypoint.launch.commands.by_hand import _argv_of, decoded, described
 from rallypoint.launch.options import CoordinatorOptions
 from rallypoint.net.keys import role_token
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program, run_program
+from rallypoint.testing.programs import run_program
 
 pytestmark = pytest.mark.programs
 
@@ -48,40 +48,11 @@ def documented() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in block.splitlines() if line.startswith("rallypoint ")]
 
 
-class Members:
-    """Programs that were started by hand, and what each prints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: dict[str, Program] = {}
-
-    def start(self, name: str, arguments: list[str]) -> None:
-        self.started[name] = Program(
-            ["-m", "rallypoint.cli", *arguments], self.folder / name, {**ENV, "RALLYPOINT_ID": name}, self.folder
-        )
-
-    def said(self, name: str) -> str:
-        file = self.folder / name
-        return file.read_text() if file.exists() else ""
-
-    def until(self, name: str, pattern: str) -> str:
-        """Wait until `name` has printed the pattern. Returns its first group."""
-        deadline = time.monotonic() + 60.0
-        while (found := re.search(pattern, self.said(name))) is None:
-            assert self.started[name].poll() is None, self.said(name)
-            assert time.monotonic() < deadline, f"{name} printed only {self.said(name)!r}"
-            time.sleep(0.01)
-        return found.group(1)
-
-
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Members]:
     (tmp_path / "train.py").write_text(SCRIPT)
-    made = Members(tmp_path)
-    yield made
-    for program in made.started.values():
-        program.kill()
-        program.wait()
+    with members_in(tmp_path, ENV) as made:
+        yield made
 
 
 def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members: Members) -> None:
@@ -89,12 +60,12 @@ def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members
     assert token[0] == "token"
     assert [arguments[0] for arguments in (coordinator, *others)] == ["coordinator", *["server"] * 2, *["worker"] * 2]
     local = {"10.0.0.7:4700": "127.0.0.1:0", "/shared/run": str(members.folder / "snapshots")}
-    members.start("coordinator", [local.get(word, word) for word in coordinator])
+    members.start("coordinator", *[local.get(word, word) for word in coordinator])
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
     members.until("coordinator", r"\n(waiting for 2 servers and 2 workers)\n")
     for number, arguments in enumerate(others):
         place = {"10.0.0.7:4700": address, "10.0.0.8:0": "127.0.0.1:0", "10.0.0.9:0": "127.0.0.1:0"}
-        members.start(f"{arguments[0]}-{number}", [place.get(word, word) for word in arguments])
+        members.start(f"{arguments[0]}-{number}", *[place.get(word, word) for word in arguments])
     for name, program in members.started.items():
         assert program.wait(120.0) == 0, f"{name}: {members.said(name)}"
     assert "done: 6 steps, 48 samples in " in members.said("coordinator")
@@ -115,11 +86,11 @@ def test_the_documented_commands_make_a_cluster_that_says_how_it_gets_on(members
 
 def test_a_worker_by_hand_that_is_told_to_go_says_that_it_has_left(members: Members) -> None:
     (members.folder / "train.py").write_text(SCRIPT.replace("steps=6", "steps=10**9"))
-    members.start("coordinator", ["coordinator", "--workers", "2"])  # it begins when both are here
+    members.start("coordinator", "coordinator", "--workers", "2")  # it begins when both are here
     address = members.until("coordinator", r"listens at (\S+)\n")
-    members.start("server0", ["server", "--coordinator", address])
+    members.start("server0", "server", "--coordinator", address)
     for name in ("w0", "w1"):
-        members.start(name, ["worker", "--coordinator", address, "train.py"])
+        members.start(name, "worker", "--coordinator", address, "train.py")
     members.until("coordinator", r"(step \d+/)")
     members.started["w1"].send_signal(signal.SIGTERM)
     assert members.started["w1"].wait(60.0) == 0
@@ -196,9 +167,9 @@ def test_without_an_address_it_says_how_to_give_one(arguments: list[str], tmp_pa
 
 
 def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(members: Members) -> None:
-    members.start("coordinator", ["coordinator", "--bind", "127.0.0.1:0"])
+    members.start("coordinator", "coordinator", "--bind", "127.0.0.1:0")
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", ["server", "--coordinator", address])
+    members.start("server", "server", "--coordinator", address)
     members.until("server", r"(has joined the job)")
     members.started["coordinator"].send_signal(signal.SIGINT)
     assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
@@ -209,24 +180,24 @@ def test_ctrl_c_at_a_coordinator_that_was_started_by_hand_ends_the_job_for_all(m
 
 def test_sigterm_ends_a_coordinator_with_a_folder_alone_and_another_goes_on_with_its_job(members: Members) -> None:
     start = ["coordinator", "--folder", str(members.folder / "run")]
-    members.start("coordinator", start)
+    members.start("coordinator", *start)
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", ["server", "--coordinator", address])
+    members.start("server", "server", "--coordinator", address)
     members.until("server", r"(has joined the job)")
     members.started["coordinator"].send_signal(signal.SIGTERM)
     assert members.started["coordinator"].wait(40.0) == 143, members.said("coordinator")
     assert "told to go: another coordinator with --folder" in members.said("coordinator")
-    members.start("next", [*start, "--bind", address])
+    members.start("next", *start, "--bind", address)
     members.until("next", r"(the coordinator listens at)")
-    members.start("worker", ["worker", "--coordinator", address, "train.py"])
+    members.start("worker", "worker", "--coordinator", address, "train.py")
     assert members.started["next"].wait(60.0) == 0, members.said("next")
     assert members.started["server"].wait(40.0) == 0, members.said("server")
 
 
 def test_sigterm_at_a_coordinator_without_a_folder_ends_the_job_for_all(members: Members) -> None:
-    members.start("coordinator", ["coordinator"])
+    members.start("coordinator", "coordinator")
     address = members.until("coordinator", r"^the coordinator listens at (\S+)\n")
-    members.start("server", ["server", "--coordinator", address])
+    members.start("server", "server", "--coordinator", address)
     members.until("server", r"(has joined the job)")
     members.started["coordinator"].send_signal(signal.SIGTERM)
     assert members.started["coordinator"].wait(40.0) == 130, members.said("coordinator")
@@ -243,9 +214,9 @@ def test_a_worker_that_gives_up_ends_though_its_coordinator_is_stopped(members: 
         "        time.sleep(0.01)\n"
         "    raise ValueError('the data is gone')\n"
     )
-    members.start("coordinator", ["coordinator"])
+    members.start("coordinator", "coordinator")
     address = members.until("coordinator", r"listens at (\S+)\n")
-    members.start("w0", ["worker", "--coordinator", address, "train.py"])
+    members.start("w0", "worker", "--coordinator", address, "train.py")
     members.until("w0", r"(has joined the job)")
     coordinator = members.started["coordinator"]
     coordinator.send_signal(signal.SIGSTOP)

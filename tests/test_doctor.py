@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from rallypoint.errors import AccessDenied, UnprovenPeer, UsageError
-from rallypoint.launch.access import Access
+from rallypoint.launch.access import Access, access_of
 from rallypoint.launch.doctor.doctor import Doctor
 from rallypoint.launch.doctor.facts import Facts, Gpu, collect, free_bytes, gpus_of
 from rallypoint.launch.doctor.findings import (
@@ -34,6 +34,9 @@ from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.handshake import COORDINATOR, introduce, new_token
 from rallypoint.net.messages import Hello
+from rallypoint.net.tls.files import TlsFiles
+from rallypoint.net.tls.making import make_certificates
+from rallypoint.net.tls.transport import TlsTransport
 from rallypoint.testing.programs import run_program
 
 SOUND = Facts(
@@ -264,3 +267,24 @@ def test_the_command_examines_this_machine(tmp_path: Path) -> None:
     assert status == 0, text
     assert socket.gethostname() in text
     assert "for snapshots" in text
+
+
+def test_with_tls_a_probed_machine_needs_the_observers_certificate_alone(tmp_path: Path) -> None:
+    """With the coordinator's, it could be the coordinator of any job of this CA."""
+    make_certificates(tmp_path / "certs")
+    for role in ("coordinator", "server", "worker", "aggregator", "ca"):
+        (tmp_path / "certs" / role).rename(tmp_path / role)
+    access = access_of("", "observer", str(tmp_path / "certs"), bind="0.0.0.0:0")
+    told = io.StringIO()
+    probes = [Probe(access, "127.0.0.1:0", facts) for _ in range(2)]
+    try:
+        doctor = Doctor(Console(file=told, width=300), access)
+        doctor.machines(SOUND, [probe.address for probe in probes])
+        assert doctor.worst is Level.FINE, told.getvalue()
+        worker = Access(transport=TlsTransport(TlsFiles(tmp_path / "worker", "worker")))
+        with pytest.raises(AccessDenied, match="the certificate of a worker"):
+            Asking(worker, probes[0].address)
+    finally:
+        for probe in probes:
+            probe.close()
+    assert "2 links are fit for each other" in told.getvalue()

@@ -27,7 +27,7 @@ from rallypoint.launch import interrupts, launcher
 from rallypoint.launch import run as cluster_run
 from rallypoint.launch.ask import resize
 from rallypoint.launch.console import RunConsole, Screen
-from rallypoint.launch.engines.cluster import Command, Exit, Handle
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.folder import read_where, refuse_a_finished_run
 from rallypoint.launch.plan import Launch, read_plan
 from rallypoint.launch.run import ClusterRun
@@ -36,6 +36,7 @@ from rallypoint.net.handshake import COORDINATOR, introduce
 from rallypoint.net.messages import Finished, Hello, Members, Message
 from rallypoint.net.tcp import TcpTransport
 from rallypoint.store import closing
+from rallypoint.testing.contracts.beside import until as until_true
 from rallypoint.testing.programs import run_program
 
 pytestmark = pytest.mark.programs
@@ -596,7 +597,7 @@ def test_a_coordinator_that_is_started_by_hand_has_a_token_on_loopback_too(tmp_p
     assert not list(tmp_path.glob("token-*")), "it ends with its coordinator"
 
 
-class _Hanging:
+class _Hanging(Cluster):
     """A server that does not end, and the cluster that it is the only process of."""
 
     def __init__(self, name: str = "server0") -> None:
@@ -705,6 +706,45 @@ def test_nobody_reading_the_output_ends_the_run_quietly(tmp_path: Path) -> None:
     assert launcher.wait(timeout=60) == 141
     assert launcher.stderr.read() == b""
     launcher.stderr.close()
+
+
+def test_a_run_in_another_thread_heeds_no_signals() -> None:
+    """A notebook's or a server's thread may run `RallypointTrainer.fit`; Python gives signals to the main thread."""
+    came: list[list[int]] = []
+
+    def run() -> None:
+        with interrupts.raised(), interrupts.noted() as noted:
+            came.append(noted)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert came == [[]]
+
+
+CHATTY = """
+import pathlib, time
+for _ in range(1000):
+    print("x" * 1000, flush=True)  # much more than a pipe takes
+pathlib.Path(BEGAN).touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_output_is_not_read_and_not_closed_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """As of a pager that nobody scrolls, or a terminal that was stopped."""
+    script = tmp_path / "script.py"
+    script.write_text(CHATTY.replace("BEGAN", repr(str(tmp_path / "began"))))
+    argv = command("run", "--workers", "1", "--servers", "1", "--folder", str(tmp_path / "run"), str(script))
+    launcher = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        until_true((tmp_path / "began").exists)
+        launcher.terminate()
+        assert launcher.wait(timeout=60) == 130
+    finally:
+        launcher.kill()
+        launcher.communicate()
 
 
 def _breaks_the_store(run: ClusterRun) -> bool:

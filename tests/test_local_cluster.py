@@ -63,3 +63,34 @@ def test_no_process_outlives_a_launcher_that_was_killed() -> None:
     launcher.send_signal(signal.SIGKILL)
     launcher.communicate()
     assert psutil.wait_procs([child], timeout=PATIENCE_S)[1] == []
+
+
+WITHOUT_A_LIFELINE = """
+import os, signal, sys
+from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.local import LocalCluster
+from rallypoint.testing.contracts.cluster import _PARENT
+cluster = LocalCluster()
+for name in ("a", "b"):
+    command = Command(name=name, role="worker", argv=(sys.executable, "-c", _PARENT))
+    cluster.start(command, lambda line: sys.stdout.write(line + "\\n"))
+print(*(process.process.pid for process in cluster._started), flush=True)
+signal.pause()
+"""
+
+
+def test_what_a_worker_started_before_it_joined_does_not_outlive_a_launcher_that_was_killed() -> None:
+    """A script that still loads its data holds no lifeline, and no child of a script does."""
+    argv = [sys.executable, "-u", "-c", WITHOUT_A_LIFELINE]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pids = [int(word) for _ in range(3) for word in launcher.stdout.readline().split()]
+        processes = [psutil.Process(pid) for pid in pids]
+        launcher.kill()
+    assert len(processes) == 4
+    try:
+        assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
+    finally:
+        for process in processes:
+            if process.is_running():
+                process.kill()

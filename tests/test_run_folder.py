@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import multiprocessing
 import os
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rallypoint import cli
@@ -26,6 +28,8 @@ from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.errors import DataError, UsageError
 from rallypoint.launch import folder as folders
 from rallypoint.launch import launcher
+from rallypoint.launch.console import RunConsole
+from rallypoint.launch.discovery import supervision
 from rallypoint.launch.folder import (
     TOKEN_FILE,
     Where,
@@ -109,6 +113,28 @@ def old_run(folder: Path, last_word: Finish | Abort | None, *, snapshots: str = 
 
 def test_a_new_folder_is_anybodys(tmp_path: Path) -> None:
     refuse_an_old_run(tmp_path, "")
+
+
+@pytest.mark.parametrize("others", [(), ("mine.txt",)])
+def test_a_run_that_cannot_begin_leaves_no_folder(tmp_path: Path, others: tuple[str, ...]) -> None:
+    """Unless somebody else has put something into it meanwhile."""
+    folder, script = tmp_path / "run", tmp_path / "train.py"
+    script.touch()
+    plan = Launch(worker=("python", str(script)), script=str(script), folder=str(folder), tls=str(tmp_path / "nosuch"))
+
+    def look(text: str) -> None:
+        for name in others:
+            (folder / name).touch()
+
+    console = RunConsole(Console(file=io.StringIO()))
+    console.console.print = lambda text, **more: look(text)  # type: ignore[method-assign, assignment, misc]
+    with pytest.raises(UsageError, match="nosuch"):
+        launcher.launch(plan, console)
+    assert sorted(path.name for path in folder.iterdir()) == ["mine.txt"] if others else not folder.exists()
+    folder.mkdir(exist_ok=True)
+    with pytest.raises(UsageError, match="nosuch"):
+        launcher.launch(plan, RunConsole(Console(file=io.StringIO())))
+    assert (folder / "run.json").exists()  # it was the user's folder
 
 
 def test_a_finished_run_is_not_overwritten(tmp_path: Path) -> None:
@@ -366,6 +392,13 @@ def test_a_token_file_that_a_killed_process_of_the_same_number_left_is_replaced(
         assert left.read_text() == "a new token"
         assert left.stat().st_mode & 0o777 == 0o600
     assert not left.exists()
+
+
+def test_so_is_that_of_a_rank_0_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / f"token-{os.getpid()}").write_text("an old one")
+    with supervision._token_file(tmp_path, "a new one") as path:
+        assert Path(path).read_text() == "a new one"
+        assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_token_is_in_no_representation() -> None:

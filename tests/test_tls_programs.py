@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from members import Members, members_in
 from rallypoint.launch.folder import read_where
 from rallypoint.net.tls.files import CERTIFICATE
 from rallypoint.testing.contracts.beside import until
-from rallypoint.testing.programs import Program, run_program
+from rallypoint.testing.programs import run_program
 
 pytestmark = [pytest.mark.programs, pytest.mark.slow]
 
@@ -33,44 +32,15 @@ pathlib.Path("weights-" + os.environ["RALLYPOINT_ID"]).write_bytes(model.weight.
 BARE = {key: value for key, value in os.environ.items() if not key.startswith("RALLYPOINT_")} | {"COLUMNS": "200"}
 
 
-class Members:
-    """Programs that were started one by one, and what each prints."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.started: dict[str, Program] = {}
-
-    def start(self, name: str, *arguments: str, env: dict[str, str] | None = None) -> Program:
-        self.started[name] = Program(
-            ["-m", "rallypoint.cli", *arguments], self.folder / name,
-            {**BARE, "RALLYPOINT_ID": name, **(env or {})}, self.folder,
-        )  # fmt: skip
-        return self.started[name]
-
-    def said(self, name: str) -> str:
-        file = self.folder / name
-        return file.read_text() if file.exists() else ""
-
-    def until(self, name: str, pattern: str) -> str:
-        """Wait until `name` has printed the pattern. Returns its first group."""
-        deadline = time.monotonic() + 60.0
-        while (found := re.search(pattern, self.said(name))) is None:
-            assert self.started[name].poll() is None, self.said(name)
-            assert time.monotonic() < deadline, f"{name} printed only {self.said(name)!r}"
-            time.sleep(0.01)
-        return found.group(1)
-
-    def sha(self, name: str) -> str:
-        return hashlib.sha256((self.folder / f"weights-{name}").read_bytes()).hexdigest()
+def sha(members: Members, name: str) -> str:
+    """The hash of the weights that a worker has written."""
+    return hashlib.sha256((members.folder / f"weights-{name}").read_bytes()).hexdigest()
 
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[Members]:
-    made = Members(tmp_path)
-    yield made
-    for program in made.started.values():
-        program.kill()
-        program.wait()
+    with members_in(tmp_path, BARE) as made:
+        yield made
 
 
 def certs(folder: Path, *options: str) -> str:
@@ -94,15 +64,15 @@ def test_a_cluster_by_hand_with_tls_and_no_token_ends_with_the_bytes_of_one_proc
     members.until("s0", r"(has joined the job)")
     certs(folder)
     assert (folder / "worker" / CERTIFICATE).read_bytes() != old
-    env = BARE | {"RALLYPOINT_ID": "w0", "RALLYPOINT_COORDINATOR": address, "RALLYPOINT_TLS": str(folder)}
-    members.started["w0"] = Program(["train.py"], members.folder / "w0", env | {"OMP_NUM_THREADS": "1"}, members.folder)
+    env = {"RALLYPOINT_COORDINATOR": address, "RALLYPOINT_TLS": str(folder), "OMP_NUM_THREADS": "1"}
+    members.start_python("w0", "train.py", env=env)
     for name, program in members.started.items():
         assert program.wait(60.0) == 0, f"{name}: {members.said(name)}"
 
     alone = BARE | {"RALLYPOINT_ID": "alone", "OMP_NUM_THREADS": "1"}
     status, text = run_program(["train.py"], members.folder / "said", env=alone, cwd=members.folder)
     assert status == 0, text
-    assert members.sha("w0") == members.sha("alone")
+    assert sha(members, "w0") == sha(members, "alone")
 
 
 def test_with_neither_token_nor_tls_nobody_listens_where_others_can_connect(tmp_path: Path) -> None:
@@ -146,4 +116,4 @@ def test_a_run_with_tls_is_resized_stored_and_ends_with_the_bytes_of_one_without
         assert program.wait(1.0) == 0, members.said(name)
         members.started[name + "-sha"] = members.started.pop(name)
         (members.folder / "weights-worker0").rename(members.folder / f"weights-{name}")
-    assert members.sha("with") == members.sha("without")
+    assert sha(members, "with") == sha(members, "without")

@@ -252,11 +252,11 @@ def test_an_observer_that_comes_late_is_told_the_plan_and_then_every_step(house:
     assert (plan.steps, plan.replicas, plan.shards, plan.workers) == (STEPS, REPLICAS, 2, ("worker0",))
     for replica, loss in ((0, 1.0), (1, 4.0)):
         worker.link.send(Report(0, replica, loss, 1.0 + 2 * replica, 5, generation=view.generation))
-    assert eyes.next(StepDone) == StepDone(0, (1.0 + 3 * 4.0) / 4, 10)
+    assert eyes.next(StepDone) == StepDone(0, (1.0 + 3 * 4.0) / 4, 10, lr=0.001)
     worker.link.send(Report(0, 1, 9.0, 1.0, 5, generation=view.generation))  # again: not counted, but told
     for replica in (0, 1):
         worker.link.send(Report(1, replica, 2.0, 1.0, 5, generation=view.generation))
-    assert eyes.next(StepDone) == StepDone(1, 2.0, 10, again=1)
+    assert eyes.next(StepDone) == StepDone(1, 2.0, 10, again=1, lr=0.001)
 
 
 def test_a_step_whose_reports_cross_a_worker_s_handing_on_of_the_state_is_told(house: House) -> None:
@@ -269,10 +269,10 @@ def test_a_step_whose_reports_cross_a_worker_s_handing_on_of_the_state_is_told(h
     after = second.next(NewView).view
     assert after.generation > view.generation
     worker.link.send(Report(0, 1, 3.0, 1.0, 5, generation=view.generation))  # and it brings version 1
-    assert eyes.next(StepDone) == StepDone(0, 2.0, 10)
+    assert eyes.next(StepDone) == StepDone(0, 2.0, 10, lr=0.001)
     for member, replica in ((worker, 0), (second, 1)):
         member.link.send(Report(1, replica, 2.0, 1.0, 5, generation=after.generation))
-    assert eyes.next(StepDone) == StepDone(1, 2.0, 10)
+    assert eyes.next(StepDone) == StepDone(1, 2.0, 10, lr=0.001)
 
 
 def test_what_members_say_of_the_run_reaches_those_who_watch_and_the_log(house: House, tmp_path: Path) -> None:

@@ -23,6 +23,14 @@ def test_a_step_is_done_when_every_replica_has_reported_and_its_loss_is_their_we
     assert tally.missing() == (1, [0, 1])
 
 
+def test_what_scripts_log_is_the_weighted_mean_over_the_replicas_that_have_logged_it() -> None:
+    tally = StepTally(2)
+    tally.add(Report(0, 0, 1.0, 1.0, 4, figures={"accuracy": 0.5, "only": 7.0}))
+    done = tally.add(Report(0, 1, 1.0, 3.0, 4, figures={"accuracy": 1.0}))
+    assert done is not None
+    assert done.figures == {"accuracy": (0.5 + 3.0) / 4, "only": 7.0}
+
+
 def test_a_repeat_is_counted_as_work_done_twice_and_changes_nothing() -> None:
     tally = StepTally(2)
     tally.add(report(0, 0, loss=1.0))

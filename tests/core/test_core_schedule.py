@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.schedule import Schedule, constant, cosine, linear, rate_at, step_decay
+from rallypoint.core.schedule import Schedule, constant, cosine, linear, rate_at, scaled, step_decay
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -82,3 +82,11 @@ def test_a_job_that_ends_within_its_warmup_has_a_rate_at_every_step(make: object
 @given(_SCHEDULES)
 def test_a_schedule_survives_the_wire(schedule: Schedule) -> None:
     assert msgspec.convert(msgspec.to_builtins(schedule), Schedule) == schedule
+
+
+@PURE
+@given(_SCHEDULES, st.integers(0, 50))
+def test_a_scaled_schedule_has_the_rates_times_the_factor(schedule: Schedule, step: int) -> None:
+    """The warm-up and the floor too."""
+    assert rate_at(scaled(schedule, 4.0), step, 40) == pytest.approx(4.0 * rate_at(schedule, step, 40))
+    assert scaled(schedule, 1.0) is schedule

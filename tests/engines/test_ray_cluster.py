@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +29,13 @@ from rallypoint.testing.contracts.cluster import PATIENCE_S, ClusterContract, St
 DRIVER = Driver(node="head", python="/their/python", runner="/their/runner.py", cwd="/nowhere", code="/run/code")
 
 pytestmark = pytest.mark.slow  # Ray takes seconds to start
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """Before the leak police looks: Ray leaves a variable in the environment."""
+    with contextlib.suppress(ImportError):
+        import ray  # noqa: F401
 
 
 def test_a_command_is_run_with_what_its_node_has() -> None:
@@ -101,6 +110,75 @@ def test_lines_come_once_and_the_exit_after_them() -> None:
         lines += news.lines
     assert [*lines, *news.lines] == [str(n) for n in range(2500)]
     assert actor.more(2500).exit == Exit(0)
+
+
+@pytest.mark.parametrize(("address", "words"), [
+    ("foo", "write host:port"), ("ray://127.0.0.1:10001", "`ray job submit`"),
+    ("127.0.0.1:1", "there is no Ray cluster at 127.0.0.1:1: .*refused"),
+])  # fmt: skip
+def test_an_address_without_a_cluster_is_a_sentence_at_once(address: str, words: str) -> None:
+    pytest.importorskip("ray")
+    from rallypoint.launch.engines.ray import RayCluster
+
+    with pytest.raises(UsageError, match=words):
+        RayCluster(address)
+
+
+def test_an_actor_that_cannot_run_says_why_and_is_no_death() -> None:
+    """The next one could not either: a node without rallypoint, say."""
+    errors = pytest.importorskip("ray.exceptions")
+    from rallypoint.launch.engines.ray import RayProcess, _how
+
+    process = RayProcess(Command(name="worker0", role="worker", argv=("x",)), lambda line: None)
+    trace = "Traceback (most recent call last):\n  File ...\nModuleNotFoundError: No module named 'rallypoint'\n"
+    failed = errors.RayTaskError("start", trace, ImportError("x"), "ray", 1, "10.0.0.7")
+    for error in (failed, errors.ActorDiedError(failed)):
+        how = _how(process, error)
+        assert not how.died
+        assert "its Ray actor cannot run: ModuleNotFoundError: No module named 'rallypoint'" in str(how)
+
+
+def test_a_process_that_is_started_while_others_are_forgotten_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from rallypoint.launch.engines.ray import RayCluster, RayProcess
+
+    cluster = RayCluster.__new__(RayCluster)
+    cluster._lock, cluster._ended, cluster._processes = threading.Lock(), False, []
+    monkeypatch.setattr(cluster, "_place", lambda process: None)
+    second = Command(name="worker1", role="worker", argv=("x",))
+    starting = threading.Thread(target=lambda: cluster.start(second, lambda line: None))
+
+    class Slow(RayProcess):
+        def exit(self) -> Exit | None:
+            if starting.ident is None:
+                starting.start()
+                starting.join(0.2)  # without a lock it would be done by now
+            return None
+
+    cluster._processes = [Slow(Command(name="worker0", role="worker", argv=("x",)), lambda line: None)]
+    cluster._forget_the_ended()
+    starting.join()
+    assert [process.command.name for process in cluster._processes] == ["worker0", "worker1"]
+
+
+def test_what_goes_wrong_with_ray_is_said_once_and_the_looking_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from rallypoint.launch.engines import ray as engine
+
+    cluster = engine.RayCluster.__new__(engine.RayCluster)
+    said: list[str] = []
+    cluster._ended, cluster._said, cluster._say, looks = False, "", said.append, iter(range(3))
+
+    def look() -> None:
+        if next(looks, None) is None:
+            cluster._ended = True
+            return
+        raise ConnectionError("no GCS\nat all")
+
+    monkeypatch.setattr(engine, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(cluster, "_look", look)
+    cluster._look_after()
+    assert said == ["Ray does not answer: no GCS"]
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -39,6 +41,7 @@ with rp.join() as job:
             time.sleep(0.02)
 """
 STEPS = 120
+BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "recovery_ray.py"
 Act = Callable[[ClusterRun], bool]
 
 
@@ -158,3 +161,15 @@ def drain(node: str) -> None:
     deadline_ms = int(time.time() * 1000) + 600_000
     accepted, why = ray._private.worker.global_worker.gcs_client.drain_node(node, reason, "spot", deadline_ms)
     assert accepted, why
+
+
+def test_the_benchmark_of_lost_nodes_counts_stalls_and_restarts(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    argv = [sys.executable, str(BENCHMARK), "--jobs", "1", "--losses", "1", "--workers", "2", "--nodes", "3"]
+    done = subprocess.run(
+        [*argv, "--step", "0.1", "--json", str(figures)], capture_output=True, text=True, timeout=280, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (found,) = json.loads(figures.read_text())["jobs"]
+    assert len(found["stalls"]) == 1
+    assert found["restarted"] == 0

@@ -127,8 +127,8 @@ class Kubelet:
 
 
 def _expanded(word: str, env: Mapping[str, str]) -> str:
-    """The word with ``$(NAME)`` as Kubernetes has it: what is unknown stays."""
-    return re.sub(r"\$\((\w+)\)", lambda found: env.get(found[1], found[0]), word)
+    """The word with ``$(NAME)`` as Kubernetes has it: what is unknown stays, and ``$$`` is a dollar."""
+    return re.sub(r"\$\$|\$\((\w+)\)", lambda found: "$" if found[0] == "$$" else env.get(found[1], found[0]), word)
 
 
 @contextmanager

@@ -197,6 +197,24 @@ def test_resources_are_asked_for_and_memory_and_gpus_are_limited() -> None:
     assert container_of(jobs["server"])["resources"]["requests"] == {"cpu": "500m", "memory": "4Gi"}
 
 
+def test_every_pod_asks_for_processor_time_and_what_memory_is_for_is_said() -> None:
+    """One that asks for nothing at all (QoS class BestEffort) is the first to be ended."""
+    jobs = jobs_of(the("JobSet", rendered(threads=3))["spec"])
+    asked = {name: container_of(job)["resources"]["requests"]["cpu"] for name, job in jobs.items()}
+    assert asked == {"coordinator": "250m", "server": "1", "worker": "3"}
+    assert "# Without --memory and --server-memory" in text_of()
+    assert "# Without" not in text_of(memory="4Gi", server_memory="4Gi")
+
+
+def test_what_the_user_writes_is_not_replaced_by_kubernetes() -> None:
+    """In commands and arguments $(NAME) is a variable of the pod, and $$(NAME) is not."""
+    manifests = rendered("train.py", "--cost", "$(POD_IP) $$ $5", keep_best="$(POD_IP)")
+    jobs = jobs_of(the("JobSet", manifests)["spec"])
+    assert container_of(jobs["worker"])["args"] == ["train.py", "--cost", "$$(POD_IP) $$$$ $$5"]
+    assert "--keep-best=$$(POD_IP)" in container_of(jobs["coordinator"])["command"]
+    assert "--advertise=$(POD_IP):4701" in container_of(jobs["server"])["command"]
+
+
 def test_all_pods_share_the_folder_unless_snapshots_have_a_url() -> None:
     shared, alone = rendered(), rendered(snapshots="s3://bucket/gpt")
     assert the("PersistentVolumeClaim", shared)["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -251,7 +269,7 @@ def test_a_script_can_travel_in_the_manifest(tmp_path: Any) -> None:
         ({"snapshots": "/data"}, "--snapshots /data: give a URL"),
         ({"bind": "10.0.0.1:4700"}, "--bind has no meaning on Kubernetes"),
         ({"resume": "step-1"}, "write JOB/SNAPSHOT"),
-        ({"workers": "4:2"}, "is not a number of workers"),
+        ({"workers": "4:2"}, "the least number comes first"),
         ({"replication": 2, "servers": 1}, "--replication 2 needs at least two servers"),
         ({"sets": ["setps=3"]}, "setps is no setting"),
     ],

@@ -53,11 +53,13 @@ def test_the_operator_takes_it(manifests: list[Manifest]) -> None:
 
 
 def test_the_nodes_have_room_for_every_process_also_when_they_are_few() -> None:
-    for workers, servers in (("2:8", 3), ("4", 4), ("1", 5)):
-        job = the("RayJob", rendered(kind="kuberay", workers=workers, servers=servers))
+    for workers, servers, threads in (("2:8", 3, 1), ("4", 4, 4), ("1", 5, 2)):
+        job = the("RayJob", rendered(kind="kuberay", workers=workers, servers=servers, threads=threads))
         head, nodes = groups_of(job)
         least = nodes["minReplicas"]
-        assert int(nodes["rayStartParams"]["num-cpus"]) * least >= least + servers
+        assert int(nodes["rayStartParams"]["num-cpus"]) * least >= least * threads + servers
+        (container,) = nodes["template"]["spec"]["containers"]
+        assert container["resources"]["requests"]["cpu"] == nodes["rayStartParams"]["num-cpus"]
         assert head["rayStartParams"]["num-cpus"] == "0"  # the coordinator needs none, and nothing else goes there
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slow_job import AT, SCRIPT, hash_of, steps_done, undisturbed_hash
+from gated import AT, SCRIPT, alone, hash_of, steps_done
 from slurmd import CREDENTIAL_S, Slurm, slurm
 
 from rallypoint.launch.engines.remote.link import RemoteProcess
@@ -86,7 +86,7 @@ class TestSlurmCluster(ClusterContract):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return undisturbed_hash(tmp_path_factory.mktemp("alone"))
+    return alone(tmp_path_factory.mktemp("alone"))
 
 
 class Submitted:
@@ -146,7 +146,7 @@ def test_a_job_that_is_run_again_has_the_bytes_of_one_machine(
     made: Slurm, tmp_path: Path, undisturbed: str, options: list[str]
 ) -> None:
     with Submitted(made, tmp_path, *options) as job:
-        job.until_step(AT)
+        job.until_step(AT - 1)
         made.run("scancel", "--batch", "--signal=USR1", job.id)
         job.until_said("to go on from step")
         job.until_it_runs_again()
@@ -155,7 +155,7 @@ def test_a_job_that_is_run_again_has_the_bytes_of_one_machine(
 
 def test_a_job_goes_on_when_a_nodes_processes_are_gone(made: Slurm, tmp_path: Path, undisturbed: str) -> None:
     with Submitted(made, tmp_path, "--replication", "2") as job:
-        job.until_step(AT)
+        job.until_step(AT - 1)
         far_ends = made.far_ends()
         assert len(far_ends) == 2
         workers = max(far_ends, key=lambda process: len(process.children()))  # three; the others are servers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,11 +62,25 @@ def test_what_is_no_list_of_tasks_is_refused(text: str) -> None:
 
 
 def test_the_step_on_a_node_has_all_that_the_job_has_there() -> None:
-    argv = srun_command(Host("n2+1", python="/py"))
+    argv = srun_command(Host("n2+1", python="/py"), {})
     assert argv[0] == "srun"
     assert {"--het-group=1", "--nodelist=n2", "--nodes=1", "--ntasks=1", "--overlap"} <= set(argv)
     assert argv[-3:-1] == ["/py", "-m"]
-    assert not any(word.startswith("--het-group") for word in srun_command(Host("n2", python="/py")))
+    assert not any(word.startswith("--het-group") for word in srun_command(Host("n2", python="/py"), {}))
+
+
+@pytest.mark.parametrize(("host", "asked", "option"), [
+    (Host("n1", slots=4), {"SLURM_GPUS_PER_TASK": "2"}, ["--gpus-per-node=8"]),
+    (Host("n1+1", slots=2), {"SLURM_GPUS_PER_TASK_HET_GROUP_1": "h100:1"}, ["--gpus-per-node=h100:2"]),
+    (Host("n1+0", slots=2), {"SLURM_GPUS_PER_TASK_HET_GROUP_1": "1"}, []),
+    (Host("n1", slots=4), {}, []),  # the job's GPUs were asked for in another way: a step gets them all
+])  # fmt: skip
+def test_a_step_asks_for_the_gpus_of_all_tasks_on_its_node(
+    host: Host, asked: dict[str, str], option: list[str]
+) -> None:
+    """Else its one task would get one task's share: every worker of the node on one GPU."""
+    found = [word for word in srun_command(replace(host, python="/py"), asked) if word.startswith("--gpus")]
+    assert found == option
 
 
 # ---- the script ---------------------------------------------------------------------------------------------------
@@ -95,8 +110,10 @@ def test_the_script_asks_for_servers_and_workers_apart() -> None:
 
 
 def test_together_is_one_component() -> None:
-    (both,) = directives(script_of(Batch(name="job", workers=8, servers=3, together=True), ["rallypoint"], ["run"]))
-    assert "--ntasks=11" in both
+    batch = Batch(name="job", workers=8, servers=3, together=True, gpus=1, worker_cpus=4)
+    (both,) = directives(script_of(batch, ["rallypoint"], ["run"]))
+    assert {"--ntasks=8", "--gpus-per-task=1"} <= set(both)  # no GPU is for a server
+    assert "--cpus-per-task=5" in both  # 3 servers of 2 cores are less than a core for each of 8 workers
 
 
 def test_words_are_quoted_for_the_shell_but_the_folder_has_the_jobs_number() -> None:
@@ -110,10 +127,30 @@ def test_words_are_quoted_for_the_shell_but_the_folder_has_the_jobs_number() -> 
     assert subprocess.run(["bash", "-n"], input=text, text=True, timeout=60, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("wrong", [{"time": "tomorrow"}, {"lines": ["account=me"]}])
+def test_a_newline_on_the_command_line_does_not_end_the_comment_that_quotes_it(tmp_path: Path) -> None:
+    made_by = ["rallypoint", "slurm", "--note", f"a\ntouch {tmp_path}/done\n#SBATCH -x"]
+    text = script_of(Batch(name="j", workers=1, servers=1), made_by, ["echo", "two\nlines"])
+    done = subprocess.run(["bash"], input=text, text=True, timeout=60, check=True, capture_output=True)
+    assert done.stdout == "two\nlines\n"
+    assert not list(tmp_path.iterdir())
+    assert "#SBATCH -x" not in text.splitlines()
+
+
+def test_what_slurm_reads_is_quoted_where_it_must_be() -> None:
+    batch = Batch(name='my "job"', workers=1, servers=1, lines=["--comment=a b", "--constraint=a&(b|c)"], together=True)
+    (options,) = directives(script_of(batch, ["rallypoint"], ["run"]))
+    assert {r'--job-name="my \"job\""', '--comment="a b"', "--constraint=a&(b|c)"} <= set(options)
+
+
+@pytest.mark.parametrize("wrong", [
+    {"time": "tomorrow"}, {"lines": ["account=me"]}, {"lines": ["--account=me\n#SBATCH"]}, {"partition": "account\n"},
+])  # fmt: skip
 def test_what_slurm_would_not_take_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(UsageError, match=r"tomorrow|account"):
         Batch(name="j", workers=1, servers=1, **wrong)  # type: ignore[arg-type]
+    for name in ("a/b", "a\nb"):
+        with pytest.raises(UsageError, match="a"):
+            Batch(name=name, workers=1, servers=1)
 
 
 # ---- the command --------------------------------------------------------------------------------------------------

@@ -112,6 +112,17 @@ def test_a_host_that_does_not_answer_is_left_out_with_a_sentence(plan: Launch, s
     assert "Connection refused" in sentence
 
 
+def test_a_connection_is_the_runs_own_and_leaves_no_master_behind(plan: Launch, shells: Shell, tmp_path: Path) -> None:
+    """Others' connections (ControlMaster in the user's configuration) have other signs of life, and outlive the run."""
+    config = shells.folder / "shared-config"
+    master = tmp_path / "master"
+    ours = (shells.folder / "config").read_text()
+    config.write_text(f"ControlMaster auto\nControlPath {master}\nControlPersist 30\n{ours}")
+    with SshCluster(msgspec.structs.replace(plan, ssh=f"ssh -F {config}"), pytest.fail) as cluster:
+        assert Started(cluster, "print('here')", name="worker0").exit().status == 0
+        assert not master.exists()
+
+
 @pytest.mark.slow
 def test_without_the_coordinators_host_nothing_begins(plan: Launch, shells: Shell, host: Host) -> None:
     gone = Host(host.name, 1, python=shells.python)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -35,11 +36,12 @@ __all__ = ["RallypointTrainer", "join", "report"]
 REPORTS, CHECKPOINT = "reports.jsonl", "checkpoint_{:06d}"
 RUN, FINAL = "rallypoint", "checkpoint_final"  # folders in the results: the run's own, and the exported model
 _PLACE = "RALLYPOINT_RAY_RESULTS"  # in a worker: where `report` writes
+_KEEP = "RALLYPOINT_RAY_KEEP"  # and how many checkpoints it keeps
 _SCRIPT = """\
 import sys
 sys.path[:0] = {paths!r}
 from rallypoint.bridges.ray import run_shipped
-run_shipped({results!r}, {payload!r})
+run_shipped({results!r}, {payload!r}, keep={keep!r})
 """
 
 
@@ -61,7 +63,7 @@ class RallypointTrainer:
         scaling_config: `num_workers` is 4, or (2, 8) for from two to eight; `use_gpu` and `resources_per_worker` say
             what each needs.
         run_config: `name`, and `storage_path`, a folder that all nodes see; `checkpoint_config.num_to_keep` is how many
-            snapshots are kept.
+            snapshots are kept, and how many reported checkpoints (the last; by default 3 and all).
         servers, replication, standby, settings: as in ``rallypoint run --servers ... --set KEY=VALUE``.
 
         Raises UsageError where Ray Train is not installed, or for what is not supported.
@@ -77,6 +79,8 @@ class RallypointTrainer:
     def fit(self) -> Any:
         """Train to the last step. Returns a `ray.train.Result`; raises `ray.train.TrainingFailedError` if it fails.
 
+        After Ctrl-C or SIGTERM every process is ended, and KeyboardInterrupt raised.
+
         `metrics` are the last that were reported; `checkpoint` is the last that was reported, or else has the last
         snapshot's model (``model.safetensors``). `path` holds both, and the run's own folder.
         """
@@ -88,10 +92,14 @@ class RallypointTrainer:
         results = self._results()
         with tempfile.TemporaryDirectory(prefix="rallypoint-") as home:
             script = Path(home) / "train.py"
-            script.write_text(_SCRIPT.format(paths=_paths(), results=str(results), payload=self._shipped()))
+            shipped = {"results": str(results), "payload": self._shipped(), "keep": self._kept()}
+            script.write_text(_SCRIPT.format(paths=_paths(), **shipped))
             plan = self._plan(script, results / RUN)
             console = RunConsole()
-            if launcher.launch(plan, console) != 0:
+            status = launcher.launch(plan, console)
+            if status == launcher.INTERRUPTED:
+                raise KeyboardInterrupt
+            if status != 0:
                 raise train.TrainingFailedError(console.failure or f"the run in {plan.folder} has failed")
         return result_of(results)
 
@@ -106,15 +114,19 @@ class RallypointTrainer:
         number = self._scaling.num_workers
         least, most = number if isinstance(number, tuple) else (1, number)
         needs = dict(self._scaling.resources_per_worker or {})
-        checkpoints = self._run.checkpoint_config
         return Launch(
             worker=(sys.executable, str(script)), script=str(script), folder=str(folder), engine="ray",
             workers=(least, most), workers_start=least if isinstance(number, tuple) else most, standby=self._standby,
             servers=self._servers, replication=self._replication, bind=f"{HERE}:0", overrides=self._settings,
             snapshots=str(folder / SNAPSHOTS), threads=max(1, int(needs.get("CPU", 1))),
             gpus=float(needs.get("GPU", 1 if self._scaling.use_gpu else 0)),
-            retention=Retention(keep_last=(checkpoints and checkpoints.num_to_keep) or 3),
+            retention=Retention(keep_last=self._kept() or 3),
         )  # fmt: skip
+
+    def _kept(self) -> int:
+        """How many snapshots, and reported checkpoints, are kept; 0: the user has not said."""
+        checkpoints = self._run.checkpoint_config
+        return int((checkpoints and checkpoints.num_to_keep) or 0)
 
     def _shipped(self) -> str:
         from ray import cloudpickle
@@ -132,18 +144,32 @@ def report(run: Run, metrics: Mapping[str, Any], checkpoint: Any = None) -> None
     if not (results := os.environ.get(_PLACE)) or not run.lead:
         return
     path, place = Path(results), ""
+    said = {"metrics": dict(metrics), "checkpoint": place}
+    json.dumps(said, default=_number)  # it raises before anything is written
+    there = sorted(path.glob("checkpoint_[0-9]*"))
     if checkpoint is not None:
-        place = CHECKPOINT.format(sum(1 for _ in path.glob("checkpoint_0*")))
+        number = int(there[-1].name.rpartition("_")[2]) + 1 if there else 0
+        said["checkpoint"] = place = CHECKPOINT.format(number)
         checkpoint.to_directory(str(path / place))
     with (path / REPORTS).open("a") as file:
-        file.write(json.dumps({"metrics": dict(metrics), "checkpoint": place}) + "\n")
+        file.write(json.dumps(said, default=_number) + "\n")
+    if place and (keep := int(os.environ.get(_KEEP, "0"))):
+        for old in there[: max(0, len(there) + 1 - keep)]:
+            shutil.rmtree(old, ignore_errors=True)
 
 
-def run_shipped(results: str, payload: str) -> None:
-    """On a worker: call the training function that the driver has sent."""
+def _number(value: Any) -> Any:
+    """Return NumPy's and torch's numbers as Python's. TypeError for anything else."""
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"a metric is a number or a text, not {type(value).__name__}")
+
+
+def run_shipped(results: str, payload: str, keep: int = 0) -> None:
+    """On a worker: call the training function that the driver has sent. `keep`: the reported checkpoints; 0: all."""
     from ray import cloudpickle
 
-    os.environ[_PLACE] = results
+    os.environ[_PLACE], os.environ[_KEEP] = results, str(keep)
     function, config = cloudpickle.loads(base64.b64decode(payload))
     function(config) if config is not None else function()
 
@@ -153,7 +179,7 @@ def result_of(results: Path) -> Any:
     train = _train()
     file = results / REPORTS
     reports = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    with_one = [said for said in reports if said["checkpoint"]]
+    with_one = [said for said in reports if said["checkpoint"] and (results / said["checkpoint"]).is_dir()]
     told = [(train.Checkpoint(str(results / said["checkpoint"])), said["metrics"]) for said in with_one]
     if told:
         checkpoint = told[-1][0]

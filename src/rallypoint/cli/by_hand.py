@@ -10,6 +10,7 @@ import typer
 
 from rallypoint.cli.app import BY_HAND, PASS_ON, app
 from rallypoint.cli.given import refuse_option
+from rallypoint.errors import UsageError
 from rallypoint.launch import environment
 from rallypoint.launch.access import access_of
 from rallypoint.launch.options import (
@@ -133,7 +134,7 @@ def worker(
     program: Annotated[str, typer.Argument(
         metavar="SCRIPT | -- PROGRAM",
         help="Your training script, run by this Python, or a program; everything after it is passed on to it.",
-    )],
+    )] = "",
     coordinator: JobAddress = "", token_file: TokenFile = "", tls: Tls = "",
     id: Annotated[str, typer.Option(help="This worker's name; by default RALLYPOINT_ID, or worker-PID.")] = "",
     threads: Annotated[int, typer.Option(
@@ -159,6 +160,8 @@ def worker(
     from rallypoint.launch.commands.by_hand import start_worker
 
     refuse_option(context, program, "script")
+    if not program:
+        raise UsageError("which script? rallypoint worker [options] train.py, or ... -- PROGRAM")
     start_worker(
         (program, *context.args), coordinator=coordinator, token_file=token_file, id=id, threads=threads,
         health=health, tls=tls, ranks=ranks,

@@ -44,8 +44,6 @@ def doctor(
 
     screen, access = Screen(highlight=False), access_of(token_file, "observer", tls, bind=listen)
     if listen:
-        if access.transport.secure:  # a probe listens as a coordinator does
-            access = access_of(token_file, "coordinator", tls)
         be_a_probe(access, listen, screen)
         return
     it = Doctor(screen, access, heartbeat)

@@ -10,7 +10,7 @@ from rallypoint.config.tree import JobConfig
 from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Optimizer
-from rallypoint.core.policy import LocalSteps, Sync
+from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
 from rallypoint.errors import ConfigError
 
 
@@ -19,6 +19,7 @@ def check(config: JobConfig) -> None:
     if config.batch % config.accumulate:
         raise ConfigError(f"a batch of {config.batch} cannot be cut into accumulate={config.accumulate} equal parts")
     _check_mode(config)
+    _check_rates(config)
     _check_periods(config)
     if why := refusal(config.mode.name, config.features):
         raise ConfigError(why)
@@ -31,6 +32,22 @@ def check(config: JobConfig) -> None:
     plain = isinstance(config.applied, SGD) and not config.applied.momentum
     if not plain and any(isinstance(codec, DGC) for codec in config.codecs):
         raise ConfigError("codec dgc has the momentum on the workers: use rp.SGD without momentum on the servers")
+
+
+def _check_rates(config: JobConfig) -> None:
+    if config.scale_lr == "none":
+        if config.base_batch:
+            raise ConfigError(f'base_batch={config.base_batch} has no effect: add scale_lr="linear" or "sqrt"')
+        return
+    if not config.base_batch:
+        raise ConfigError(
+            f'scale_lr="{config.scale_lr}" needs base_batch: the global batch in samples for which lr is right'
+        )
+    if isinstance(config.sync, LocalSteps | Async | BoundedStaleness) or config.own_optimizer:
+        raise ConfigError(
+            f'scale_lr="{config.scale_lr}" is for jobs in which one optimizer of the job steps with the mean over the '
+            "global batch (rp.Sync, rp.AllReduce): set the rate itself"
+        )
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:

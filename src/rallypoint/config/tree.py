@@ -15,7 +15,7 @@ from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
 from rallypoint.core.optimizer import AdamW, Optimizer
 from rallypoint.core.policy import AllReduce, Async, LocalSteps, Mode, ServerPolicy, Sync, server_policy
-from rallypoint.core.schedule import Constant, Schedule
+from rallypoint.core.schedule import Constant, Schedule, scaled
 from rallypoint.core.typed import build_now
 
 DownSpec = Raw | Fp16 | Bf16 | Int8
@@ -49,6 +49,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             AllReduce: every worker's, which steps with the mean gradient).
         sync: the mode: how workers and servers synchronise.
         accumulate: micro-batches that `batch` is cut into; gradients are averaged over them.
+        scale_lr: "linear" multiplies the rates of `optimizer` by replicas * batch / base_batch, "sqrt" by its root.
+        base_batch: the global batch, in samples, for which the rates are right; needed with `scale_lr`.
         clip: global gradient norm at which to clip, or None.
         seed: seed of the sample order and of every replica's randomness.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
@@ -86,6 +88,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     optimizer: Optimizer = AdamW()
     sync: Mode = Sync()
     accumulate: int = 1
+    scale_lr: Literal["none", "linear", "sqrt"] = "none"
+    base_batch: int = 0
     clip: float | None = None
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -108,10 +112,15 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     item: str = "samples"
     items_per_sample: int = 1
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """The learning rate of `optimizer`, over the job's steps."""
-        return schedule_of(self.optimizer)
+        return scaled(schedule_of(self.optimizer), self._rate_factor)
+
+    @property
+    def _rate_factor(self) -> float:
+        ratio = self.replicas * self.batch / self.base_batch if self.base_batch else 1.0
+        return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.scale_lr]
 
     @cached_property
     def policy(self) -> ServerPolicy:
@@ -176,7 +185,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def applied_schedule(self) -> Schedule:
         """The learning rate of the servers' optimizer, over the job's rounds."""
-        return schedule_of(self.applied)
+        return schedule_of(self.applied) if self.local is not None else self.schedule
 
     @property
     def clips_on_servers(self) -> bool:
@@ -241,6 +250,8 @@ class Settings(TypedDict, total=False):
     optimizer: Optimizer
     sync: Mode
     accumulate: int
+    scale_lr: Literal["none", "linear", "sqrt"]
+    base_batch: int
     clip: float | None
     seed: int
     precision: Literal["fp32", "bf16", "fp16"]

@@ -13,6 +13,7 @@ from rallypoint.coordinator.inbox import Connection
 from rallypoint.coordinator.progress import Lateness, StepTally, items_of_step, tally_for
 from rallypoint.core.cluster.machine import ClusterMachine
 from rallypoint.core.job import JobRecord
+from rallypoint.core.schedule import rate_at
 from rallypoint.core.view import View
 from rallypoint.net.messages import Accounted, Applied, Members, Message, Planned, Report, Say, Skipped, Waiting
 from rallypoint.observe.lines import Allowance, Once
@@ -147,7 +148,9 @@ class Announcer:
     def _count(self, report: Report, now: float) -> list[Act]:
         if self.tally is None or (done := self.tally.add(report)) is None:
             return []
-        return self.announce(msgspec.structs.replace(done, step=self.config.steps_at(done.step + 1) - 1), now)
+        step, config = self.config.steps_at(done.step + 1) - 1, self.config
+        rate = None if config.own_optimizer else rate_at(config.schedule, step, config.steps)
+        return self.announce(msgspec.structs.replace(done, step=step, lr=rate), now)
 
     def applied(self, message: Applied) -> list[Act]:
         """Write a server's ledger entry to the event log, and count how late each worker was."""

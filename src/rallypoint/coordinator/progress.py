@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rallypoint.config import JobConfig
 from rallypoint.core.modes import Pace
@@ -52,7 +52,8 @@ class StepTally:
             del self._reports[old]
         weight = sum(r.weight for r in reports.values())
         loss = sum(reports[replica].loss * reports[replica].weight for replica in sorted(reports)) / weight
-        return StepDone(report.step, loss, sum(r.items for r in reports.values()), self.again)
+        items, figures = sum(r.items for r in reports.values()), _figures(list(reports.values()))
+        return StepDone(report.step, loss, items, self.again, figures=figures)
 
     def counts(self, generation: ViewNumber) -> bool:
         """True if a claim made in that generation counts."""
@@ -187,3 +188,12 @@ class Evaluations:
 
 def _same(one: float, other: float) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _figures(reports: Sequence[Report]) -> dict[str, float]:
+    """What scripts have logged: the mean over the replicas that have logged it, by their weights."""
+    found: dict[str, float] = {}
+    for name in sorted({name for report in reports for name in report.figures}):
+        values = [(report.weight, report.figures[name]) for report in reports if name in report.figures]
+        found[name] = math.fsum(w * v for w, v in values) / math.fsum(w for w, _ in values)
+    return found

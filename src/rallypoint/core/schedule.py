@@ -62,6 +62,16 @@ def step_decay(peak: float, *, every: int, factor: float = 0.1, warmup: int = 0)
     return StepDecay(peak, every, factor, warmup)
 
 
+def scaled(schedule: Schedule, factor: float) -> Schedule:
+    """The schedule with all of its rates, those of the warm-up too, multiplied by `factor`."""
+    if factor == 1.0:
+        return schedule
+    peak = schedule.peak * factor
+    if isinstance(schedule, Cosine | Linear):
+        return msgspec.structs.replace(schedule, peak=peak, floor=schedule.floor * factor)
+    return msgspec.structs.replace(schedule, peak=peak)
+
+
 def rate_at(schedule: Schedule, step: int, steps: int) -> float:
     """The rate of update number `step` (from 0) in a job of `steps` updates."""
     if step < schedule.warmup:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import IO, TextIO, cast
 
 import msgspec
 from rich.console import Console
@@ -35,10 +37,12 @@ from rallypoint.net.messages import (
     Waiting,
 )
 from rallypoint.observe.lines import Once
+from rallypoint.observe.unhurried import Unhurried
 from rallypoint.store.manifest import age
 
 _PLAIN_EVERY_S = 5.0
 _RATE_OVER_S = 10.0
+_HURRIED_S = 2.0  # seconds for the last lines of a run that was interrupted
 _WIDE = 80  # columns: a narrower terminal shows only the step and the loss
 _REFUSED = "refused: "  # how the coordinator's message about a refused worker begins
 
@@ -54,12 +58,34 @@ class Screen(Console):
     """A rich console that becomes silent when its reader is gone (``rallypoint run ... | head``)."""
 
     closed = False
+    hurried = False  # at the end of `unhurried`: do not wait long for the reader
+
+    @contextlib.contextmanager
+    def unhurried(self) -> Iterator[None]:
+        """In the body, printing does not wait for the reader; what was not read by then is waited for at the end."""
+        if not _has_descriptor(self.file):
+            yield
+            return
+        before, output = self._file, Unhurried(cast(TextIO, self.file))
+        self._file = cast(IO[str], output)
+        try:
+            yield
+        finally:
+            output.end(_HURRIED_S if self.hurried else None)
+            self._file = before
 
     def on_broken_pipe(self) -> None:
         """Print nothing any more. The default would end the thread that has just printed."""
         self.quiet = self.closed = True
         with open(os.devnull, "w") as nowhere:  # also for what the interpreter flushes when it exits
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _has_descriptor(file: IO[str]) -> bool:
+    try:
+        return file.fileno() >= 0
+    except (OSError, ValueError):  # (io.UnsupportedOperation is both)
+        return False
 
 
 class RunConsole:
@@ -266,8 +292,8 @@ class RunConsole:
         assert self._plan is not None
         if self._progress is not None and self._task is not None:
             self._progress.update(
-                self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", metrics=_figures(self._metrics),
-                rate=self._rate(),
+                self._task, completed=done.step + 1, loss=f"{done.loss:.4f}", rate=self._rate(),
+                metrics=_figures({**done.figures, **self._metrics}),
             )  # fmt: skip
         elif now - self._last_plain >= _PLAIN_EVERY_S or done.step + 1 == self._plan.steps:
             self._last_plain = now
@@ -275,7 +301,8 @@ class RunConsole:
             left = (now - self._start) / here * (self._plan.steps - done.step - 1)
             # The first step's time is no estimate
             estimate = f"  {self._rate()}  {left:.0f} s left" if here > 1 else ""
-            self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{estimate}")
+            logged = f"  {_figures(done.figures)}" if done.figures else ""
+            self.console.print(f"step {done.step + 1}/{self._plan.steps}  loss {done.loss:.4f}{logged}{estimate}")
 
     def _named(self, round: int) -> str:
         """Name one of the servers' rounds in the user's words: a step, or the steps of the round."""

@@ -17,7 +17,7 @@ import msgspec
 from rallypoint.coordinator.journal import JOURNAL, Journal
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
-from rallypoint.errors import DataError, UsageError
+from rallypoint.errors import DataError, RallypointError, UsageError
 from rallypoint.launch.code.kept import CODE, remove
 from rallypoint.launch.plan import RUN_FILE, SNAPSHOTS, TLS, read_plan
 from rallypoint.observe.lines import printable
@@ -254,6 +254,20 @@ def clear(folder: Path) -> str:
     if not elsewhere:
         return ""
     return f"the snapshots of the run that was overwritten stay in {elsewhere}: delete them by hand"
+
+
+@contextlib.contextmanager
+def not_begun(folder: Path) -> Iterator[None]:
+    """If the body cannot begin its run (a host, a certificate is missing), delete this folder, which it has made."""
+    try:
+        yield
+    except RallypointError:
+        if not (folder / JOURNAL).exists():
+            with contextlib.suppress(OSError, RallypointError):
+                clear(folder)
+                (folder / LOCK).unlink(missing_ok=True)
+                folder.rmdir()  # only if nothing of anybody else's is in it
+        raise
 
 
 def _snapshots_elsewhere(folder: Path) -> str:

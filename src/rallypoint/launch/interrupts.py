@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from types import FrameType
 
@@ -46,7 +47,12 @@ def noted(notices: Sequence[signal.Signals] = ()) -> Iterator[list[int]]:
 
 
 def _heeded(*numbers: signal.Signals) -> list[signal.Signals]:
-    """Return the signals that this process was not started to ignore (by ``nohup``, or by a shell with ``&``)."""
+    """Return the signals that this process was not started to ignore (by ``nohup``, or by a shell with ``&``).
+
+    None outside of the main thread: only that one can set handlers.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return []
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 

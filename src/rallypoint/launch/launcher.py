@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from rich.markup import escape
 
 from rallypoint.launch.code import kept
-from rallypoint.launch.console import RunConsole
-from rallypoint.launch.engines.choice import cluster_of, notices_of, run_again
-from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, refuse_an_old_run, refuse_used_snapshots
+from rallypoint.launch.console import RunConsole, Screen
+from rallypoint.launch.engines.choice import cluster_of, kind_of
+from rallypoint.launch.folder import CLUSTER_FILE, clear, locked, not_begun, refuse_an_old_run, refuse_used_snapshots
 from rallypoint.launch.interrupts import Interrupted, raised
 from rallypoint.launch.plan import Launch, write_plan
 from rallypoint.launch.run import ClusterRun, Intervene, OutputClosed
@@ -29,7 +30,8 @@ def launch(
     uses the code that it began with, not the files as they are now.
     """
     folder = Path(plan.folder)
-    with locked(folder):
+    fresh = not folder.exists()
+    with locked(folder), not_begun(folder) if fresh else contextlib.nullcontext():
         if overwrite:
             if stays := clear(folder):
                 console.say(f"[yellow]{escape(stays)}[/yellow]")
@@ -39,16 +41,23 @@ def launch(
         edited = _keep_code(plan, console, original=original)
         write_plan(plan)
         console.console.print(f"[dim]the run's folder: {escape(plan.folder)}[/dim]", soft_wrap=True)
-        return _launch_locked(plan, console, intervene or _let_be, edited)
+        screen = console.console
+        if not isinstance(screen, Screen):
+            return _launch_locked(plan, console, intervene or _let_be, edited)
+        with screen.unhurried():
+            status = _launch_locked(plan, console, intervene or _let_be, edited)
+            screen.hurried = status in (INTERRUPTED, CLOSED)
+        return status
 
 
 def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edited: list[str]) -> int:
     def warn(text: str) -> None:
         console.say(f"[yellow]{escape(text)}[/yellow]")
 
+    engine = kind_of(plan.engine)
     try:
         with (
-            raised(notices_of(plan)),
+            raised(engine.notices),
             cluster_of(plan, warn) as cluster,
             ClusterRun(plan, console, cluster, edited) as run,
         ):
@@ -60,8 +69,8 @@ def _launch_locked(plan: Launch, console: RunConsole, intervene: Intervene, edit
         console.close()
         console.console.print("[yellow]interrupted: every process has been ended[/yellow]")
         console.say_how_to_go_on(plan, failed=False)
-        if isinstance(interrupt, Interrupted) and interrupt.args[0] in notices_of(plan):
-            console.say(escape(run_again(plan)))
+        if isinstance(interrupt, Interrupted) and interrupt.args[0] in engine.notices:
+            console.say(escape(engine.run_again()))
         return INTERRUPTED
     except OutputClosed:
         return CLOSED

@@ -127,7 +127,8 @@ class CoordinatorOptions:
     config: ConfigFile = None
     sets: Sets = None
     folder: Annotated[Path | None, option(
-        metavar="FOLDER", panel=_FILES, help="For the journal and the event log; without it there are none.",
+        metavar="FOLDER", panel=_FILES,
+        help="For the journal and the event log; without it there are none, and scripts save where each runs.",
     )] = None  # fmt: skip
 
     def plan(self, worker: list[str], *, folder: str | None = None) -> Launch:

@@ -84,8 +84,11 @@ def parse_workers(text: str) -> tuple[tuple[int, int], int]:
     it starts with the least.
     """
     least, colon, most = text.partition(":")
-    if not (least.isdigit() and (most.isdigit() or not colon)) or int(least) < 1 or (colon and int(most) < int(least)):
+    numbers = [part for part in (least, most) if part.isascii() and part.isdigit() and int(part[:9]) > 0]
+    if len(numbers) != 1 + len(colon):
         raise ConfigError(f"'{text}' is not a number of workers: write 4, or 2:8 for from two to eight")
+    if colon and int(most) < int(least):
+        raise ConfigError(f"--workers {text}: the least number comes first, as in {most}:{least}")
     if not colon:
         return (1, int(least)), int(least)
     return (int(least), int(most)), int(least)

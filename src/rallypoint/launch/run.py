@@ -18,7 +18,6 @@ from rallypoint.launch import environment
 from rallypoint.launch.access import transport_of
 from rallypoint.launch.code import kept
 from rallypoint.launch.console import RunConsole, Screen
-from rallypoint.launch.engines.choice import notices_of
 from rallypoint.launch.engines.cluster import Cluster, Command, Exit, Handle
 from rallypoint.launch.engines.ranks import grouped
 from rallypoint.launch.folder import Where, write_where
@@ -103,12 +102,12 @@ class ClusterRun:
 
     def watch(self, intervene: Intervene) -> int:
         """Run until the job is over. Returns the exit status."""
-        with noted(notices_of(self.plan)) as interrupts:
+        with noted(self.cluster.notices) as interrupts:
             self._do(self.supervisor.begin(time.monotonic()))
             while not (self._is_over or self.console.failure or self.failure):
                 if interrupts and not self._release(interrupts):
                     first = interrupts[0]
-                    _take_last_snapshot(self, interrupts, _NOTICE_S if first in notices_of(self.plan) else None)
+                    _take_last_snapshot(self, interrupts, _NOTICE_S if first in self.cluster.notices else None)
                     raise Interrupted(first)
                 if isinstance(self.console.console, Screen) and self.console.console.closed:
                     _take_last_snapshot(self, interrupts)

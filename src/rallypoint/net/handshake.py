@@ -215,12 +215,13 @@ def _ticket_of(hello: Hello, me: Identity) -> bytes:
 
 
 def introduce(
-    connection: Connection, hello: Hello, token: str = "", ticket: bytes = b""
+    connection: Connection, hello: Hello, token: str = "", ticket: bytes = b"", *, certificate: str = ""
 ) -> tuple[Welcome, LinkKeys]:
     """The connecting side of the handshake. Returns the listener's Welcome, and the keys for the frames that follow.
 
     `token` is the job's or the role's, for a greeting with the coordinator; other listeners know the dialer by its
-    ticket alone. `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. This
+    ticket alone. `ticket` is the dialer's for this listener; b"" to join the coordinator for the first time. With TLS
+    the listener's certificate must be of the role `certificate`, by default the role that the Hello means. This
     function fills in the Hello's `nonce`. Raises UnprovenPeer if whoever listens there has not proved that it knows
     the same token and ticket, whatever it says; AccessDenied, with the reason, if it has and refuses; LinkError if the
     connection breaks, or there is no ticket for a member; UsageError if the token is of another role.
@@ -230,7 +231,7 @@ def introduce(
     connection.set_deadline(GREETING_TIMEOUT_S)
     transcript, me = _Transcript(connection, _keys(hello, token, ticket)), _named(hello.role, hello.id)
     try:
-        check_role(connection.secured, hello.to[0], connection.peer)
+        check_role(connection.secured, certificate or hello.to[0], connection.peer)
         _find(transcript, hello)
         hello = msgspec.structs.replace(hello, nonce=secrets.token_bytes(NONCE_BYTES))
         transcript.send(Kind.HELLO, hello, transcript.keys.dialer)

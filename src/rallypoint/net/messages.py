@@ -18,6 +18,8 @@ from rallypoint.net.greetings import Refused as Refused
 from rallypoint.net.greetings import Welcome as Welcome
 from rallypoint.observe.lines import printable
 
+Figures = Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
+
 # ---- member to coordinator -------------------------------------------------------------------------------------
 
 
@@ -50,6 +52,7 @@ class Report(AnyMessage, frozen=True):
     seconds: Seconds = 0.0
     generation: ViewNumber = ViewNumber()
     settings: Name = ""
+    figures: Figures = msgspec.field(default_factory=dict)
 
 
 class Applied(AnyMessage, frozen=True):
@@ -160,7 +163,7 @@ class Metrics(AnyMessage, frozen=True):
     """The result of an evaluation after `step` steps of training, in that generation."""
 
     step: Index
-    values: Annotated[dict[Name, float], msgspec.Meta(max_length=MOST_METRICS)]
+    values: Figures
     generation: ViewNumber = ViewNumber()
 
 
@@ -311,12 +314,15 @@ class StepDone(AnyMessage, frozen=True):
     """All replicas have reported `step` (under local steps: the round that ends with it).
 
     `loss` is their weighted mean. `again` counts repeated reports so far: work that was done twice.
+    `lr` is its learning rate (None: the script's own optimizer steps); `figures` are those of `micro.log`.
     """
 
     step: int
     loss: float
     items: int
     again: int = 0
+    lr: float | None = None
+    figures: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Waiting(Shown, frozen=True):

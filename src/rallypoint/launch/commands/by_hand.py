@@ -224,11 +224,15 @@ def start_worker(
     """
     argv = grouped(tuple(_argv_of(command)), ranks)
     name = id or os.environ.get(environment.ID) or f"worker-{os.getpid()}"
-    address = address_of(coordinator)
+    address, access = address_of(coordinator), access_of(token_file, "worker", tls)
+    if not (access.token or access.transport.secure):
+        raise UsageError(
+            "a worker needs the job's token: give --token-file FILE, or set RALLYPOINT_TOKEN as the coordinator has "
+            "said; with TLS, --tls FOLDER is enough"
+        )
     print(f"{name} runs {command[0]} for the job at {address}", flush=True)
     env = {
-        **os.environ, environment.COORDINATOR: address, environment.ID: name,
-        environment.TOKEN: access_of(token_file, "worker", tls).token,
+        **os.environ, environment.COORDINATOR: address, environment.ID: name, environment.TOKEN: access.token,
         "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
     }  # fmt: skip
     env.pop(environment.TOKEN_FILE, None)  # it may hold the job's token, which is no worker's business

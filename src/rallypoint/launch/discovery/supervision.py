@@ -246,6 +246,7 @@ class Supervisor:
 def _token_file(folder: Path, token: str) -> Iterator[str]:
     """While in the body, the token is in a file that only this user can read. Yields its path."""
     path = folder / f"token-{os.getpid()}"
+    path.unlink(missing_ok=True)  # of one that was killed: in a container all have the same process id
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(token)
     try:

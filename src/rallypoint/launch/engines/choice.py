@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 from collections.abc import Callable, Iterator
 
 from rallypoint.errors import UsageError, meant
 from rallypoint.launch.engines.cluster import Cluster
-from rallypoint.launch.engines.slurm.requeue import AGAIN, requeue
 from rallypoint.launch.plan import Launch
 
 ENGINES = ("local", "ray", "slurm", "ssh")
@@ -19,6 +17,27 @@ def check_engine(name: str) -> None:
     if name not in ENGINES:
         known = f"; the engines are {', '.join(ENGINES)}"
         raise UsageError(f"there is no engine {name}{meant(name, ENGINES) or known}")
+
+
+def kind_of(engine: str) -> type[Cluster]:
+    """Return the class of this engine's clusters. Raises UsageError if there is no such engine."""
+    check_engine(engine)
+    match engine:
+        case "ray":
+            from rallypoint.launch.engines.ray import RayCluster
+
+            return RayCluster
+        case "ssh":
+            from rallypoint.launch.engines.ssh import SshCluster
+
+            return SshCluster
+        case "slurm":
+            from rallypoint.launch.engines.slurm.cluster import SlurmCluster
+
+            return SlurmCluster
+    from rallypoint.launch.engines.local import LocalCluster
+
+    return LocalCluster
 
 
 @contextlib.contextmanager
@@ -52,17 +71,3 @@ def cluster_of(plan: Launch, say: Callable[[str], None]) -> Iterator[Cluster]:
 
             with LocalCluster() as cluster:
                 yield cluster
-
-
-def notices_of(plan: Launch) -> tuple[signal.Signals, ...]:
-    """The signals by which the plan's engine says that it will end the launcher soon, and may run it again."""
-    return AGAIN if plan.engine == "slurm" else ()
-
-
-def run_again(plan: Launch) -> str:
-    """Ask the plan's engine to run this job again, after a notice. Returns what to tell, "" if nothing."""
-    if plan.engine != "slurm":
-        return ""
-    if why := requeue():
-        return f"Slurm does not run this job again: {why}"
-    return "Slurm runs this job again, and it goes on from there"

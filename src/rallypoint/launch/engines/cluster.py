@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from signal import Signals
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,14 @@ class Handle(Protocol):
 class Cluster(Protocol):
     """Starts processes and ends them. Implementations pass `rallypoint.testing.contracts.cluster`.
 
+    Those that inherit it have no notices; one whose machines are lent for a time says otherwise.
+
+    Attributes:
+        notices: the signals by which the engine says that it will end the launcher soon, and may run it again.
+
     An implementation over ssh in ten lines (`_Remote`, its handle, wraps `subprocess.Popen`)::
 
-        class RemoteCluster:
+        class RemoteCluster(Cluster):
             def __init__(self, hosts):
                 self._hosts, self._started = itertools.cycle(hosts), []
 
@@ -87,6 +93,16 @@ class Cluster(Protocol):
                     process.signal(signal.SIGKILL)
                     process.wait()
     """
+
+    notices: ClassVar[tuple[Signals, ...]] = ()
+
+    @classmethod
+    def run_again(cls) -> str:
+        """Ask the engine to run this job again, after a notice. Returns what to tell the user, "" if nothing.
+
+        By then the cluster has ended. The engine may end this process.
+        """
+        return ""
 
     def start(self, command: Command, output: Callable[[str], None]) -> Handle:
         """Start a process and return at once.

@@ -1,7 +1,7 @@
-"""Ends a process group when whoever supervises it is gone: ``python guard.py [FOLDER]``, with a pipe as standard input.
+"""Ends process groups when whoever supervises them is gone: ``python guard.py [FOLDER]``, with a pipe as its input.
 
-Each line from the pipe is the group to end from now on; 0 for none. When the pipe breaks, which it does however the
-supervisor died, the group gets SIGKILL, FOLDER is deleted, and the guard exits.
+A line ``+7`` from the pipe is a group to end then; after ``-7`` it is not any more. When the pipe breaks, which it does
+however the supervisor died, the groups get SIGKILL, FOLDER is deleted, and the guard exits.
 
 This file is run by path and imports only the standard library, so it starts at once and needs little memory.
 """
@@ -18,27 +18,45 @@ from collections.abc import Sequence
 from typing import IO
 
 
-def start_guard(folder: str = "") -> IO[bytes]:
-    """Start a guard. Returns the pipe to it: keep it open as long as the group may live.
+class Guard:
+    """The supervisor's side: a guard that runs until `close`, or until this process is gone. Any thread may call it.
 
     The guard is no child of this process, because Ray ends an actor's children with the actor.
     """
-    argv = [sys.executable, "-I", "-S", __file__, *([folder] if folder else [])]
-    guard = subprocess.Popen(
-        argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        cwd="/",
-    )  # fmt: skip
-    guard.wait()  # the one that we started has forked the guard itself
-    assert guard.stdin is not None
-    return guard.stdin
+
+    def __init__(self, folder: str = "") -> None:
+        argv = [sys.executable, "-I", "-S", __file__, *([folder] if folder else [])]
+        first = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            cwd="/",
+        )  # fmt: skip
+        first.wait()  # it has forked the guard itself
+        assert first.stdin is not None
+        self._pipe = first.stdin
+
+    def watch(self, group: int) -> None:
+        """End this group if this process goes."""
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        """The group has ended: another one may get its number."""
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        """End the guard, and the groups that it still watches."""
+        self._pipe.close()
+
+    def _tell(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it was killed, or closed
+            os.write(self._pipe.fileno(), line.encode())
 
 
 def watch(lines: IO[str], folders: Sequence[str]) -> None:
     """Do what the module says, until the pipe breaks."""
-    group = 0
+    groups: set[int] = set()
     for line in lines:
-        group = int(line)
-    if group > 0:
+        groups.add(int(line[1:])) if line[0] == "+" else groups.discard(int(line[1:]))
+    for group in groups:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     for folder in folders:

@@ -1,12 +1,14 @@
 """Processes on this machine: the cluster of ``rallypoint run``.
 
-Every process runs in its own session. So Ctrl-C reaches only the launcher, which ends the others by pid. Each process
-also holds the read end of a pipe (`lifeline`): when the launcher is killed, the pipe breaks and the processes exit.
+Every process runs in its own session. So Ctrl-C reaches only the launcher, which ends the others by pid. When the
+launcher is killed, a `Guard` ends them all, with what they have started. Each role also holds the read end of a pipe
+(`lifeline`), which breaks then: so it exits even if the guard was killed too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -16,13 +18,16 @@ from pathlib import Path
 
 from rallypoint.errors import UsageError
 from rallypoint.launch import environment
-from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit
+from rallypoint.launch.engines.guard import Guard
+from rallypoint.launch.engines.lines import Lines
 
 SUGGESTION = (
     "probably for lack of memory (the kernel's count of such kills has risen): use fewer processes, a smaller batch, "
     "or a machine or container with more memory"
 )
 _ROOT, _SELF, _SYSTEM = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/vmstat")
+_CHUNK = 64 << 10  # bytes of output that are read at once
 _OUTPUT_S = 2.0  # seconds to wait for the last lines of a process that has ended
 
 
@@ -30,9 +35,9 @@ class LocalProcess:
     """A process on this machine; see `Handle`."""
 
     def __init__(
-        self, command: Command, output: Callable[[str], None], lifeline: int, memory: MemoryKills
+        self, command: Command, output: Callable[[str], None], lifeline: int, guard: Guard, memory: MemoryKills
     ) -> None:  # fmt: skip
-        self.command = command
+        self.command, self._guard = command, guard
         self._memory, self._killed_by_us, self._reason = memory, False, ""
         self._output = output
         try:
@@ -43,6 +48,7 @@ class LocalProcess:
             )  # fmt: skip
         except OSError as error:
             raise UsageError(f"{command.name} cannot be started: {command.argv[0]}: {error.strerror}") from None
+        guard.watch(self.process.pid)
         self._reaped = False
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"output of {command.name}", daemon=True)
@@ -59,6 +65,7 @@ class LocalProcess:
                 if code == -signal.SIGKILL and not self._killed_by_us and self._memory.one_more():
                     self._reason = SUGGESTION
                 self._signal_group(signal.SIGKILL)  # its children would live on and hold its output open
+                self._guard.forget(self.process.pid)
                 self._reader.join(_OUTPUT_S)  # takes longer only if a child in another session holds the output
         return Exit(code) if code >= 0 else Exit(128 - code, signal.Signals(-code).name, self._reason)
 
@@ -80,17 +87,25 @@ class LocalProcess:
             os.killpg(self.process.pid, number)
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            for line in lines:
-                self._output(line.decode(errors="replace").rstrip("\r\n"))
+        assert isinstance(self.process.stdout, io.BufferedReader)
+        lines = Lines()
+        with self.process.stdout as stream:
+            while data := stream.read1(_CHUNK):
+                for line in lines.feed(data):
+                    self._output(line)
+            for line in lines.rest():
+                self._output(line)
 
 
-class LocalCluster:
-    """Starts processes on this machine; a context manager that leaves none behind."""
+class LocalCluster(Cluster):
+    """Starts processes on this machine; a context manager that leaves none behind.
 
-    def __init__(self) -> None:
+    `folder` is deleted when the cluster ends, or this process; "": none.
+    """
+
+    def __init__(self, folder: str = "") -> None:
         self._started: list[LocalProcess] = []
+        self._guard = Guard(folder) if folder else None
         self._lifeline: tuple[int, int] | None = os.pipe()
         self._memory = MemoryKills()
 
@@ -104,7 +119,8 @@ class LocalCluster:
         """Start a process; see `Cluster.start`. Raises UsageError when there is no such program."""
         if self._lifeline is None:
             raise UsageError("this cluster has been ended")
-        process = LocalProcess(command, output, self._lifeline[0], self._memory)
+        self._guard = self._guard or Guard()
+        process = LocalProcess(command, output, self._lifeline[0], self._guard, self._memory)
         self._started = [*(p for p in self._started if p.exit() is None), process]
         return process
 
@@ -117,6 +133,8 @@ class LocalCluster:
         for fd in self._lifeline or ():
             os.close(fd)
         self._lifeline = None
+        if self._guard is not None:
+            self._guard.close()
 
 
 class MemoryKills:

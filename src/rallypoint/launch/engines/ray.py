@@ -27,17 +27,17 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rallypoint.errors import UsageError
 from rallypoint.launch.code import runner
 from rallypoint.launch.code.kept import CODE
-from rallypoint.launch.engines.cluster import Command, Exit
+from rallypoint.launch.engines.cluster import Cluster, Command, Exit
+from rallypoint.launch.engines.ray_connection import NAMESPACE, connect, ray_module
 from rallypoint.launch.engines.ray_node import Begun, Driver, More, NodeProcess, pack
 
-NAMESPACE = "rallypoint"
 GONE, DRAINED, LOST = "its node is gone", "its node is about to go", "its Ray actor is gone"
 _ENDING = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.1  # seconds until a process that was just started is looked after
@@ -82,13 +82,13 @@ class RayProcess:
 
     def withdraw(self) -> None:
         """End the actor, if there is one."""
-        ray, actor, self.actor, self.answer = _ray(), self.actor, None, None
+        ray, actor, self.actor, self.answer = ray_module(), self.actor, None, None
         if actor is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
 
 
-class RayCluster:
+class RayCluster(Cluster):
     """Starts processes on the nodes of a Ray cluster; a context manager that leaves none behind.
 
     >>> with RayCluster(gpus=1) as cluster:
@@ -111,17 +111,18 @@ class RayCluster:
 
         Raises UsageError when there is no Ray, or no such cluster.
         """
-        ray = _ray()
+        ray = ray_module()
         self._own = not ray.is_initialized()
         if self._own:
-            _connect(address)
+            connect(address)
         context = ray.get_runtime_context()
         code = Path(folder) / CODE if folder else None
         self._driver = Driver(
             node=context.get_node_id(), python=sys.executable, runner=runner.__file__, cwd=os.getcwd(),
             code=str(code.resolve()) if code is not None else "", marker=_marker(snapshots),
         )  # fmt: skip
-        self._run = Path(folder).resolve().name or "run"
+        # Two drivers may have run folders of one name, and, in containers, one process id
+        self._run = f"{Path(folder).resolve().name or 'run'}-{secrets.token_hex(3)}"
         self._needs = {"worker": (cpus, gpus), "coordinator": (0.0, 0.0)}
         self._room = _reserved(servers, f"rallypoint/{self._run}/servers") if servers else None
         self._servers, self._say = servers, say
@@ -129,7 +130,9 @@ class RayCluster:
         self._names: Counter[str] = Counter()  # how often each name was given
         self._reserved: list[RayProcess] = []  # the servers in the placement group
         self._going: set[str] = set()  # the nodes that are about to go
-        self._processes: list[RayProcess] = []
+        self._lock = threading.Lock()
+        self._processes: list[RayProcess] = []  # replaced under the lock, read without
+        self._said = ""
         self._ended = False
         self._looked = 0.0
         self._watch = threading.Thread(target=self._look_after, name="processes on Ray", daemon=True)
@@ -147,14 +150,15 @@ class RayCluster:
             raise UsageError("this cluster has been ended")
         process = RayProcess(command, output)
         self._place(process)
-        self._processes = [*self._processes, process]
+        with self._lock:
+            self._processes = [*self._processes, process]
         return process
 
     def end(self) -> None:
         """Kill every process that still runs, and wait until all have ended. Leaves the Ray cluster if it joined it."""
         if self._ended:
             return
-        ray = _ray()
+        ray = ray_module()
         for process in self._processes:
             process.signal(signal.SIGKILL)
         deadline = time.monotonic() + _END_S
@@ -175,12 +179,12 @@ class RayCluster:
 
     def _place(self, process: RayProcess) -> None:
         """Ask Ray for an actor that starts this process."""
-        ray, command = _ray(), process.command
+        ray, command = ray_module(), process.command
         cpus, gpus = self._needs.get(command.role, (1.0, 0.0))
         self._names[command.name] += 1
         again = f"#{n}" if (n := self._names[command.name]) > 1 else ""
         process.actor = ray.remote(NodeProcess).options(
-            name=f"rallypoint/{self._run}/{command.name}{again}-{os.getpid()}", namespace=NAMESPACE,
+            name=f"rallypoint/{self._run}/{command.name}{again}", namespace=NAMESPACE,
             num_cpus=cpus, num_gpus=gpus, max_concurrency=4, max_restarts=0,
             scheduling_strategy=self._strategy(process),
         ).remote()  # fmt: skip
@@ -206,30 +210,42 @@ class RayCluster:
         """Return the code that the run has kept, as Ray passes it on: it is the same for all workers."""
         if self._packed is None:
             there = bool(self._driver.code) and Path(self._driver.code).is_dir()
-            self._packed = _ray().put(pack(Path(self._driver.code))) if there else b""
+            self._packed = ray_module().put(pack(Path(self._driver.code))) if there else b""
         return self._packed
 
     # ---- the thread that looks after the processes ----
 
     def _look_after(self) -> None:
-        ray = _ray()
         while not self._ended:
-            asked = {process.answer: process for process in self._processes if process.answer is not None}
-            if asked:
-                for answer in ray.wait(list(asked), timeout=_POLL_S)[0]:
-                    self._answered(asked[answer], answer)
-            else:
-                time.sleep(_POLL_S)
-            if time.monotonic() - self._looked > _LOOK_S:
-                self._looked = time.monotonic()
-                self._processes = [process for process in self._processes if process.exit() is None]
-                self._drain()
-                self._servers_first()
-                self._name_those_that_wait()
+            try:
+                self._look()
+            except Exception as error:  # of any kind, when Ray's head does not answer: it may be back soon
+                if (said := f"Ray does not answer: {str(error) or repr(error)}".splitlines()[0]) != self._said:
+                    self._said = said
+                    self._say(said)
+                time.sleep(_AGAIN_S)
+
+    def _look(self) -> None:
+        asked = {process.answer: process for process in self._processes if process.answer is not None}
+        if asked:
+            for answer in ray_module().wait(list(asked), timeout=_POLL_S)[0]:
+                self._answered(asked[answer], answer)
+        else:
+            time.sleep(_POLL_S)
+        if time.monotonic() - self._looked > _LOOK_S:
+            self._looked = time.monotonic()
+            self._forget_the_ended()
+            self._drain()
+            self._servers_first()
+            self._name_those_that_wait()
+
+    def _forget_the_ended(self) -> None:
+        with self._lock:  # else one that is being started would be lost
+            self._processes = [process for process in self._processes if process.exit() is None]
 
     def _answered(self, process: RayProcess, answer: Any) -> None:
         """The actor has answered, or is gone."""
-        ray, actor = _ray(), process.actor
+        ray, actor = ray_module(), process.actor
         if actor is None or process.answer is not answer:
             return  # another thread has ended the process meanwhile
         try:
@@ -237,7 +253,7 @@ class RayCluster:
         except ray.exceptions.ActorUnavailableError:  # it may be back, or Ray finds out that it is gone
             time.sleep(_AGAIN_S)
         except ray.exceptions.RayError as error:
-            process.ended(Exit(128 + signal.SIGKILL, "SIGKILL", _reason(process, error)))
+            process.ended(_how(process, error))
             return
         else:
             if isinstance(news, More):
@@ -298,58 +314,6 @@ class RayCluster:
             self._say(f"{names} {verb} for room in the Ray cluster ({needs}{each})")
 
 
-def driver_address() -> str:
-    """Return the IP address of the driver's node. Call it when connected."""
-    return str(_ray().util.get_node_ip_address())
-
-
-def _ray() -> Any:
-    """Return Ray. Raises UsageError when it is not installed."""
-    try:
-        import ray
-        import ray.util
-        import ray.util.placement_group
-    except ImportError:
-        raise UsageError("there is no Ray here: pip install 'rallypoint[ray]'") from None
-    return ray
-
-
-def _connect(address: str) -> None:
-    """Connect to a Ray cluster, or start one. Ray's own handler of SIGTERM is not left in place."""
-    ray = _ray()
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "namespace": NAMESPACE}
-    with _own_handlers():
-        try:
-            if address == "local":
-                ray.init(address="local", include_dashboard=False, **options)
-            else:
-                ray.init(address=address, **options)
-        except ray.exceptions.AuthenticationError as error:
-            raise UsageError(
-                "the Ray cluster wants its token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN unless it is in "
-                f"~/.ray/auth_token ({str(error).splitlines()[0]})"
-            ) from None
-        except ConnectionError:
-            where = "on this machine" if address == "auto" else f"at {address}"
-            raise UsageError(
-                f"there is no Ray cluster {where}: start one with `ray start --head`, or add --address local"
-            ) from None
-
-
-@contextlib.contextmanager
-def _own_handlers() -> Iterator[None]:
-    """In the body Ray may set handlers of signals; afterwards they are as before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _marker(snapshots: str) -> str:
     """Make a file among the snapshots by which a node sees that it shares their folder. "": they are no folder."""
     if not snapshots or "://" in snapshots:
@@ -364,7 +328,7 @@ def _marker(snapshots: str) -> str:
 
 
 def _reserved(servers: int, name: str) -> Any:
-    return _ray().util.placement_group([{"CPU": 1.0}] * servers, strategy="SPREAD", name=f"{name}-{os.getpid()}")
+    return ray_module().util.placement_group([{"CPU": 1.0}] * servers, strategy="SPREAD", name=name)
 
 
 def _draining() -> set[str]:
@@ -374,9 +338,18 @@ def _draining() -> set[str]:
     return set(state.state.get_draining_nodes())
 
 
+def _how(process: RayProcess, error: Exception) -> Exit:
+    """Return how a process has ended whose actor is gone, or has failed itself: so would the next one."""
+    errors = ray_module().exceptions
+    if isinstance(error, errors.RayTaskError) or getattr(error, "actor_init_failed", False):
+        last = [line for line in str(error).splitlines() if line.strip()][-1].strip()
+        return Exit(1, reason=f"its Ray actor cannot run: {last} (does every node have this version of rallypoint?)")
+    return Exit(128 + signal.SIGKILL, "SIGKILL", _reason(process, error))
+
+
 def _reason(process: RayProcess, error: Exception) -> str:
     """Return why an actor is gone, as a phrase."""
-    ray = _ray()
+    ray = ray_module()
     if process.drained:
         return GONE
     if any(process.begun and node["NodeID"] == process.begun.node and not node["Alive"] for node in ray.nodes()):

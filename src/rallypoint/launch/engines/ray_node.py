@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -22,7 +23,6 @@ from pathlib import Path
 from rallypoint.errors import RallypointError
 from rallypoint.launch.code import runner
 from rallypoint.launch.engines.cluster import Command, Exit
-from rallypoint.launch.engines.guard import start_guard
 from rallypoint.launch.engines.local import LocalCluster, LocalProcess
 from rallypoint.launch.plan import HERE
 
@@ -80,7 +80,6 @@ class NodeProcess:
         self._lines: deque[str] = deque()
         self._first = 0  # the number of the first of them
         self._exit: Exit | None = None
-        self._cluster = LocalCluster()
         self._process: LocalProcess | None = None
 
     def start(self, command: Command, driver: Driver, code: bytes = b"") -> Begun:
@@ -128,18 +127,17 @@ class NodeProcess:
                 "give --snapshots a URL (s3://...), or a folder that all nodes share, or none"
             )
             return
-        unpacked = "" if driver.node == self._node or not code else unpack(code)
-        self._guard = start_guard(unpacked)
-        if os.path.isdir(driver.cwd):
-            os.chdir(driver.cwd)
-        argv = argv_here(command, driver, address=self._address, code=unpacked)
-        here = Command(name=command.name, role=command.role, argv=argv, env=command.env)
         try:
+            unpacked = "" if driver.node == self._node or not code else unpack(code)
+            self._cluster = LocalCluster(unpacked)
+            if os.path.isdir(driver.cwd):
+                os.chdir(driver.cwd)
+            argv = argv_here(command, driver, address=self._address, code=unpacked)
+            here = Command(name=command.name, role=command.role, argv=argv, env=command.env)
             self._process = self._cluster.start(here, self._print)
-        except RallypointError as error:
-            self._refuse(str(error))
+        except (RallypointError, OSError) as error:
+            self._refuse(f"on the node {self._address}: {error}" if isinstance(error, OSError) else str(error))
             return
-        self._tell_guard(self._process.process.pid)
         threading.Thread(target=self._wait, args=(self._process,), name="exit", daemon=True).start()
 
     def _refuse(self, why: str) -> None:
@@ -155,14 +153,9 @@ class NodeProcess:
 
     def _wait(self, process: LocalProcess) -> None:
         how = process.wait()
-        self._tell_guard(0)
         with self._changed:
             self._exit = how
             self._changed.notify_all()
-
-    def _tell_guard(self, group: int) -> None:
-        self._guard.write(b"%d\n" % group)
-        self._guard.flush()
 
 
 def argv_here(command: Command, driver: Driver, *, address: str, code: str) -> tuple[str, ...]:
@@ -187,8 +180,12 @@ def pack(folder: Path) -> bytes:
 
 
 def unpack(packed: bytes) -> str:
-    """Write the files of a zip file to a new folder. Returns the folder."""
+    """Write the files of a zip file to a new folder. Returns the folder. OSError if they cannot be written."""
     folder = tempfile.mkdtemp(prefix="rallypoint-")
-    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-        archive.extractall(folder)
+    try:
+        with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+            archive.extractall(folder)
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     return folder

@@ -16,6 +16,7 @@ OPTIONS = (
     "ServerAliveInterval=3",  # a machine that has died is noticed within 9 s
     "ServerAliveCountMax=3",
     "EscapeChar=none",
+    "ControlPath=none",  # a shared connection has others' signs of life; `--ssh 'ssh -S PATH'` shares one all the same
 )
 _OWN_FAILURE = 255
 

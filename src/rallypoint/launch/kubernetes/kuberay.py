@@ -70,7 +70,6 @@ def ray_job(shape: Shape) -> RayJob:
     if shape.secret or shape.tls or shape.resume:
         raise UsageError("--secret, --tls and --resume are not for --kind kuberay: the run makes its own tokens")
     least = parse_workers(shape.workers)[0][0] if ":" in shape.workers else shape.most
-    room = 1 + -(-shape.servers // least)  # Ray counts one CPU for each process
     return RayJob(
         api_version=API, kind="RayJob",
         metadata=k.Meta(name=shape.name, namespace=shape.namespace, labels=shape.labels()),
@@ -84,7 +83,8 @@ def ray_job(shape: Shape) -> RayJob:
                 ),
                 worker_group_specs=[Nodes(
                     group_name="node", replicas=shape.most, min_replicas=least, max_replicas=shape.most,
-                    ray_start_params={"num-cpus": str(room)}, template=_pod(shape, "node", shape.worker, {}),
+                    ray_start_params={"num-cpus": str(shape.nodes_cpus)},
+                    template=_pod(shape, "node", shape.size_of("node"), {}),
                 )],
             ),
         ),

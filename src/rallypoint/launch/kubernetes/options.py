@@ -50,10 +50,12 @@ class RenderOptions(CoordinatorOptions):
     threads: Annotated[int, _option(
         help="Intra-op threads of each worker.", panel=_PODS, metavar="N", min=1,
     )] = 1  # fmt: skip
-    cpu: Annotated[str, _option(help="Processors of each worker: 4 or 500m.", panel=_PODS, metavar="N")] = ""
+    cpu: Annotated[str, _option(
+        help="Processors of each worker: 4 or 500m; by default as many as --threads.", panel=_PODS, metavar="N",
+    )] = ""  # fmt: skip
     memory: Annotated[str, _option(help="Memory of each worker: 16Gi.", panel=_PODS, metavar="SIZE")] = ""
     gpus: Annotated[int, _option(help="GPUs of each worker.", panel=_PODS, metavar="N", min=0)] = 0
-    server_cpu: Annotated[str, _option(help="Processors of each server.", panel=_PODS, metavar="N")] = ""
+    server_cpu: Annotated[str, _option(help="Processors of each server.", panel=_PODS, metavar="N")] = "1"
     server_memory: Annotated[str, _option(help="Memory of each server.", panel=_PODS, metavar="SIZE")] = ""
     spot: Annotated[str, _option(
         help="Workers go to nodes with this label, which may be taken away: cloud.google.com/gke-spot=true.",

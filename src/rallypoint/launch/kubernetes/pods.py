@@ -28,7 +28,7 @@ USER = 1000  # the image's user: see Dockerfile
 _HEALTH = f"0.0.0.0:{HEALTH_PORT}"
 _STARTS_WITHIN_S = 1800  # a script may load its data before it joins
 _FAREWELL_S = 30
-_ANY, _SMALL = Size(), Size(cpu="250m", memory="512Mi")
+_SMALL = Size(cpu="250m", memory="512Mi")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,14 @@ class Pods:
         """Return the coordinator's pod. Told to go, it ends at once: another goes on with its journal."""
         shape = self.shape
         begun_by, _, snapshot = shape.resume.rpartition("/")
-        snapshots = shape.snapshots or f"{FOLDER}/{begun_by or self.name}/snapshots"
+        snapshots = literal(shape.snapshots) or f"{FOLDER}/{begun_by or self.name}/snapshots"
         command = (
             "rallypoint", "coordinator",
             f"--bind=0.0.0.0:{COORDINATOR_PORT}", f"--advertise={self.host}:{COORDINATOR_PORT}",
             f"--workers={shape.workers}", f"--servers={shape.servers}",
             f"--folder={FOLDER}/{self.name}", f"--snapshots={snapshots}",
-            *([f"--resume={snapshot}"] if snapshot else []), f"--linger={shape.save}", *self._access(), *shape.options,
+            *([f"--resume={literal(snapshot)}"] if snapshot else []), f"--linger={shape.save}", *self._access(),
+            *(literal(word) for word in shape.options),
         )  # fmt: skip
         container = self._container("coordinator", command, port=COORDINATOR_PORT, size=_SMALL)
         return self._template("coordinator", container, restart="Never", grace=_FAREWELL_S)
@@ -73,7 +74,7 @@ class Pods:
             "rallypoint", "server", f"--coordinator={self.host}:{COORDINATOR_PORT}", f"--bind=0.0.0.0:{SERVER_PORT}",
             f"--advertise=$(POD_IP):{SERVER_PORT}", *self._access(),
         )  # fmt: skip
-        container = self._container("server", command, port=SERVER_PORT, size=self.shape.server)
+        container = self._container("server", command, port=SERVER_PORT, size=self.shape.size_of("server"))
         return self._template("server", container, restart="OnFailure", grace=self.shape.grace)
 
     def worker(self, *, name: str = "worker") -> k.PodTemplate:
@@ -83,15 +84,15 @@ class Pods:
             "rallypoint", "worker", f"--coordinator={self.host}:{COORDINATOR_PORT}", f"--threads={shape.threads}",
             *self._access(),
         )  # fmt: skip
-        container = self._container("worker", command, size=shape.worker)
-        container = replace(container, name=name, args=list(shape.script))
+        container = self._container("worker", command, size=shape.size_of("worker"))
+        container = replace(container, name=name, args=[literal(word) for word in shape.script])
         return self._template("worker", container, restart="OnFailure", grace=max(shape.grace, shape.save))
 
     def _access(self) -> tuple[str, ...]:
         tls = (f"--tls={CERTIFICATES}",) if self.shape.tls else ()
         return f"--token-file={TOKEN_FILE}", *tls, f"--health={_HEALTH}"
 
-    def _container(self, role: str, command: tuple[str, ...], *, port: int = 0, size: Size = _ANY) -> k.Container:
+    def _container(self, role: str, command: tuple[str, ...], *, size: Size, port: int = 0) -> k.Container:
         gpus = {GPU: str(size.gpus)} if size.gpus else {}
         asked = {what: much for what, much in (("cpu", size.cpu), ("memory", size.memory)) if much}
         # No limit of processor time: a process that is held back for moments holds all others up.
@@ -164,6 +165,12 @@ class Pods:
             volumes.append(k.Volume(name="saved", empty_dir=k.EmptyDir()))
             mounts.append(k.Mount(name="saved", mount_path=FOLDER))
         return volumes, mounts
+
+
+def literal(word: str) -> str:
+    """Return the user's word as it stands in a container's command: Kubernetes replaces ``$(NAME)`` there, not
+    ``$$(NAME)``."""
+    return word.replace("$", "$$")
 
 
 def certificate_key(role: str, file: str) -> str:

@@ -21,6 +21,7 @@ def render(kind: str, shape: Shape) -> str:
         raise UsageError(f"there is no kind {kind}{meant(kind, KINDS) or f': choose one of {known}'}")
     manifests = yaml_of(KINDS[kind](shape))
     header = _RAY_HEADER if kind == "kuberay" else _HEADER + (_TLS_HEADER if shape.tls else "")
+    header += "" if shape.worker.memory and (shape.server.memory or kind == "kuberay") else _MEMORY_HEADER
     return header.format(shape=shape, namespace=_namespace(shape)) + manifests
 
 
@@ -56,6 +57,9 @@ _HEADER = """\
 _TLS_HEADER = """\
 # For TLS, once:     rallypoint certs certificates
 #                    rallypoint k8s secret {shape.tls}{namespace} --tls certificates | kubectl apply -f -
+"""
+_MEMORY_HEADER = """\
+# Without --memory and --server-memory, pods are ended early when a node is short of memory.
 """
 _RAY_HEADER = """\
 # How it gets on: kubectl logs -f -l job-name={shape.name}

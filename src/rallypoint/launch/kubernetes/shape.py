@@ -110,6 +110,23 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
         """The name of the Secret."""
         return self.secret or f"{self.name}-token"
 
+    @property
+    def nodes_cpus(self) -> int:
+        """What Ray counts on a node with one worker and its share of the servers: a CPU for each thread and server."""
+        least = parse_workers(self.workers)[0][0] if ":" in self.workers else self.most
+        return self.threads - (-self.servers // least)
+
+    def size_of(self, role: str) -> Size:
+        """What a pod of this role asks for: "worker", "server", or "node", which is both.
+
+        Each asks for some processor time: a pod that asks for nothing is the first to be ended when its node is full.
+        """
+        if role == "server":
+            return msgspec.structs.replace(self.server, cpu=self.server.cpu or "1")
+        return msgspec.structs.replace(
+            self.worker, cpu=self.worker.cpu or str(self.nodes_cpus if role == "node" else self.threads)
+        )
+
     def labels(self, role: str = "") -> dict[str, str]:
         """Return the labels of what belongs to this job; of one role's pods, if `role` is given."""
         labels = {"app.kubernetes.io/name": "rallypoint", "app.kubernetes.io/instance": self.name}

@@ -21,7 +21,7 @@ from rallypoint.launch.kubernetes.jobset import (
     job,
     jobset_spec,
 )
-from rallypoint.launch.kubernetes.pods import JOB, Pods, claimed, field
+from rallypoint.launch.kubernetes.pods import JOB, Pods, claimed, field, literal
 from rallypoint.launch.kubernetes.shape import Shape
 
 GROUP = "trainer.kubeflow.org"
@@ -115,7 +115,7 @@ def train_job(shape: Shape) -> TrainJob:
         metadata=k.Meta(name=shape.name, namespace=shape.namespace, labels=shape.labels()),
         spec=TrainJobSpec(
             runtime_ref=RuntimeRef(name=shape.name, api_group=GROUP, kind="ClusterTrainingRuntime"),
-            trainer=Trainer(image=shape.image, args=list(shape.script), num_nodes=shape.most),
+            trainer=Trainer(image=shape.image, args=[literal(word) for word in shape.script], num_nodes=shape.most),
         ),
     )  # fmt: skip
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 
+from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
 from rallypoint.errors import UsageError
 from rallypoint.worker.exchange.exchange import Rewound
 
@@ -30,6 +31,9 @@ class Loop(Protocol):
 
     def computed_micro(self, micro: Micro, loss: torch.Tensor | None, weight: float) -> None:
         """The script has back-propagated one micro-batch by itself."""
+
+    def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
+        """The script logs figures of one micro-batch."""
 
 
 class Micro:
@@ -130,6 +134,24 @@ class Micro:
         except BaseException as error:
             self._failure = error
             raise
+
+    def log(self, **figures: float | torch.Tensor) -> None:
+        """Log figures of this micro-batch, such as ``accuracy=0.5``: numbers, or tensors of one element.
+
+        Each is averaged over the replica's micro-batches, then over replicas by their weights, and shown and logged
+        beside the step's loss. Tensors are read when the replica is computed: nobody waits for a device before.
+
+        Raises UsageError for what is no number, for too many figures and for names that are too long.
+        """
+        for name, value in figures.items():
+            one = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
+            if not one or not can_name(name) or len(figures) > MOST_METRICS:
+                raise UsageError(
+                    f"{self._where}: micro.log({name}=...) got a {type(value).__qualname__}: give one number, or a "
+                    f"tensor of one element, for each of at most {MOST_METRICS} names of at most {LONGEST_NAME} "
+                    "characters"
+                )
+        self._run.log_micro({n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in figures.items()})
 
     @property
     def finished(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from rallypoint.core.typed import MOST_METRICS
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
 from rallypoint.worker.activations import Activations
@@ -36,6 +37,7 @@ class Passes:
 
     def begin(self, replica: int) -> None:
         """A replica begins its round."""
+        self._figures: dict[str, list[float | torch.Tensor]] = {}
         self.resume(self._new_losses(replica), [])
 
     def resume(self, losses: Losses, weights: list[float]) -> None:
@@ -45,6 +47,18 @@ class Passes:
     def remove(self) -> None:
         """The run is over: the model computes as before."""
         self._activations.remove()
+
+    def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
+        """Add figures of one micro-batch (called by Micro)."""
+        for name, value in figures.items():
+            self._figures.setdefault(name, []).append(value)
+        if len(self._figures) > MOST_METRICS:
+            raise UsageError(f"micro.log got more than {MOST_METRICS} different names in one step")
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The mean of each figure over the replica's micro-batches. Reading them waits for a device."""
+        return {name: mean_of([float(value) for value in values]) for name, values in self._figures.items()}
 
     def check(self) -> None:
         """Raise Rewound if what is being computed is stale. Raise the error of whatever has failed."""

@@ -89,7 +89,10 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """The run's folder, where results belong. Raises UsageError when it cannot be made."""
+        """The run's folder, where results belong. Raises UsageError when it cannot be made.
+
+        A coordinator that was started by hand without --folder has none: then it is where this worker runs.
+        """
         folder = Path(self._parts.coordinator.welcome.folder or ".")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -257,7 +260,7 @@ class Run:
             round, replica, loss, weight,
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
-            settings=optimizer.settings_digest() if optimizer is not None else "",
+            settings=optimizer.settings_digest() if optimizer is not None else "", figures=passes.figures,
         ))  # fmt: skip
 
     def _go_ahead(self) -> Iterator[Micro]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,6 +81,9 @@ class RankRun:
             "run.stop is not supported together with --ranks: the scripts of all ranks would have to stop in the same "
             "place; use a lower steps="
         )
+
+    def log_micro(self, figures: Mapping[str, float | torch.Tensor]) -> None:
+        """Does nothing (called by Micro): rank 0's figures count."""
 
     def every(self, steps: int) -> Callable[[_E], _E]:
         """Decorate an evaluation: it runs on all ranks of the worker that evaluates. See `Run.every`."""

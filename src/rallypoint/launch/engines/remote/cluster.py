@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Self
 
 from rallypoint.errors import UsageError
-from rallypoint.launch.engines.cluster import Command
+from rallypoint.launch.engines.cluster import Cluster, Command
 from rallypoint.launch.engines.remote.hosts import Host, coordinators_host
 from rallypoint.launch.engines.remote.link import HostLink, RemoteProcess, RemoteShell
 from rallypoint.launch.engines.remote.messages import PACKAGE, Begin
@@ -30,7 +30,7 @@ _AGAIN_S = 20.0  # seconds after which a host that was gone is tried again, when
 _END_S = 10.0  # seconds in which the hosts may end their processes
 
 
-class RemoteCluster:
+class RemoteCluster(Cluster):
     """Starts processes on these hosts; a context manager that leaves none behind."""
 
     def __init__(self, plan: Launch, hosts: Sequence[Host], shell: RemoteShell, say: Callable[[str], None]) -> None:

@@ -12,13 +12,15 @@ starts when it is up.
 from __future__ import annotations
 
 import contextlib
+import os
+import queue
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import msgspec
 
@@ -99,6 +101,7 @@ class HostLink:
         self._shell = shell
         self._lock = threading.RLock()
         self._client: subprocess.Popen[bytes] | None = None
+        self._outgoing = queue.SimpleQueue[bytes]()
         self._threads: list[threading.Thread] = []
         self._waiting: list[ToHost] = []  # for the link to be up
         self._processes: dict[int, RemoteProcess] = {}
@@ -125,16 +128,21 @@ class HostLink:
             self._settled.clear()
             self._errors, self._problem, self.failed_at = [], "", None
             self._client = client = _started(self._shell.command(self.host))
+            self._outgoing = queue.SimpleQueue()
             self._write(self._begin)
+            assert client.stdin is not None
             assert client.stdout is not None
             assert client.stderr is not None
+            writer = threading.Thread(
+                target=_write_all, args=(client.stdin, self._outgoing), name=f"to {self.host}", daemon=True
+            )
             errors = threading.Thread(
                 target=self._note_errors, args=(client.stderr,), name=f"errors of {self.host}", daemon=True
             )
             reader = threading.Thread(
                 target=self._read, args=(client, client.stdout, errors), name=f"link to {self.host}", daemon=True
             )
-            self._threads = [errors, reader]
+            self._threads = [errors, reader, writer]
             for thread in self._threads:
                 thread.start()
 
@@ -163,7 +171,7 @@ class HostLink:
         with self._lock:
             self._end_input()
             if self._client is not None and not self.up:  # nothing runs there; the program may still wait for an answer
-                self._client.terminate()
+                _signal(self._client, signal.SIGTERM)
 
     def join(self, deadline: float) -> None:
         """Wait until the connection has ended. At `deadline` (time.monotonic) the program is killed."""
@@ -173,25 +181,19 @@ class HostLink:
         try:
             client.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            client.kill()
+            _signal(client, signal.SIGKILL)
         for thread in threads:
             thread.join()
 
     # ---- the threads ----
 
     def _write(self, message: ToHost) -> None:
-        """Write to the host. The lock is held."""
-        assert self._client is not None
-        assert self._client.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # broken or closed: the reader notices it
-            self._client.stdin.write(msgspec.json.encode(message) + b"\n")
-            self._client.stdin.flush()
+        """Write to the host, on the writer's thread: a host that hangs reads nothing. The lock is held."""
+        self._outgoing.put(msgspec.json.encode(message) + b"\n")
 
     def _end_input(self) -> None:
-        """End the input of the far end. The lock is held."""
-        if self._client is not None and self._client.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._client.stdin.close()
+        """End the input of the far end."""
+        self._outgoing.put(b"")
 
     def _note_errors(self, lines: BinaryIO) -> None:
         with lines:
@@ -210,13 +212,13 @@ class HostLink:
                     greeted = greeted or line.rstrip().endswith(GREETING.encode())
         except msgspec.DecodeError as error:
             self._problem = f"it sends what is no message: {error}"
-        with self._lock:
-            self._end_input()
-        try:
+        except OSError as error:  # the code that it is to get cannot be read
+            self._problem = str(error)
+        self._end_input()
+        with contextlib.suppress(subprocess.TimeoutExpired):
             client.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            client.kill()
-        errors.join()
+        _signal(client, signal.SIGKILL)  # what it has started may hold its standard error open
+        errors.join(_END_S)
         self._lost(client.wait(), greeted)
 
     def _handle(self, message: FromHost) -> None:
@@ -273,6 +275,21 @@ class HostLink:
         if greeted or status == self._shell.failed:
             return said
         return f"{said} ({self._shell.hint})"
+
+
+def _write_all(stream: IO[bytes], outgoing: queue.SimpleQueue[bytes]) -> None:
+    """Write what comes, until b"". What cannot be written is dropped: the connection is broken, as its reader notices.
+    """
+    with contextlib.suppress(OSError), stream:
+        while data := outgoing.get():
+            stream.write(data)
+            stream.flush()
+
+
+def _signal(client: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the program and to what it has started. It leads a group of its own."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(client.pid, number)
 
 
 def _started(argv: list[str]) -> subprocess.Popen[bytes]:

@@ -47,6 +47,17 @@ def node_and_component(host: Host) -> tuple[str, str]:
     return node, component
 
 
+def gpus_on_node(environ: Mapping[str, str], host: Host) -> str:
+    """Return how many GPUs a job that asked for some for each task has on this node, as ``4`` or ``h100:4``; else "".
+
+    A step of one task would get one task's share of them.
+    """
+    component = node_and_component(host)[1]
+    each = environ.get(f"SLURM_GPUS_PER_TASK_HET_GROUP_{component}" if component else "SLURM_GPUS_PER_TASK", "")
+    kind, colon, count = each.rpartition(":")
+    return f"{kind}{colon}{int(count) * host.slots}" if count.isdecimal() else ""
+
+
 def nodes_of_list(text: str) -> Sequence[str]:
     """Return the nodes that ``n[1-3,7]`` stands for. Raises UsageError where ``scontrol`` cannot say."""
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rallypoint.errors import UsageError
 
 FOLDER = "runs/slurm-$SLURM_JOB_ID"  # a job that is requeued keeps its number
+_PLAIN = re.compile(r"[^\s\"'\\#]*")
 _TIME = re.compile(r"(\d+-)?\d+(:\d+){0,2}")
 
 
@@ -20,7 +21,8 @@ class Batch:
     Attributes:
         name: the job's name.
         servers, aggregators, workers: how many processes; of 2:8 workers, 8.
-        together: one component, with servers on the workers' nodes; else a heterogeneous job of two.
+        together: one component, with servers on the workers' nodes (each worker's task has cores for its share of
+            them); else a heterogeneous job of two.
         server_cpus, worker_cpus: cores of each process.
         gpus: of each worker.
         time: the job's limit, as Slurm writes it (``4:00:00``); "": the partition's.
@@ -50,6 +52,11 @@ class Batch:
             raise UsageError(f"--time {self.time}: Slurm writes it as 4:00:00, 1-12:00:00 or minutes")
         if wrong := next((line for line in self.lines if not line.startswith("--")), None):
             raise UsageError(f"--sbatch {wrong}: an option of sbatch, as --sbatch=--account=me")
+        if "/" in self.name:
+            raise UsageError(f"--job-name {self.name}: the job's output is NAME-JOBID.out, so no / in it")
+        for text in (self.name, self.partition, self.server_partition, *self.lines):
+            if not text.isprintable():
+                raise UsageError(f"{text!r} is not one line of text, as Slurm's options are")
 
 
 def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> str:
@@ -69,13 +76,13 @@ def script_of(batch: Batch, made_by: Sequence[str], command: Sequence[str]) -> s
     comment = "# "
     text = [
         "#!/bin/bash",
-        f"{comment}Written by: {shlex.join(made_by)}",
+        f"{comment}Written by: {shlex.join(made_by)}".replace("\n", f"\n{comment}"),
         f"{comment}Submit it with sbatch. It may be edited; Slurm reads the lines that begin with #SBATCH.",
         *_sbatch(general),
     ]
     if batch.together:
-        both = batch.workers + batch.servers + batch.aggregators
-        text += _sbatch(_resources(both, max(batch.server_cpus, batch.worker_cpus), batch.gpus, batch.partition))
+        share = -(-(batch.servers + batch.aggregators) * batch.server_cpus // batch.workers)
+        text += _sbatch(_resources(batch.workers, batch.worker_cpus + share, batch.gpus, batch.partition))
         text += _sbatch(each)
     else:
         servers = batch.servers + batch.aggregators
@@ -105,7 +112,15 @@ def _resources(tasks: int, cpus: int, gpus: int, partition: str) -> list[str]:
 
 
 def _sbatch(options: Sequence[str]) -> list[str]:
-    return [f"#SBATCH {option}" for option in options]
+    """Slurm reads quotes as a shell does, but no variables."""
+    words = [option.partition("=") for option in options]
+    return [f"#SBATCH {name}{equals}{_in_quotes(value)}" for name, equals, value in words]
+
+
+def _in_quotes(value: str) -> str:
+    if _PLAIN.fullmatch(value):
+        return value
+    return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _quoted(command: Sequence[str]) -> str:

@@ -1,0 +1,89 @@
+"""Text output that nobody waits for: a thread of its own writes it, as fast as its reader takes it."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections import deque
+from typing import TextIO
+
+MOST = 8 << 20  # characters that wait for the reader; what comes then is left out, with a sentence
+
+
+class Unhurried(io.TextIOBase):
+    """Writes to the descriptor of `file`. When its reader is gone, `write` raises BrokenPipeError.
+
+    A terminal that was stopped (Ctrl-S), or a pager that nobody scrolls, would otherwise hold up whoever prints.
+    """
+
+    def __init__(self, file: TextIO, most: int = MOST) -> None:
+        file.flush()  # what comes after that goes past its buffer
+        self._file, self._most = file, most
+        self._changed = threading.Condition()
+        self._waiting: deque[str] = deque()
+        self._size = self._left_out = 0  # characters that wait; lines that found no room
+        self._broken = self._ending = False
+        self._thread = threading.Thread(target=self._write_all, name="output", daemon=True)
+        self._thread.start()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._file.encoding
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def write(self, text: str) -> int:
+        """Let the thread write this; leave it out if too much is waiting. Raises BrokenPipeError: nobody reads it."""
+        with self._changed:
+            if self._broken:
+                raise BrokenPipeError("nobody reads the output")
+            if self._size + len(text) > self._most:
+                self._left_out += text.count("\n")
+                return len(text)
+            self._tell_of_what_is_missing()
+            self._append(text)
+        return len(text)
+
+    def end(self, patience: float | None) -> bool:
+        """Wait until all is written, not longer than `patience` seconds. Returns False if something is left."""
+        with self._changed:
+            self._tell_of_what_is_missing()
+            self._ending = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self._broken or not self._size, patience)
+
+    def _tell_of_what_is_missing(self) -> None:
+        if self._left_out:
+            self._append(f"({self._left_out} lines were left out here: nobody read the output)\n")
+            self._left_out = 0
+
+    def _append(self, text: str) -> None:
+        self._waiting.append(text)
+        self._size += len(text)
+        self._changed.notify_all()
+
+    def _write_all(self) -> None:
+        while (text := self._next()) is not None:
+            data = memoryview(text.encode(self._file.encoding, errors="replace"))
+            try:
+                while data:
+                    data = data[os.write(self._file.fileno(), data) :]
+            except (OSError, ValueError):
+                with self._changed:
+                    self._broken = True
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._size -= len(text)
+                self._changed.notify_all()
+
+    def _next(self) -> str | None:
+        """Return what is to be written next; it counts as waiting until it is. None at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._ending)
+            return self._waiting.popleft() if self._waiting else None

@@ -1,0 +1,49 @@
+"""Figures of micro-batches, and the learning rate, in the event log."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.errors import UsageError
+from rallypoint.launch.embedded import EmbeddedJob
+
+DATA = torch.utils.data.TensorDataset(torch.linspace(-1, 1, 96).view(32, 3))
+
+
+def steps_logged(folder: Path, value: Any, **settings: Any) -> list[dict[str, Any]]:
+    model = torch.nn.Linear(3, 2)
+    with EmbeddedJob(folder=str(folder)) as job:
+        for micro in job.train(model, DATA, **{"batch": 4, "steps": 3, "replicas": 2, **settings}):
+            with micro:
+                micro.log(figure=value(micro))
+                micro.backward(model(micro.batch[0]).square().mean(), weight=1.0 + micro.replica)
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event for event in events if event["type"] == "StepDone"]
+
+
+def test_a_figure_is_averaged_over_micro_batches_and_replicas(tmp_path: Path) -> None:
+    def value(micro: Any) -> torch.Tensor:
+        return torch.tensor(float(10 * micro.step + micro.replica + 0.5 * micro.index))
+
+    steps = steps_logged(tmp_path, value, accumulate=2)
+    assert [step["figures"]["figure"] for step in steps] == [
+        pytest.approx(10 * step + (0.25 + 2 * 1.25) / 3) for step in range(3)
+    ]
+
+
+def test_each_step_has_its_learning_rate(tmp_path: Path) -> None:
+    settings = {"optimizer": rp.SGD(lr=rp.linear(0.1, warmup=2)), "scale_lr": "linear", "base_batch": 4}
+    steps = steps_logged(tmp_path, lambda micro: 1, **settings)
+    assert [step["lr"] for step in steps] == pytest.approx([0.1, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), "much", None])
+def test_what_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
+    with pytest.raises(UsageError, match=r"micro.log\(figure=...\) got a"):
+        steps_logged(tmp_path, lambda micro: value)
