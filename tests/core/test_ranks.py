@@ -67,3 +67,11 @@ def test_interleaved_stages_get_the_order_of_the_whole_model() -> None:
 def test_ranks_that_do_not_fit_together_are_told(ranks: list[list[Held]], sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         spread_over(ranks)
+
+
+def test_a_parameter_that_two_stages_train_is_refused() -> None:
+    ends = [held("tied", (2,)), held("first", (2,))], [held("last", (2,)), held("tied", (2,))]
+    with pytest.raises(ModelError, match="tied is on two stages"):
+        spread_over(ends)
+    frozen = [[Held(one.name, one.shape, one.dtype, "frozen", one.block) for one in stage] for stage in ends]
+    assert len(spread_over(frozen)) == 3

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,11 +34,11 @@ sys.exit(int(what) if what.isdigit() else 0)
 class Group:
     """A group whose ranks do what their words say."""
 
-    def __init__(self, folder: Path, *words: str) -> None:
+    def __init__(self, folder: Path, *words: str, **options: Any) -> None:
         self.folder = folder
         (folder / "script.py").write_text(SCRIPT)
         argv = grouped((sys.executable, str(folder / "script.py"), str(folder), *words), len(words))
-        self.process = subprocess.Popen(argv)
+        self.process = subprocess.Popen(argv, **options)
         until(lambda: len(list(folder.glob("pid-*"))) == len(words) or self.process.poll() is not None)
         self.pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(len(words))]
 
@@ -73,6 +74,15 @@ def test_sigterm_goes_to_the_leader_alone(tmp_path: Path) -> None:
     group.process.send_signal(signal.SIGTERM)
     assert group.ends() == 0
     assert [path.name for path in tmp_path.glob("told-*")] == ["told-0"]
+
+
+def test_an_interrupt_ends_the_group_without_a_word_of_its_own(tmp_path: Path) -> None:
+    with (tmp_path / "errors").open("w") as errors:
+        group = Group(tmp_path, "waits", "waits", start_new_session=True, stderr=errors)
+        os.killpg(group.process.pid, signal.SIGINT)
+        assert group.ends() == -signal.SIGINT
+    assert "script.py" in (tmp_path / "errors").read_text()
+    assert "ranks.py" not in (tmp_path / "errors").read_text()
 
 
 def test_ranks_end_when_their_group_s_process_is_killed(tmp_path: Path) -> None:

@@ -89,7 +89,8 @@ def spread_over(holdings: Sequence[Sequence[Held]], names: Sequence[str] = ()) -
     `holdings[r]` is what rank r holds. The order is that of `names` if given; else rank 0's, followed by what rank 1
     has in addition, and so on: right for a pipeline whose stages follow each other as the ranks do.
 
-    Raises ModelError when two ranks disagree about a tensor, or when some element is held by nobody.
+    Raises ModelError when two ranks disagree about a tensor, when some element is held by nobody, and when two stages
+    of a pipeline train the same parameter.
     """
     found: dict[str, tuple[Held, list[Piece]]] = {}
     for rank, held in enumerate(holdings):
@@ -103,8 +104,10 @@ def spread_over(holdings: Sequence[Sequence[Held]], names: Sequence[str] = ()) -
             if one.block is not None and one.block.elements:
                 pieces.append(Piece(rank, one.block))
     spread = [Spread(name, one.shape, one.dtype, one.role, tuple(pieces)) for name, (one, pieces) in found.items()]
+    stages = [frozenset(one.name for one in held) for held in holdings]
     for tensor in spread:
         _check_whole(tensor)
+        _check_one_stage(tensor, stages)
     return _ordered(spread, names) if names else spread
 
 
@@ -122,6 +125,15 @@ def _check_whole(tensor: Spread) -> None:
         raise ModelError(f"{tensor.name}: two ranks hold parts that overlap and are not the same")
     if sum(block.elements for block in blocks) != math.prod(tensor.shape):
         raise ModelError(f"{tensor.name}: the ranks of this worker do not hold all of its elements together")
+
+
+def _check_one_stage(tensor: Spread, stages: Sequence[frozenset[str]]) -> None:
+    """Of equal pieces one is sent: the gradients of two stages (ranks that hold other tensors) would not be added."""
+    if tensor.role == "trained" and len({stages[piece.rank] for piece in tensor.pieces}) > 1:
+        raise ModelError(
+            f"parameter {tensor.name} is on two stages of the pipeline, and nobody would add up their gradients: put "
+            "it on one stage, or give each its own (untie the weights)"
+        )
 
 
 def _pairs(blocks: Sequence[Block]) -> Iterator[tuple[Block, Block]]:

@@ -33,6 +33,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def whole_of(value: torch.Tensor) -> torch.Tensor:
+    """Return a loss or another figure, detached: of a DTensor, as tensor parallelism makes them, the whole value.
+
+    A collective where that is still to be summed over ranks: all ranks of its mesh must call it.
+    """
+    plain: torch.Tensor = value.full_tensor() if isinstance(value, DTensor) else value
+    return plain.detach()
+
+
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's block of a parameter's gradient; None if it has none.
 

@@ -22,6 +22,7 @@ from multiprocessing.connection import wait
 from rallypoint.launch import environment
 from rallypoint.launch.lifeline import hold_lifeline
 
+_LOOPBACK = "lo"  # Gloo would listen where the host's name leads; the ranks of one worker are on one machine
 _OWN_WORDS_S = 5.0  # seconds in which the leader may say why, after another rank has ended with an error
 
 
@@ -37,6 +38,7 @@ class Ranks:
                 **os.environ, environment.RANKS: str(count), "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), environment.LIFELINE: str(self._keep),
+                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK),
             }  # fmt: skip
             self._processes.append(subprocess.Popen(argv, env=env, pass_fds=(self._keep,)))
         self._told = False
@@ -48,6 +50,14 @@ class Ranks:
 
     def run(self) -> int:
         """Wait for all ranks. Returns the status that this process is to end with; negative: by that signal."""
+        try:
+            self._wait_for_all()
+        except KeyboardInterrupt:
+            self._wait_interrupted()
+        return self._end()
+
+    def _wait_for_all(self) -> None:
+        """Wait until all have ended, or the others are to be killed."""
         deadline = None
         while running := [one for one in self._processes if one.poll() is None]:
             ended = [one.returncode for one in self._processes if one.returncode]
@@ -58,7 +68,13 @@ class Ranks:
             if deadline is not None and time.monotonic() > deadline:
                 break
             self._wait(running, None if deadline is None else deadline - time.monotonic())
-        return self._end()
+
+    def _wait_interrupted(self) -> None:
+        """Ctrl-C reaches the ranks too: let them end."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        deadline = time.monotonic() + _OWN_WORDS_S
+        while (running := [one for one in self._processes if one.poll() is None]) and time.monotonic() < deadline:
+            self._wait(running, deadline - time.monotonic())
 
     def _wait(self, running: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> None:
         """Wait until one of them ends."""

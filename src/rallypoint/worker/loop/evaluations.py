@@ -71,7 +71,12 @@ class Evaluations:
         return sum(1 << index for index, one in enumerate(self._registered) if one in due)
 
     def chosen(self, bits: int) -> list[_Registered]:
-        """Return the evaluations that `bits` says."""
+        """Return the evaluations that `bits` says. Raises UsageError for one that was not registered here."""
+        if bits >> len(self._registered):
+            raise UsageError(
+                "rank 0 of this worker has an evaluation that this rank does not have: write @run.every(...) on all "
+                "ranks, outside of `if run.lead:`; the result is that of the first rank that returns one"
+            )
         return [one for index, one in enumerate(self._registered) if bits >> index & 1]
 
     def run(

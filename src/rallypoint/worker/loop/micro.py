@@ -11,6 +11,7 @@ import torch
 
 from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
 from rallypoint.errors import UsageError
+from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.exchange.exchange import Rewound
 
 
@@ -151,7 +152,7 @@ class Micro:
                     f"tensor of one element, for each of at most {MOST_METRICS} names of at most {LONGEST_NAME} "
                     "characters"
                 )
-        self._run.log_micro({n: v.detach() if isinstance(v, torch.Tensor) else v for n, v in figures.items()})
+        self._run.log_micro({n: whole_of(v) if isinstance(v, torch.Tensor) else v for n, v in figures.items()})
 
     @property
     def finished(self) -> bool:

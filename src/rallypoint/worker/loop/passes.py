@@ -10,6 +10,7 @@ import torch
 from rallypoint.core.typed import MOST_METRICS
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
+from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.loop.early import EarlyForward
 from rallypoint.worker.loop.micro import Micro
@@ -111,7 +112,8 @@ class Passes:
         elif weight != self.weights[-1]:
             known = self.weights[-1]
             raise UsageError(f"replica {micro.replica}: its micro-batches weigh {known} and {weight}: pass one")
-        self.losses.add(torch.zeros(()) if loss is None else loss, micro.step)
+        none = torch.zeros((), device=self._parts.tensors.device)  # it takes the way of a loss
+        self.losses.add(none if loss is None else whole_of(loss), micro.step)
         self._parts.followers.micro(has_loss=loss is not None)
 
     def _check_no_gradient(self, micro: Micro) -> None:

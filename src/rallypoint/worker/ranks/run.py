@@ -16,6 +16,7 @@ from rallypoint.data.loader import MicroBatches
 from rallypoint.data.randomness import seed_everything
 from rallypoint.errors import UsageError
 from rallypoint.parallel.group import Kind, Order
+from rallypoint.parallel.holdings import whole_of
 from rallypoint.worker.activations import Activations
 from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.micro import Micro
@@ -103,6 +104,7 @@ class RankRun:
         while (order := self._spread.group.hear()).kind is not Kind.END:
             match order.kind:
                 case Kind.VALUE:
+                    self._spread.restore_buffers()  # asked for again, after a replica has changed them
                     self._spread.collect_value(self._order[order.first][1], None)
                 case Kind.INSTALL:
                     self._install(order.first)
@@ -125,6 +127,7 @@ class RankRun:
     def _evaluate(self, order: Order) -> None:
         due = self._evaluations.chosen(order.second)
         group = self._spread.group
+        self._spread.restore_buffers()  # as the leader's: after the last version a replica may have changed them
         with self._autocast.on():
             self._evaluations.run(due, order.first, lambda values: None, agree=lambda own: first_result(group, own))
         self._spread.forget_gradients()
@@ -175,4 +178,4 @@ class RankRun:
     def _count(self, loss: torch.Tensor | None, weight: float) -> None:
         self._computed, self._weight = self._computed + 1, weight
         if loss is not None:
-            self._losses.append(loss.detach())
+            self._losses.append(whole_of(loss))

@@ -1,0 +1,118 @@
+"""The loop of a rank that does not lead, given the leader's orders: buffers, evaluations, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from rallypoint.config import JobConfig
+from rallypoint.core.ranks import Spread
+from rallypoint.data.loader import MicroBatches
+from rallypoint.errors import UsageError
+from rallypoint.parallel.group import Kind, Order, RankGroup
+from rallypoint.parallel.holdings import whole_of
+from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.ranks.run import RankRun
+from rallypoint.worker.ranks.spread import SpreadModel
+from rallypoint.worker.ranks.tensors import in_order, layout_of
+
+
+class OneRank(RankGroup):
+    """A group of one rank that hears these orders; `told` has the values of `seen` that it gives away."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 1, 1
+        self.orders: list[Order] = []
+        self.told: list[float] = []
+
+    def hear(self) -> Order:
+        return self.orders.pop(0)
+
+    def all_bytes(self, data: bytes) -> list[bytes]:
+        return [data]
+
+    def all_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers)]
+
+    def collect(self, tensor: Spread, own: torch.Tensor | None, whole: torch.Tensor | None) -> None:
+        if tensor.name == "seen":
+            assert own is not None
+            self.told.append(float(own))
+
+    def hand_out(self, tensor: Spread, own: torch.Tensor | None, whole: torch.Tensor | None) -> None:
+        """Every version has the values that are here."""
+
+
+class Net(torch.nn.Module):
+    """A layer, and a buffer that its forward pass counts up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.layer(x)
+
+
+class Rank:
+    """A rank that is given orders."""
+
+    def __init__(self) -> None:
+        config = JobConfig(replicas=1, batch=2, steps=4)
+        self.net, self.group = Net(), OneRank()
+        spread = SpreadModel(self.group, self.net, Parallel())
+        data = torch.utils.data.TensorDataset(torch.ones(8, 3))
+        order = in_order(spread, layout_of(spread, config))
+        self.run = RankRun(spread, config, MicroBatches(data, config, spread.device), order, Path())
+        self.place = [tensor.name for _, tensor in order].index("seen")
+
+    def does(self, *orders: Order) -> None:
+        """Run the loop with these orders."""
+        self.group.orders = [*orders, Order(Kind.END)]
+        for micro in self.run:
+            with micro:
+                micro.backward(self.net(micro.batch[0]).sum())
+
+
+def test_the_first_values_are_those_of_the_version_also_after_a_replica() -> None:
+    rank = Rank()
+    rank.does(Order(Kind.INSTALL), Order(Kind.COMPUTE), Order(Kind.VALUE, rank.place))
+    assert rank.group.told == [1, 0]  # what the replica has made of it; then what all workers start from, once more
+
+
+def test_an_evaluation_sees_the_version_s_buffers() -> None:
+    rank = Rank()
+    found: list[float] = []
+    rank.run.every(2)(lambda step: found.append(float(rank.net.seen)))
+    rank.does(Order(Kind.INSTALL), Order(Kind.COMPUTE), Order(Kind.EVALUATE, 4, 1))
+    assert found == [0]
+
+
+def test_an_evaluation_of_rank_0_alone_is_refused() -> None:
+    rank = Rank()
+    rank.run.every(2)(lambda step: None)
+    with pytest.raises(UsageError, match="has an evaluation that this rank does not have"):
+        rank.does(Order(Kind.INSTALL), Order(Kind.EVALUATE, 2, 2))
+
+
+def test_a_loss_of_tensor_parallelism_is_read_as_a_plain_one() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+        weight = torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+        loss = (weight * 2).sum()
+        assert isinstance(loss, DTensor)
+        assert type(whole_of(loss)) is torch.Tensor
+        assert torch.empty(()).copy_(whole_of(loss)) == 6
+        assert not whole_of(loss).requires_grad
+    finally:
+        dist.destroy_process_group()
