@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rallypoint.config import JobConfig
 from rallypoint.core.ranks import Spread
 from rallypoint.data.loader import MicroBatches
-from rallypoint.errors import UsageError
+from rallypoint.errors import ModelError, UsageError
 from rallypoint.parallel.group import Kind, Order, RankGroup
 from rallypoint.parallel.holdings import whole_of
 from rallypoint.parallel.plan import Parallel
+from rallypoint.worker.precision.losses import Losses
+from rallypoint.worker.ranks.figures import Figures
+from rallypoint.worker.ranks.followers import OtherRanks
+from rallypoint.worker.ranks.job import RankJob
 from rallypoint.worker.ranks.run import RankRun
 from rallypoint.worker.ranks.spread import SpreadModel
 from rallypoint.worker.ranks.tensors import in_order, layout_of
+from rallypoint.worker.sources.staging import HostStaging
 
 
 class OneRank(RankGroup):
@@ -102,6 +108,42 @@ def test_an_evaluation_of_rank_0_alone_is_refused() -> None:
     rank.run.every(2)(lambda step: None)
     with pytest.raises(UsageError, match="has an evaluation that this rank does not have"):
         rank.does(Order(Kind.INSTALL), Order(Kind.EVALUATE, 2, 2))
+
+
+def test_a_rank_that_leaves_the_loop_says_so() -> None:
+    rank = Rank()
+    rank.group.orders = [Order(Kind.INSTALL), Order(Kind.COMPUTE)]
+    with pytest.raises(UsageError, match="ended before the last step on rank 1"), RankJob(rank.group, "worker0") as job:
+        job._run = rank.run
+        next(iter(rank.run))
+
+
+def test_a_model_without_values_is_refused() -> None:
+    with pytest.raises(ModelError, match="weight is on the meta device"):
+        SpreadModel(OneRank(), torch.nn.Linear(2, 2, device="meta"), Parallel())
+
+
+def test_losses_that_an_error_has_cut_short_are_agreed_on() -> None:
+    figures = Figures(OneRank(), (0, 1))
+    ranks = OtherRanks(OneRank(), figures)
+    losses = Losses(Stopped(), lambda step, value: None)
+    for _ in range(2):
+        losses.add(torch.tensor(math.nan), 0)
+        ranks.micro(has_loss=True)
+    ranks.agree(losses, [1.0])
+    assert not figures.finite
+
+
+class Stopped(HostStaging):
+    """A staging whose thread has ended with the first loss."""
+
+    def __init__(self) -> None:
+        self._over = False
+
+    def then(self, call: Callable[[], None]) -> None:
+        if not self._over:
+            self._over = True
+            call()
 
 
 def test_a_loss_of_tensor_parallelism_is_read_as_a_plain_one() -> None:

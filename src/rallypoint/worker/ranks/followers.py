@@ -90,8 +90,8 @@ class OtherRanks:
         self._has_loss.append(has_loss)
 
     def agree(self, losses: Losses, weights: Sequence[float]) -> None:
-        values = losses.read()
-        self._figures.agree([loss for loss, has in zip(values, self._has_loss, strict=True) if has], weights[-1])
+        values = losses.read()  # fewer after an error of the staging's thread, which is raised when gradients are sent
+        self._figures.agree([loss for loss, has in zip(values, self._has_loss, strict=False) if has], weights[-1])
         if not self._figures.finite and losses.finite():  # another rank's
             losses.examine(self._figures.loss)
 

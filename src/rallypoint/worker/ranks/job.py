@@ -31,7 +31,8 @@ class RankJob:
 
     def __init__(self, group: RankGroup, id: str) -> None:
         self.id = id
-        self._group, self._run = group, False
+        self._group = group
+        self._run: RankRun | None = None
 
     @property
     def rank(self) -> int:
@@ -49,16 +50,16 @@ class RankJob:
         **settings: Unpack[Settings],
     ) -> RankRun:  # fmt: skip
         """Train `model`, of which this rank has a part: see `Job.train`. The leader's settings count."""
-        if self._run:
+        if self._run is not None:
             raise UsageError("this job has its run already: one job.train for one rp.join")
-        self._run = True
         config, folder = heard(self._group)
         spread = SpreadModel(self._group, model, parallel or Parallel())
         spread.check_data(dataset)
         for tensor in spread.frozen:
             spread.collect_value(tensor, None)
         batches = MicroBatches(dataset, config, spread.device, collate_fn, part=spread.part)
-        return RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
+        self._run = RankRun(spread, config, batches, in_order(spread, layout_of(spread, config)), folder)
+        return self._run
 
     def leave(self, status: int = 0) -> None:
         """Does nothing: the leader is told, and tells this rank."""
@@ -71,8 +72,11 @@ class RankJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is None:
-            self.close()
+        if error is not None:
+            return
+        if self._run is not None and not self._run.ended:
+            raise UsageError(f"the loop ended before the last step on rank {self.rank} of this worker: do not leave it")
+        self.close()
 
 
 def told(group: RankGroup, config: JobConfig, folder: str) -> None:

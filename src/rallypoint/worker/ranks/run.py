@@ -31,7 +31,11 @@ _E = TypeVar("_E", bound=Evaluation)
 
 
 class RankRun:
-    """What `job.train` returns on a rank that does not lead: iterate over it as over `Run`."""
+    """What `job.train` returns on a rank that does not lead: iterate over it as over `Run`.
+
+    Attributes:
+        ended: the leader has said that the loop is over.
+    """
 
     def __init__(
         self, spread: SpreadModel, config: JobConfig, batches: MicroBatches, order: list[tuple[Entry, Spread]],
@@ -43,7 +47,7 @@ class RankRun:
         self._evaluations = Evaluations.unwatched(spread.model, seed=config.seed, steps=config.steps)
         self._autocast = Autocast(config, spread.device)
         self._activations = Activations(spread.model, config, spread.device)
-        self._step, self._started, self._leads = -1, False, False
+        self._step, self._started, self.ended, self._leads = -1, False, False, False
         self._losses: list[torch.Tensor] = []
         self._weight, self._computed = 1.0, 0  # of the step in progress: the weight, the micro-batches
 
@@ -112,6 +116,7 @@ class RankRun:
                     self._evaluate(order)
                 case Kind.COMPUTE:
                     yield from self._replica(order.first, order.second)
+        self.ended = True
         if order.first:
             raise SystemExit(0)  # this worker was told to leave
         self._activations.remove()

@@ -98,6 +98,12 @@ class SpreadModel:
 
 
 def _check(model: torch.nn.Module, parallel: Parallel) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ModelError(
+                f"parameter {name} is on the meta device and has no values: give it memory and values before job.train "
+                "(model.to_empty(device=...), then initialise), the same on all ranks"
+            )
     for name, module in model.named_modules():
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
             raise ModelError(f"{name} is a table (sparse=True): a worker of several ranks has none; use sparse=False")
