@@ -113,5 +113,9 @@ class NonFiniteLoss(RallypointError):
     """A loss or a gradient is NaN or infinite and the job was told to stop on it."""
 
 
+class RankLost(RallypointError):
+    """Another rank of this worker has ended: its own error says why, or it was killed, and so is this one."""
+
+
 class JobAborted(RallypointError):
     """The job ended before its last step; the message says who gave up and why."""

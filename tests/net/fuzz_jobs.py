@@ -28,7 +28,7 @@ STEPS, REPLICAS = 16, 4
 SERVERS, WORKERS = ("server0", "server1"), ("worker0", "worker1")
 NEAR = "the rack"
 PATIENCE_S = 30.0
-HEARTBEAT_S = 10 * PATIENCE_S  # nobody is given up because an attack takes long
+HEARTBEAT_S = 10 * PATIENCE_S  # nobody is given up because an attack takes long; for `hang_after` neither
 
 _INT8 = {"type": "int8", "block": 32}
 _TOPK = {"type": "topk", "ratio": 0.2, "sampled": False}
@@ -104,7 +104,7 @@ class Cluster:
         terms = Terms(
             servers=len(SERVERS), heartbeat=HEARTBEAT_S, workers_start=len(WORKERS),
             replication=self.policy.replication if self.replication is None else self.replication,
-            workers_max=len(WORKERS), aggregators=int(self.policy.aggregator),
+            workers_max=len(WORKERS), aggregators=int(self.policy.aggregator), hang_after=0.0,
         )  # fmt: skip
         self.coordinator = CoordinatorService(terms=terms, token=TOKEN, transport=self.transport_of("coordinator"))
         self.coordinator.start()

@@ -318,7 +318,7 @@ def test_who_has_a_certificate_and_says_nonsense_is_let_go(
     says: Callable[[ssl.SSLSocket], object], certificates: Path, opened: contextlib.ExitStack,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("rallypoint.net.handshake.GREETING_TIMEOUT_S", 0.5)
     door = Door(tls(certificates, "coordinator"))
     opened.callback(door.close)
     member = Member(tls(certificates, "worker"), door, opened)

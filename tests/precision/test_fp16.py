@@ -156,6 +156,7 @@ def _scales_seen(seen: dict[int, set[float]]) -> list[float]:
 @pytest.mark.parametrize("settings", [
     {}, {"clip": None}, {"batch": 4, "accumulate": 2, "nonfinite": "skip", "presum_bytes": 0},
 ], ids=["clip", "no clip", "accumulate"])  # fmt: skip
+@pytest.mark.some("clip-2", "accumulate-1")
 def test_forced_overflows_give_the_steps_scales_and_bytes_of_grad_scaler(
     settings: dict[str, Any], replication: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ def _nothing(step: int, replica: int) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.some("1")
 def test_a_backup_goes_on_with_the_scale(victim: int) -> None:
     with gathering(3, replication=2, workers_start=2, workers_max=2) as cluster:
 
@@ -256,6 +258,7 @@ def test_a_snapshot_holds_the_scale_and_an_export_does_not(tmp_path: Path) -> No
     {"codec": Fp16(), "presum_bytes": 0}, {"down": Bf16()}, {"batch": 4, "accumulate": 2, "window": 1, "hold_bytes": 0},
     {"shard_bytes": 64}, {"optimizer": SGD(lr=0.1, momentum=0.9)}, {"overlap": False},
 ], ids=str)  # fmt: skip
+@pytest.mark.some("*Fp16*", "*accumulate*")
 def test_with_other_settings_all_workers_end_with_the_same_bytes(settings: dict[str, Any]) -> None:
     (alone,) = _ended(1, 1, settings)
     assert _ended(2, 3, settings) == {alone}

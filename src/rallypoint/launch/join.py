@@ -43,8 +43,9 @@ def join() -> Job | RankJob:
     by_hand = not hold_lifeline()
     sys.excepthook = _one_sentence
     group = _group()
+    if group is not None:
+        sys.excepthook = _of_the_leader if group.leads else _of_another_rank
     if group is not None and not group.leads:
-        sys.excepthook = _after_others
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the leader is told too, and tells this rank
         return RankJob(group, id=os.environ.get(environment.ID) or f"worker-{os.getppid()}")
     access = access_of(role="worker")
@@ -114,10 +115,24 @@ class _JoinedByHand(Job):
             print(f"{self.id} has left the job", flush=True)
 
 
-def _after_others(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error as `_one_sentence` does, unless another rank's death is its cause: then this one is killed."""
+def _of_the_leader(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as `_one_sentence` does, but for what follows from the end of another rank."""
+    from rallypoint.parallel.group import is_of_another_rank
+
+    if not is_of_another_rank(error):
+        _one_sentence(kind, error, trace)
+
+
+def _of_another_rank(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error as `_of_the_leader` does, but only if the leader has not the same: it ends this process then.
+
+    Ends the process here: with a collective under way the interpreter's end may abort it, as if it had been killed.
+    """
     time.sleep(OTHER_RANK_S)
-    _one_sentence(kind, error, trace)
+    _of_the_leader(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _one_sentence(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from rallypoint.core.ranks import Spread
-from rallypoint.errors import UsageError
+from rallypoint.errors import RankLost, UsageError
 
 _FOREVER = timedelta(days=365)  # a standby group waits for its first order as long as the job lasts
 LEADER = 0
+LOST = "another rank of this worker has ended: its own error says why"
 
 
 class Kind(enum.IntEnum):
@@ -42,6 +44,8 @@ class Order(NamedTuple):
 
 class RankGroup:
     """This process as one rank of its worker. Every method is called by all ranks, in the same order.
+
+    All raise RankLost when another rank has ended.
 
     Attributes:
         rank: this process's; LEADER is the one that talks to the servers and the coordinator.
@@ -66,12 +70,14 @@ class RankGroup:
 
     def tell(self, order: Order) -> None:
         """Leader only: give an order to the other ranks, which call `hear`."""
-        dist.broadcast(torch.tensor(order, dtype=torch.int64), LEADER, group=self._group)
+        with _others_live():
+            dist.broadcast(torch.tensor(order, dtype=torch.int64), LEADER, group=self._group)
 
     def hear(self) -> Order:
         """Return the leader's next order. Waits as long as it takes."""
         numbers = torch.zeros(len(Order._fields), dtype=torch.int64)
-        dist.broadcast(numbers, LEADER, group=self._group)
+        with _others_live():
+            dist.broadcast(numbers, LEADER, group=self._group)
         kind, first, second = (int(number) for number in numbers)
         return Order(Kind(kind), first, second)
 
@@ -83,14 +89,16 @@ class RankGroup:
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         found = [torch.zeros_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._group)
+        with _others_live():
+            dist.all_gather(found, mine, group=self._group)
         return [bytes(one[: int(n)].numpy()) for one, (n,) in zip(found, lengths, strict=True)]
 
     def all_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers that each rank has passed (as many on each), in the order of ranks."""
         mine = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.zeros_like(mine) for _ in range(self.size)]
-        dist.all_gather(found, mine, group=self._group)
+        with _others_live():
+            dist.all_gather(found, mine, group=self._group)
         return [one.tolist() for one in found]
 
     def collect(self, tensor: Spread, own: torch.Tensor | None, whole: torch.Tensor | None) -> None:
@@ -104,13 +112,11 @@ class RankGroup:
             if piece.rank == self.rank:
                 values = torch.zeros(sizes, dtype=dtype) if own is None else own.detach().to("cpu", dtype)
                 if whole is None:
-                    dist.send(values.contiguous(), LEADER, group=self._group)
+                    self._send(values, LEADER)
                 else:
                     whole[piece.block.slices] = values
             elif whole is not None:
-                came = torch.empty(sizes, dtype=dtype)
-                dist.recv(came, piece.rank, group=self._group)
-                whole[piece.block.slices] = came
+                whole[piece.block.slices] = self._received(sizes, dtype, piece.rank)
 
     @torch.no_grad()
     def hand_out(self, tensor: Spread, own: torch.Tensor | None, whole: torch.Tensor | None) -> None:
@@ -123,12 +129,35 @@ class RankGroup:
                     assert own is not None
                     own.copy_(values)
                 else:
-                    dist.send(values.to(dtype).contiguous(), piece.rank, group=self._group)
+                    self._send(values.to(dtype), piece.rank)
             elif piece.rank == self.rank:
                 assert own is not None
-                came = torch.empty(piece.block.sizes, dtype=dtype)
-                dist.recv(came, LEADER, group=self._group)
-                own.copy_(came)
+                own.copy_(self._received(piece.block.sizes, dtype, LEADER))
+
+    def _send(self, values: torch.Tensor, rank: int) -> None:
+        with _others_live():
+            dist.send(values.contiguous(), rank, group=self._group)
+
+    def _received(self, sizes: Sequence[int], dtype: torch.dtype, rank: int) -> torch.Tensor:
+        came = torch.empty(sizes, dtype=dtype)
+        with _others_live():
+            dist.recv(came, rank, group=self._group)
+        return came
+
+
+@contextmanager
+def _others_live() -> Iterator[None]:
+    """Raise RankLost if a collective in the body fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(LOST) from error
+
+
+def is_of_another_rank(error: BaseException) -> bool:
+    """True for what a collective raises, also one of the script's, when another rank has ended."""
+    gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return isinstance(error, (RankLost, dist.DistError)) or gloo
 
 
 def wire_dtype(tensor: Spread) -> torch.dtype:

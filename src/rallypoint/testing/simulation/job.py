@@ -19,7 +19,8 @@ from rallypoint.core.modes import Holder
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, ServerPolicy, Sync
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.core.table import Part
-from rallypoint.testing.simulation.replicas.names import combine
+from rallypoint.testing.simulation.replicas import scale as loss_scale
+from rallypoint.testing.simulation.replicas.names import combine, tree
 from rallypoint.testing.simulation.replicas.rounds import Names, Rounds, Trained
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
@@ -39,14 +40,6 @@ class Mean:
     """Under AllReduce the mean of a step's contributions; None: the step changes nothing."""
 
     content: Content
-
-
-def _tree(contents: list[Content]) -> Content:
-    """What the sum of all replicas' contributions is: see core/sums/tree.py, which this does not use."""
-    if len(contents) == 1:
-        return contents[0]
-    middle = 1 << (len(contents) - 1).bit_length() - 1
-    return combine(_tree(contents[:middle]), _tree(contents[middle:]))
 
 
 @dataclass(frozen=True)
@@ -74,9 +67,12 @@ class SimulatedJob:
     loses_states: bool = False  # members that hold codec states or inner ones are killed: no bytes are promised
     # (shard, replica) of codec states that were between two workers when their server died, or their shard moved
     lost: list[tuple[int, int]] = field(default_factory=list, compare=False, repr=False)
+    fp16: bool = False  # it scales losses: the last shard of buffers has the loss scale, and `skip` is set
     buffer_shards: frozenset[int] = field(init=False)
+    scale_shard: int = field(init=False)  # -1: none
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "scale_shard", self.shards - 1 if self.fp16 else -1)
         object.__setattr__(self, "buffer_shards", frozenset(range(self.shards - self.buffers, self.shards)))
 
     @cached_property
@@ -117,6 +113,7 @@ class SimulatedJob:
         """The settings that a real job of this kind has."""
         config = JobConfig(
             replicas=self.replicas, steps=self.steps, clip=self.clip, batch=8,
+            precision="fp16" if self.fp16 else "fp32", loss_scale=loss_scale.SCALING,
             nonfinite="skip" if self.skip else "stop", sync=self.sync, codec=self.codec,
             groups=tuple(Group(match=(), sync_every=every, sync_offset=offset) for every, offset in self.periods),
         )  # fmt: skip
@@ -263,7 +260,8 @@ class SimulatedJob:
 
     def first(self, shard: int, worker: str = "") -> Content:
         """Version 0; the same whichever worker brings it."""
-        return combine(7, shard) if self.same_bytes else frozenset()
+        named = loss_scale.FIRST if shard == self.scale_shard else combine(7, shard)
+        return named if self.same_bytes else frozenset()
 
     def gradient(self, shard: int, step: int, replica: int, model: Iterable[Content]) -> Content:
         """What `replica` contributes at `step` when the model is `model`."""
@@ -350,7 +348,7 @@ class SimulatedJob:
                 finished = [self._summed([own[shard] for own in pushed]) for shard in range(self.shards)]
             else:
                 finished = [self._finished(shard, step, model, residuals, inner) for shard in range(self.shards)]
-            scale = self._scale(step, finished)
+            scale = self._scale(step, finished, loss_scale.scale_of(model[-1]) if self.fp16 else 1.0)
             models.append([
                 self._next(shard, master, finished[shard], self.cadence.updates_before(shard, step), scale)
                 if self.cadence.due(shard, step) else master for shard, master in enumerate(model)
@@ -379,7 +377,7 @@ class SimulatedJob:
         return [self.nothing if shard in unseen else content for shard, content in enumerate(model)]
 
     def _summed(self, contributions: list[Content]) -> Content:
-        return combine(_tree(contributions), len(contributions))
+        return combine(tree(contributions), len(contributions))
 
     def _delayed_round(self, round: int, version: Names, trained: dict[int, Trained]) -> list[Names]:
         """Each replica's contributions; `trained` is what the replicas have come to."""
@@ -387,13 +385,15 @@ class SimulatedJob:
             trained[replica] = self.rounds.undisturbed(trained.get(replica), round, replica, version)
         return [trained[replica].contributions(round, replica, version) for replica in range(self.replicas)]
 
-    def _scale(self, step: int, finished: list[Content]) -> float | None:
+    def _scale(self, step: int, finished: list[Content], scale: float) -> float | None:
         norms = [self.norm(shard, finished[shard]) for shard in range(self.shards) if shard not in self.buffer_shards]
         losses = not any(self.defect(step, replica) for replica in range(self.replicas))
         whole = losses and all(map(math.isfinite, norms))
-        return clip_scale(total_norm(norms), self.clip) if whole or not self.skip else None
+        return clip_scale(total_norm(norms) / scale, self.clip) / scale if whole or not self.skip else None
 
     def _next(self, shard: int, master: Content, finished: Content, step: int, scale: float | None) -> Content:
+        if shard == self.scale_shard:
+            return loss_scale.after(master, skipped=scale is None)
         decided = self.skip or shard not in self.buffer_shards
         if decided and scale is None:
             return master

@@ -13,7 +13,16 @@ from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import Feature
 from rallypoint.core.policy import AllReduce, LocalSteps, Sync
 from rallypoint.testing.simulation.job import SimulatedJob
-from rallypoint.testing.simulation.policies import CodecState, InnerState, Mode, Played, Poisoned, Stopped, Tables
+from rallypoint.testing.simulation.policies import (
+    CodecState,
+    InnerState,
+    Mode,
+    Played,
+    Poisoned,
+    Scaled,
+    Stopped,
+    Tables,
+)
 from rallypoint.testing.simulation.replicas.script import ScriptStops
 
 HESITATION_S = 0.6  # at most, where workers hesitate: about as long as a step takes
@@ -67,6 +76,8 @@ _PATIENT_S = 30.0
 
 def make_plan(seed: int, played: Played = _SYNC) -> Plan:
     """The plan of a seed: everything in it follows from the number (and from the policy)."""
+    if isinstance(played, Scaled):
+        return _scaled(_plan_of(seed, _SYNC))
     if isinstance(played, InnerState):
         return _with_inner(_plan_of(seed, played.sync), played.sync)
     if isinstance(played, Poisoned):
@@ -129,6 +140,12 @@ def _stopped(plan: Plan) -> Plan:
     step, replica = rng.randrange(plan.job.steps - 1), rng.randrange(plan.job.replicas)
     terms = msgspec.structs.replace(plan.terms, backup_tasks=False)  # they may overtake who says so
     return replace(plan, terms=terms, job=replace(plan.job, stop=ScriptStops(step, replica, rng.random() < 0.4)))
+
+
+def _scaled(plan: Plan) -> Plan:
+    """There is a shard of buffers more, which has the loss scale."""
+    job = plan.job
+    return replace(plan, job=replace(job, shards=job.shards + 1, buffers=job.buffers + 1, skip=True, fp16=True))
 
 
 def _with_tables(plan: Plan) -> Plan:
@@ -250,6 +267,8 @@ def hesitates(seed: int) -> bool:
 def played_by(plan: Plan) -> Played:
     """What a plan was made for."""
     job = plan.job
+    if job.fp16:
+        return Scaled()
     if job.tables:
         assert not isinstance(job.sync, LocalSteps | AllReduce)
         return Tables(job.sync)

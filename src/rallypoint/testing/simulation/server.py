@@ -24,6 +24,7 @@ from rallypoint.testing.simulation.job import Content, Mean, SimulatedJob, State
 from rallypoint.testing.simulation.link import PeerWires
 from rallypoint.testing.simulation.member import Membership
 from rallypoint.testing.simulation.network import Node, Wire, World
+from rallypoint.testing.simulation.replicas import scale as loss_scale
 from rallypoint.testing.simulation.server_checks import Held
 from rallypoint.testing.simulation.store import SimulatedStore
 from rallypoint.testing.simulation.tables.pulls import ServerPulls
@@ -289,7 +290,8 @@ class SimulatedServer:
                 held.parts[0] = self.job.mean(held.parts[0], total)
                 if measure:
                     norm, at = self.job.look(index, step, held.parts[0])
-                    fact = Measure(index, norm, not_finite, effect.gradients, at)
+                    scale = loss_scale.scale_of(held.master) if index == self.job.scale_shard else 0.0
+                    fact = Measure(index, norm, not_finite, effect.gradients, at, scale)
                     self._run(self.machine.measured(step, fact))
             case shard_effects.Apply():
                 self._apply(index, held, effect)
@@ -340,7 +342,9 @@ class SimulatedServer:
         if shard is not None and shard.primary and index in self.machine.plan.decides:
             server_checks.check_alike(self, index, apply.step, apply.scale)
         averages = self.job.averages(index)
-        if apply.scale is not None:
+        if index == self.job.scale_shard:
+            held.master = loss_scale.after(held.master, skipped=apply.scale is None)
+        elif apply.scale is not None:
             held.parts[0] = self.job.scaled(held.parts[0], apply.scale)
             held.master = Mean(held.parts[0]) if averages else self.job.update(held.master, held.parts[0], apply.step)
         elif averages:

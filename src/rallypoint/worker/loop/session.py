@@ -45,7 +45,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
-from rallypoint.parallel.group import RankGroup
+from rallypoint.parallel.group import LOST, RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.exchange.exchange import Exchange
@@ -63,7 +63,7 @@ from rallypoint.worker.sources.staging import Staging, staging_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
-OTHER_RANK_S = 1.0  # another rank's death may be the cause of an error: this one is killed too within that time
+OTHER_RANK_S = 2.0  # another rank's end may be the cause of an error: within this time, this one is ended too
 _REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
@@ -251,12 +251,13 @@ class Job:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._finish(self._run if error is None else None)
         elif not isinstance(error, JobAborted):
-            if self._group is not None and not isinstance(error, RallypointError):
-                time.sleep(OTHER_RANK_S)
-                self._give_up(f"{_sentence(error)} (if another rank of this worker has failed before, see there)")
-            else:
-                self._give_up(_sentence(error))
+            lost = self._group is not None and is_of_another_rank(error)
+            if lost:
+                time.sleep(2 * OTHER_RANK_S)  # longer than another rank waits before it prints its error
+            self._give_up(LOST if lost else _sentence(error))
         self.close()
+        if self._group is not None and error is None:  # else other ranks may be in a collective, and wait for this one
+            self._group.close()
 
     def _finish(self, run: Run | None) -> None:
         """The script has ended without an error: if it has left the loop of `run`, take part in the job to its end."""
@@ -287,8 +288,6 @@ class Job:
         if self._staging is not None:
             self._staging.close()
         self._link.close()
-        if self._group is not None:
-            self._group.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))
 

@@ -1,0 +1,43 @@
+"""The simulation plays fp16: the loss scale is the servers' state, and every worker has it with the version."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from rallypoint.testing.simulation import server
+from rallypoint.testing.simulation.plan import make_plan, played_by
+from rallypoint.testing.simulation.policies import Scaled, parse_policy, word_for
+from rallypoint.testing.simulation.replicas import scale
+from rallypoint.testing.simulation.run import first_failure, simulate
+
+FIXED = range(6, 13)
+ENOUGH = range(60)  # seeds within which a planted bug has to be found
+
+
+def test_whatever_fails_the_scale_and_the_bytes_are_those_of_an_undisturbed_run() -> None:
+    plans = [make_plan(seed, Scaled()) for seed in FIXED]
+    assert any(plan.faults for plan in plans)
+    last = [scale.scale_of(plan.job.undisturbed()[-1]) for plan in plans]
+    assert min(last) < scale.SCALING.init_scale < max(last), "steps are skipped, and scales grow"
+    for seed in FIXED:
+        simulate(seed, Scaled())
+
+
+def test_a_server_that_forgets_some_skipped_steps_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: a simulated server's scale does not always back off."""
+    after, calls = scale.after, itertools.count()
+
+    def forgets(content: int, *, skipped: bool) -> int:
+        return after(content, skipped=skipped and next(calls) % 3 != 2)
+
+    monkeypatch.setattr(server, "loss_scale", SimpleNamespace(scale_of=scale.scale_of, after=forgets))
+    said = first_failure(Scaled(), ENOUGH)
+    assert "shard" in said
+
+
+def test_its_word_is_understood() -> None:
+    assert parse_policy("scaled") == Scaled() == played_by(make_plan(3, Scaled()))
+    assert word_for(Scaled()) == "scaled"
