@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Capture, Commit, Effect, Hold, Say
+from rallypoint.core.cluster.effects import Abort, Capture, Commit, Effect, Hold, Say
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty, SnapshotInProgress
 
@@ -138,6 +138,11 @@ class Snapshots:
 
     def _lost(self, event: events.SnapshotLost) -> list[Effect]:
         version = self.duty.lost(event.passed, self.course.now)
+        if event.passed > self._last_version and self._ending and self.course.views.stop is not None:
+            return self.course.end(Abort(
+                f"all workers have left their loops in the middle of a step, and a part of version {event.passed} "
+                "exists already: call run.stop() instead, and let the loop end by itself"
+            ))  # fmt: skip
         if event.passed >= 0:
             # One server's word: like a report, it proves at most one step after what is known. If it has passed more,
             # the next request fails too, and this goes on until the servers' other words are here.
