@@ -113,9 +113,11 @@ def test_an_evaluation_of_rank_0_alone_is_refused() -> None:
 def test_a_rank_that_leaves_the_loop_says_so() -> None:
     rank = Rank()
     rank.group.orders = [Order(Kind.INSTALL), Order(Kind.COMPUTE)]
-    with pytest.raises(UsageError, match="ended before the last step on rank 1"), RankJob(rank.group, "worker0") as job:
-        job._run = rank.run
-        next(iter(rank.run))
+    job = RankJob(rank.group, "worker0")
+    job._run = rank.run
+    next(iter(rank.run))
+    with pytest.raises(UsageError, match="ended before the last step on rank 1"):
+        job.__exit__(None, None, None)
 
 
 def test_a_model_without_values_is_refused() -> None:
