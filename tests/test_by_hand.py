@@ -204,6 +204,7 @@ def test_sigterm_at_a_coordinator_without_a_folder_ends_the_job_for_all(members:
     assert members.started["server"].wait(40.0) == 3, members.said("server")
 
 
+@pytest.mark.slow
 def test_a_worker_that_gives_up_ends_though_its_coordinator_is_stopped(members: Members) -> None:
     """It says why, but nobody reads that: it must not wait until somebody does."""
     gate = members.folder / "gate"

@@ -336,6 +336,7 @@ def test_a_coordinator_killed_as_soon_as_it_is_started_again_is_started_once_mor
     assert (played.folder / "hash").read_text() == undisturbed
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_is_given_up_is_named_with_the_way_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -763,7 +764,7 @@ def _mends_the_store(run: ClusterRun) -> bool:
 
 
 @pytest.mark.parametrize("way", ["room", "ctrl-c"])
-@pytest.mark.some("room")
+@pytest.mark.slow
 def test_a_last_version_that_cannot_be_stored_is_held_until_there_is_room_or_the_user_lets_go(
     tmp_path: Path, way: str
 ) -> None:

@@ -45,8 +45,9 @@ def link_to(argv: list[str], judged: str | Unpack | None = None) -> HostLink:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
+    before = psutil.Process().children(recursive=True)
     yield
-    left = psutil.Process().children(recursive=True)
+    left = [process for process in psutil.Process().children(recursive=True) if process not in before]
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=PATIENCE_S)

@@ -251,6 +251,7 @@ def test_half_precision_parameters_that_have_not_moved_contribute_nothing() -> N
     assert torch.equal(masters[1], masters[3])
 
 
+@pytest.mark.slow
 def test_sixteen_local_steps_move_a_fifteenth_of_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that anybody sends is counted, first weights and beats too."""
     send = InprocConnection.send
