@@ -76,7 +76,7 @@ def _group() -> RankGroup | None:
         return None
     from rallypoint.parallel.group import group_of_this_process
 
-    return group_of_this_process()
+    return group_of_this_process(int(os.environ[environment.RANKS_STORE]))
 
 
 def _exit_as_left(job: Job, status: int) -> None:

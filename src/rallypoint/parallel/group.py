@@ -169,15 +169,19 @@ def wire_dtype(tensor: Spread) -> torch.dtype:
     return dtype
 
 
-def group_of_this_process(environment: Mapping[str, str] = os.environ) -> RankGroup:
+def group_of_this_process(store: int, environment: Mapping[str, str] = os.environ) -> RankGroup:
     """Return this process's group, as RANK and WORLD_SIZE say. Uses the default process group, or makes it.
+
+    `store` is the descriptor of a file that all ranks have, through which they find each other.
 
     Raises UsageError when the script has made a default group of another size.
     """
-    made = not dist.is_initialized()
+    made, size = not dist.is_initialized(), int(environment["WORLD_SIZE"])
     if made:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    size = int(environment["WORLD_SIZE"])
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", rank=int(environment["RANK"]),
+            world_size=size, store=dist.FileStore(f"/proc/self/fd/{store}", size),  # type: ignore[attr-defined]
+        )  # fmt: skip
     if dist.get_world_size() != size:
         raise UsageError(
             f"the script has made a process group of {dist.get_world_size()} ranks, and this worker has {size}: make "

@@ -5,7 +5,8 @@ once, and this process ends as that rank did, so that whoever started the worker
 with an error of its own, the leader has a few seconds to tell the coordinator of its own.
 
 ``python -m rallypoint.launch.engines.ranks 4 python train.py``: four processes, which find torch's own variables (RANK,
-WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) in their environment.
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) in their environment. `rallypoint.join` uses a file in place of
+MASTER_PORT: torch's store there listens on all of the machine's addresses, for everybody.
 """
 
 from __future__ import annotations
@@ -31,16 +32,18 @@ class Ranks:
 
     def __init__(self, count: int, argv: Sequence[str]) -> None:
         self._keep, give = os.pipe()
-        port = _free_port()
+        port, store = _free_port(), os.memfd_create("ranks")  # in memory: it goes with the processes
         self._lifeline, self._processes = give, []
         for rank in range(count):
             env = {
                 **os.environ, environment.RANKS: str(count), "RANK": str(rank), "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port), environment.LIFELINE: str(self._keep),
+                environment.RANKS_STORE: str(store),
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", _LOOPBACK),
             }  # fmt: skip
-            self._processes.append(subprocess.Popen(argv, env=env, pass_fds=(self._keep,)))
+            self._processes.append(subprocess.Popen(argv, env=env, pass_fds=(self._keep, store)))
+        os.close(store)
         self._told = False
 
     def leave(self) -> None:
