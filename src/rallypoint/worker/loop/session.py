@@ -45,7 +45,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
-from rallypoint.parallel.group import LOST, RankGroup, is_of_another_rank
+from rallypoint.parallel.group import RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.exchange.exchange import Exchange
@@ -55,8 +55,10 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.ranks.followers import NoFollowers
+from rallypoint.worker.ranks.job import sentence_of
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
+from rallypoint.worker.ranks.watch import RankWatch, lost_in
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
@@ -110,6 +112,9 @@ class Job:
         )  # fmt: skip
         self._stopping = Stopping(self._link.send)
         self._link.start()
+        self._watch: RankWatch | None = None
+        if group is not None and group.board is not None:
+            self._watch = RankWatch(group.board, id, self._link.welcome.heartbeat, self._say)
 
     def train(
         self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
@@ -254,7 +259,7 @@ class Job:
             lost = self._group is not None and is_of_another_rank(error)
             if lost:
                 time.sleep(2 * OTHER_RANK_S)  # longer than another rank waits before it prints its error
-            self._give_up(LOST if lost else _sentence(error))
+            self._give_up(lost_in(self._group) if lost else sentence_of(error))
         self.close()
         if self._group is not None and error is None:  # else other ranks may be in a collective, and wait for this one
             self._group.close()
@@ -287,6 +292,8 @@ class Job:
             self._exchange.close()
         if self._staging is not None:
             self._staging.close()
+        if self._watch is not None:
+            self._watch.close()
         self._link.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))
@@ -387,11 +394,3 @@ class Job:
             self._changed.notify_all()
         if self._exchange is not None:
             self._exchange.fail(error)
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, RallypointError):
-        return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return "it was interrupted"
-    return f"{type(error).__name__}: {error}"
