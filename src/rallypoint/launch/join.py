@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import io
 import os
 import signal
@@ -88,7 +87,6 @@ def _group() -> RankGroup | None:
     start_pulse(board)
     board.at("meeting the other ranks in rp.join()")
     group = group_of_this_process(int(os.environ[environment.RANKS_STORE]), board)
-    _end_without_destructors()
     board.at("" if group.leads else "in the script, before job.train")
     return group
 
@@ -136,18 +134,6 @@ def _of_the_leader(kind: type[BaseException], error: BaseException, trace: Trace
     _failed.set()
     if not is_of_another_rank(error):
         _one_sentence(kind, error, trace)
-
-
-def _end_without_destructors() -> None:
-    """Let this process end, with its status, before the destructors of its libraries run (glibc only).
-
-    torch's, for FSDP2's groups over Gloo, abort a process that has ended well now and then ("terminate called without
-    an active exception"), on a loaded machine: plain torch 2.13 does.
-    """
-    libc = ctypes.CDLL(None)
-    with contextlib.suppress(AttributeError):  # another C library
-        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
-        libc.__cxa_atexit(ctypes.cast(libc.fflush, ctypes.c_void_p), None, None)  # it runs before
 
 
 _failed = threading.Event()  # the script has ended with an error on this rank
