@@ -33,7 +33,7 @@ class Reads(nn.Module):
 
 
 class Several(nn.Module):
-    """What keeps parameters in unusual ways: attention, a recurrent layer, normalisation with statistics, convolution."""
+    """What keeps parameters in unusual ways: attention, a recurrent layer, statistics, a convolution."""
 
     def __init__(self) -> None:
         super().__init__()

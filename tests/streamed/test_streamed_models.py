@@ -119,7 +119,7 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, Any], why: str
 def test_models_that_read_parameters_unseen_are_refused() -> None:
     model = Again()
     model.last.compile()
-    with EmbeddedJob() as job, pytest.raises(ModelError, match="leave torch.compile out"):
+    with EmbeddedJob() as job, pytest.raises(ModelError, match=r"leave torch\.compile out"):
         job.train(model, DATA, **{**COMMON, **STREAMED})
     with EmbeddedJob() as job, pytest.raises(ModelError, match="TorchScript"):
         job.train(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(8, 3))), DATA, **{**COMMON, **STREAMED})

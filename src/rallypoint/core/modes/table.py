@@ -245,12 +245,12 @@ CONFLICTS = (
         "the ranks of a worker do not hear the loss scale; use precision=\"bf16\", or leave --ranks out",
     ),
     *(Conflict(_F.STREAMED, other, f"{why}, or leave {_F.STREAMED.value} out") for other, why in {
+        _F.FP16: "autocast keeps a copy of every parameter; use fp32",
+        _F.HOLD: "workers hold no parameters; use fp32",
         _F.ACCUMULATE: "the sum over micro-batches would take as much memory as the model; use more replicas in place "
                        "of accumulate",
         _F.CODEC: "gradients leave as they are made; use the raw codec",
         _F.DOWN: "workers pull parts of shards, and those are not encoded; use down=rp.codec.Raw()",
-        _F.FP16: "autocast keeps a copy of every parameter; use fp32",
-        _F.HOLD: "workers hold no parameters; use fp32",
         _F.TABLES: "its rows are pulled in another way; use sparse=False",
         _F.AGGREGATORS: "an aggregator passes whole versions on, and workers pull parts; leave --aggregators out",
         _F.RANKS: "ranks share whole versions among themselves; use FSDP2 with --ranks",

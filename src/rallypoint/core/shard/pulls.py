@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-MOST_WAITING = 1 << 14  # of one link and shard: more than a shard has parameters
+MOST_WAITING = 1 << 12  # of one link and shard
 L = TypeVar("L")
 W = TypeVar("W")
 
@@ -44,13 +44,12 @@ class Requests(Generic[L, W]):
 
         At most MOST_WAITING of one link wait: the oldest are dropped.
         """
-        waiting = self._waiting.setdefault(shard, [])
-        own = [at for at, other in enumerate(waiting) if other.link is request.link]
-        same = [at for at in own if waiting[at].place == request.place]
-        for at in same or own[: len(own) - MOST_WAITING + 1]:
-            del waiting[at]
-            break
-        waiting.append(request)
+        waiting = self._waiting.get(shard, [])
+        others = [one for one in waiting if one.link is not request.link or one.place != request.place]
+        if len(others) >= MOST_WAITING:
+            own = [one for one in others if one.link is request.link]
+            others = [one for one in others if len(own) < MOST_WAITING or one is not own[0]]
+        self._waiting[shard] = [*others, request]
 
     def gone(self, link: L) -> None:
         """The link is closed: drop its requests."""

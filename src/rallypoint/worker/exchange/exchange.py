@@ -87,8 +87,12 @@ class Exchange:
         self._evaluating = self.had_version = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
+
+        def sent(shard: int, serial: int) -> None:
+            locked.sent(shard, serial, lambda: self.memory.free(shell.machine.slots))
+
         self._pushes = Pushes(
-            layout, self.memory, self._encoder, self._links, sent=self._sent, queued=shell.machine.slots.is_queued,
+            layout, self.memory, self._encoder, self._links, sent=sent, queued=shell.machine.slots.is_queued,
             lock=locked.changed, examines=config.nonfinite != "continue",
         )  # fmt: skip
         codec_states = CodecStates(shell, self._encoder, formats, self._links) if shell.states.kept else None
@@ -296,9 +300,6 @@ class Exchange:
         self._locked.effects.run(others)
         self._links.installed(version)
         return generation
-
-    def _sent(self, shard: int, serial: int) -> None:
-        self._locked.sent(shard, serial, lambda: self.memory.free(self._shell.machine.slots))
 
     def _where_missing(self) -> str:
         """What the main thread waits for, as a phrase; "" while this worker has nothing assigned."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 MOST_USES = 1 << 16  # that are learnt of one pass
+MOST_AHEAD = 1 << 10  # parameters: a server keeps so many requests of a worker, and more
 
 
 class Order:
@@ -47,7 +48,7 @@ class Order:
             if index in found:
                 continue
             left -= self._sizes[index]
-            if found and left < 0:
+            if (found and left < 0) or len(found) == MOST_AHEAD:
                 break
             found[index] = None
         return list(found)
