@@ -29,8 +29,8 @@ from rallypoint.worker.tensors import ModelTensors
 log = logging.getLogger("rallypoint")
 
 NOT_HERE = (
-    "the model's parameters stay on the servers, and the job is over: use what a snapshot holds (rallypoint export "
-    "FOLDER model.safetensors), or save them in an evaluation (run.every)"
+    "the model's parameters stay on the servers, and the job is over: rallypoint export RUN --to model.safetensors "
+    "writes them, or save them in an evaluation (run.every)"
 )
 
 
