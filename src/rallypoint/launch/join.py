@@ -23,8 +23,9 @@ from rallypoint.launch.health import answering
 from rallypoint.launch.lifeline import hold_lifeline
 from rallypoint.net.transport import Transport
 from rallypoint.parallel.group import RankGroup
-from rallypoint.worker.loop.session import OTHER_RANK_S, Job
+from rallypoint.worker.loop.session import Job
 from rallypoint.worker.ranks.job import RankJob
+from rallypoint.worker.ranks.watch import OTHER_RANK_S
 
 
 def join() -> Job | RankJob:

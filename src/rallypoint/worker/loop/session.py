@@ -45,7 +45,7 @@ from rallypoint.net.tcp import TcpTransport
 from rallypoint.net.transport import Transport
 from rallypoint.observe.trace import Tracer
 from rallypoint.observe.waits import wait_until
-from rallypoint.parallel.group import RankGroup, is_of_another_rank
+from rallypoint.parallel.group import RankGroup
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.ending.stopping import Stopping
 from rallypoint.worker.exchange.exchange import Exchange
@@ -55,17 +55,18 @@ from rallypoint.worker.loop.parts import Parts
 from rallypoint.worker.loop.progress import Progress
 from rallypoint.worker.loop.run import Run
 from rallypoint.worker.ranks.followers import NoFollowers
-from rallypoint.worker.ranks.job import sentence_of
 from rallypoint.worker.ranks.lead import Lead
 from rallypoint.worker.ranks.tensors import LeaderTensors
-from rallypoint.worker.ranks.watch import RankWatch, lost_in
+from rallypoint.worker.ranks.watch import cause_of, watch_of
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
+from rallypoint.worker.streamed.building import prepare
+from rallypoint.worker.streamed.first_values import FirstValues, Init
+from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
-OTHER_RANK_S = 2.0  # another rank's end may be the cause of an error: within this time, this one is ended too
 _REPEATED = 4  # evaluations
 _TOO_LATE = "the job was over before this worker took part in it"
 
@@ -112,14 +113,12 @@ class Job:
         )  # fmt: skip
         self._stopping = Stopping(self._link.send)
         self._link.start()
-        self._watch: RankWatch | None = None
-        if group is not None and group.board is not None:
-            self._watch = RankWatch(group.board, id, self._link.welcome.heartbeat, self._say)
+        self._watch = watch_of(group, id, self._link.welcome.heartbeat, self._say)
 
     def train(
         self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
 
@@ -130,6 +129,8 @@ class Job:
 
         In a worker of several ranks (``--ranks``), `model` is this rank's part, `parallel` says how it is spread, and
         all ranks call this.
+
+        With ``parameters="streamed"`` the model may be on the meta device: see `FirstValues` for ``init(module)``.
 
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
         input, JobAborted when the job ends before it begins.
@@ -144,7 +145,8 @@ class Job:
         overrides = self._link.welcome.overrides
         config = with_own_optimizer(resolve(settings, overrides), kinds, overrides)
         lead = None if self._group is None else Lead(self._group, config, model, parallel, self._link.welcome.folder)
-        tensors = ModelTensors(model, config) if lead is None else lead.tensors(dataset)
+        made = prepare(model, config, init)
+        tensors = ModelTensors(model, config, made) if lead is None else lead.tensors(dataset)
         batches = (
             MicroBatches(dataset, config, tensors.device, collate_fn) if lead is None
             else lead.batches(dataset, collate_fn)
@@ -166,6 +168,9 @@ class Job:
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
             say=self._say, evaluated=self._evaluated, optimizer=optimizer, stopping=self._stopping,
             followers=NoFollowers() if lead is None else lead.followers,
+            streamed=streamed_for(
+                model, tensors, exchange, FirstValues(model, tensors, made, config.seed, init), self._say
+            ),
         ))  # fmt: skip
         return self._run
 
@@ -256,10 +261,7 @@ class Job:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self._finish(self._run if error is None else None)
         elif not isinstance(error, JobAborted):
-            lost = self._group is not None and is_of_another_rank(error)
-            if lost:
-                time.sleep(2 * OTHER_RANK_S)  # longer than another rank waits before it prints its error
-            self._give_up(lost_in(self._group) if lost else sentence_of(error))
+            self._give_up(cause_of(error, self._group))
         self.close()
         if self._group is not None and error is None:  # else other ranks may be in a collective, and wait for this one
             self._group.close()
@@ -292,8 +294,7 @@ class Job:
             self._exchange.close()
         if self._staging is not None:
             self._staging.close()
-        if self._watch is not None:
-            self._watch.close()
+        self._watch.close()
         self._link.close()
         if self._link.welcome.folder:
             self._tracer.save(Path(self._link.welcome.folder))

@@ -11,7 +11,7 @@ import torch
 
 from rallypoint.config import JobConfig, Settings, parse
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
-from rallypoint.errors import RallypointError, UsageError
+from rallypoint.errors import UsageError, sentence_of
 from rallypoint.parallel.group import RankGroup, is_of_another_rank
 from rallypoint.parallel.plan import Parallel
 from rallypoint.worker.ranks.followers import LEFT_LOOP
@@ -77,22 +77,12 @@ class RankJob:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
             if not is_of_another_rank(error):
-                self._group.last_words(sentence_of(error))
+                called = f"the script has called sys.exit({error.code!r})" if isinstance(error, SystemExit) else ""
+                self._group.last_words(called or sentence_of(error))
             return
         if self._run is not None and not self._run.ended:
             raise UsageError(LEFT_LOOP.format(rank=self.rank))
         self.close()
-
-
-def sentence_of(error: BaseException) -> str:
-    """Return an error in one sentence: ours as it is, others with their kind."""
-    if isinstance(error, RallypointError):
-        return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return "it was interrupted"
-    if isinstance(error, SystemExit):
-        return f"the script has called sys.exit({error.code!r}) inside of `with rp.join()`"
-    return f"{type(error).__name__}: {error}"
 
 
 def told(group: RankGroup, config: JobConfig, folder: str) -> None:

@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from rallypoint.errors import sentence_of
 from rallypoint.observe.waits import FIRST_WORD_S
 from rallypoint.parallel.board import Board, Row
-from rallypoint.parallel.group import LOST, RankGroup
+from rallypoint.parallel.group import LOST, RankGroup, is_of_another_rank
 
 _LOOK_S = 1.0
+OTHER_RANK_S = 2.0  # another rank's end may be the cause of an error: within this time, this one is ended too
 HANGS_S = 60.0
 _STOPPED, _ENDED = "T", ("Z", "X", "")
 _MOST_SLOWER = 4.0  # all ranks compute: worth a word when it takes so many times as long as ever before
@@ -47,6 +49,22 @@ class RankWatch:
                 if kill:
                     with suppress(ProcessLookupError):
                         os.kill(kill, signal.SIGKILL)
+
+
+class NoWatch:
+    """The watch of a worker of one process."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+def watch_of(
+    group: RankGroup | None, worker: str, heartbeat: float, say: Callable[[str], None]
+) -> RankWatch | NoWatch:  # fmt: skip
+    """Return the watch over the ranks of this worker."""
+    if group is None or group.board is None:
+        return NoWatch()
+    return RankWatch(group.board, worker, heartbeat, say)
 
 
 class Judge:
@@ -111,10 +129,12 @@ def described(rows: Sequence[Row]) -> str:
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in same.items())
 
 
-def lost_in(group: RankGroup | None) -> str:
-    """Return which other rank of this worker has ended, and with what last words."""
-    rows = group.board.rows() if group is not None and group.board is not None else []
-    return lost(rows[1:]) or LOST
+def cause_of(error: BaseException, group: RankGroup | None) -> str:
+    """Return in one sentence why the script has failed on this rank; if another rank's end is why, that one's words."""
+    if group is None or not is_of_another_rank(error):
+        return sentence_of(error)
+    time.sleep(2 * OTHER_RANK_S)  # longer than another rank waits before it prints its error
+    return lost([] if group.board is None else group.board.rows()[1:]) or LOST
 
 
 def lost(rows: Sequence[Row]) -> str:
