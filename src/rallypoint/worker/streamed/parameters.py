@@ -78,10 +78,10 @@ class StreamedParameters:
         self._placed = [placed for placed in tensors.parameters if placed.tensor.numel()]
         self._index = {id(placed.tensor): index for index, placed in enumerate(self._placed)}
         self._ranges = [ranges_of(tensors.layout, placed.entry) for placed in self._placed]
-        sizes = [4 * placed.tensor.numel() for placed in self._placed]
-        self._orders = {"training": Order(sizes), "evaluation": Order(sizes)}
+        self._sizes = [4 * placed.tensor.numel() for placed in self._placed]
+        self._orders = {"training": Order(self._sizes), "evaluation": Order(self._sizes)}
         self._order = self._orders["training"]
-        self._kind = late_kind(self._settle)
+        self._kind = late_kind(self._settle, self._before_settling)
         self._hooks = ModuleHooks(model, self._enter, self._leave_module)
         self._streams = self._over = self._evaluates = False
         self._here: dict[int, Pulled] = {}  # asked for, or here
@@ -192,6 +192,11 @@ class StreamedParameters:
                 self._release(index)
             if owner == id(module):
                 return
+
+    def _before_settling(self) -> None:
+        """A torch function gets parameters that are late. What the script read before, outside of modules, may go."""
+        if len(self._frames) == 1 and sum(self._sizes[index] for index in self._frames[0][1]) > self._ahead:
+            self._release_all()
 
     def _settle(self, parameter: torch.nn.Parameter) -> None:
         """A torch function gets a parameter that is late: the innermost module that runs holds it from now on."""
