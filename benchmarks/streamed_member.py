@@ -60,7 +60,7 @@ def build() -> GPT:
         model = GPT(MODEL)
     if VARIANT != "local":
         return model
-    values = {}
+    values: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if module._parameters:
             with seeded(derive_seed(0, "init", name)):
