@@ -29,7 +29,7 @@ def refused(error: type[RallypointError], sentence: str, *args: Any, **settings:
         train(*args, **settings)
 
 
-@pytest.mark.parametrize("kind", [rp.AdamW, rp.Adam, rp.SGD, rp.Adagrad])
+@pytest.mark.parametrize("kind", [rp.AdamW, rp.Adam, rp.SGD, rp.Adagrad, rp.NAdam, rp.ASGD])
 def test_an_optimizer_that_is_given_parameters_says_who_owns_it(kind: Any) -> None:
     sentence = rf"rp\.{kind.__name__} takes settings by name.* and no parameters: the servers own the optimizer"
     with pytest.raises(ConfigError, match=sentence):
