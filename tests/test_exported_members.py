@@ -43,6 +43,7 @@ EXPORTED = [
     "join",
     "linear",
     "step_decay",
+    "tabulated",
 ]
 POLICIES = (rallypoint.Sync, rallypoint.BoundedStaleness, rallypoint.Async)
 DOCUMENTED = [name for name in EXPORTED if name != "__version__"]

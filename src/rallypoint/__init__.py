@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rallypoint.core.loss_scale import LossScaling
     from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
-    from rallypoint.core.schedule import constant, cosine, linear, step_decay
+    from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
     from rallypoint.launch.join import join
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
@@ -56,6 +56,7 @@ _HOMES = {
     "join": "rallypoint.launch.join",
     "linear": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
+    "tabulated": "rallypoint.core.schedule",
 }
 
 __all__ = [
@@ -89,6 +90,7 @@ __all__ = [
     "join",
     "linear",
     "step_decay",
+    "tabulated",
 ]
 
 

@@ -97,6 +97,7 @@ def _expanded() -> torch.nn.Module:
     ("settings", "sentence"),
     [
         ({"optimizer": rp.AdamW(lr=lambda step: 0.1)}, r"optimizer\.lr is a builtins\.function: servers run sched"),
+        ({"optimizer": torch.optim.Muon([torch.ones(1, 1)], lr=1)}, "which servers cannot step: it orthogonalizes whole"),
         ({"optimizer": torch.optim.SGD([torch.ones(1)], lr=1)}, r"optimizer is a torch\.optim\.sgd\.SGD: use"),
         ({"optimizer": rp.AdamW}, r"optimizer is the class AdamW: write optimizer=rp\.AdamW\(\), with parentheses"),
         ({"sync": rp.AllReduce}, r"sync is the class AllReduce: write sync=rp\.AllReduce\(\), with"),
