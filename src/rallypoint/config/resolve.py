@@ -172,8 +172,8 @@ def _not_data(key: str, value: Any) -> str:
     if key.endswith(".lr"):
         return (
             f"{key} is a {kind}: servers run schedules, so they are data: rp.cosine(1e-3, warmup=100), rp.linear, "
-            "rp.step_decay, rp.constant, or of any function "
-            "rp.tabulated(lambda step: ..., steps=1000); or, with sync=rp.AllReduce(), job.train(own_optimizer=, own_schedule=)"
+            "rp.step_decay, rp.constant, or of any function rp.tabulated(lambda step: ..., steps=1000); or, with "
+            "sync=rp.AllReduce(), job.train(own_optimizer=, own_schedule=)"
         )
     if key == "optimizer" and (why := _NO_SPEC.get(type(value).__name__)):
         return f"optimizer is a {kind}, which servers cannot step: {why}"
