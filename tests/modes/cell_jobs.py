@@ -45,6 +45,7 @@ OF_ASYNC = {Feature.FOLD, Feature.COMPENSATION}  # under rp.LocalSteps a setting
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
     Feature.SKIP: {"nonfinite": "skip"},
+    Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
     Feature.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
@@ -53,6 +54,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.DOWN: {"down": {"type": "bf16"}},
     Feature.FP16: {"precision": "fp16"},
     Feature.HOLD: {"precision": "bf16", "hold": "bf16"},
+    Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
@@ -132,24 +134,38 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     settings = {key: value for key, value in cell.settings.items() if key != "optimizer" or not own}
     run = job.train(model, dataset(), own_optimizer=own, **settings)
     wait = _gate(job, cell)
+    hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
     if cell.has(Feature.EVALUATION):
 
         @run.every(4)
         def evaluate(step: int) -> dict[str, float]:
-            return {"loss": float(_loss(model, dataset()[:]))}
+            return {"loss": float(loss_of(model, dataset()[:]))}
 
     for micro in run:
         with micro:
             wait(micro.step)
-            loss = _loss(model, micro.batch)
+            loss = loss_of(model, micro.batch)
             is_bad = cell.has(Feature.SKIP) and (micro.step, micro.replica) == (2, 1)
             micro.backward(loss * math.nan if is_bad else loss)
         if cell.has(Feature.STOP) and micro.step >= STOPS_AT:
             run.stop("the cell says so")
-    return weights_hash(model)
+    return hash_of()
 
 
-def _loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def _hash_in_evaluation(run: rp.Run, model: torch.nn.Module, cell: CellJob) -> Callable[[], str]:
+    """After the job the parameters are on the servers only: the last evaluation tells all workers the hash."""
+    found: list[str] = []
+
+    @run.every(STEPS)
+    def evaluate(step: int) -> None:
+        found.append(weights_hash(model))
+        if cell.gate:
+            (Path(cell.gate) / "hash").write_text(found[-1])
+
+    return lambda: found[-1] if found else (Path(cell.gate) / "hash").read_text()
+
+
+def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     x, y, index = batch
     return torch.nn.functional.mse_loss(model(x, index), y)
 

@@ -33,7 +33,6 @@ from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.restores import Restores
 from rallypoint.server.shards.held import HeldShard, Shelf, newest_is_enough
-from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
@@ -293,7 +292,7 @@ class Reducer:
             if machine is None or not machine.primary:
                 self._pulls.refuse(index)
                 continue
-            assert isinstance(owned, OwnedRows), "only rows of tables are pulled: the intake has looked"
+            assert owned is not None
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
 
     def _stored_state(self, index: int, version: int) -> ShardRecord:

@@ -19,6 +19,7 @@ from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.streamed.parameters import StreamedParameters
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -28,6 +29,7 @@ class Parts:
 
     Attributes:
         optimizer: the optimizer that steps on this worker; None where the servers step.
+        streamed: the model's parameters, where they stay on the servers; else None.
         followers: the other ranks of this worker, if it is a group.
         done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
         leads: true on the worker that evaluates (now) and saves (when the job is over).
@@ -51,6 +53,7 @@ class Parts:
     evaluated: Callable[[Metrics], None]
     stopping: Stopping
     optimizer: WorkerOptimizer | None = None
+    streamed: StreamedParameters | None = None
     followers: Followers = field(default_factory=NoFollowers)
 
     @property

@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -166,6 +167,8 @@ class Run:
                 self._versions.store(action)
         if (end := self._exchange.end.take()) is not None:
             self._evaluate(end[1], end[0])  # what is due after the last step
+            if self._parts.streamed is not None:
+                self._parts.streamed.report()
             self._parts.done(*end)
 
     def _end(self) -> None:
@@ -319,7 +322,10 @@ class Run:
             return
         self._source.show_version()
         self._checks.off()  # an evaluation may save or copy the model
-        with self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._passes.autocast.on():
+        streaming = nullcontext() if self._parts.streamed is None else self._parts.streamed.evaluating(step)
+        with (
+            self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._passes.autocast.on(), streaming
+        ):  # fmt: skip
             report = self._parts.evaluated
             self._followers.evaluate(step, self._evaluations.bits(due))
             self._evaluations.run(
@@ -338,6 +344,8 @@ class Run:
         self._early.undo()
         self._source.remove()
         self._passes.remove()
+        if self._parts.streamed is not None:
+            self._parts.streamed.remove()
         self._checks.off()
         self._guard.remove()
         self._versions.close()
