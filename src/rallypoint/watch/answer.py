@@ -57,9 +57,9 @@ class Reader:
             revision, end = self._seen.get(f"{part} {name}", (-1, 0))
             if series.revision == revision:
                 continue
-            since = end if 0 <= series.whole <= revision else 0
+            start = end if 0 <= series.whole <= revision else 0
             self._seen[f"{part} {name}"] = series.revision, series.end
-            changed[name] = {"from": since, "width": series.width, **series.columns(since)}
+            changed[name] = {"from": start, "width": series.width, **series.columns(start)}
         return changed
 
 

@@ -64,9 +64,9 @@ class Series:
         if len(self.points) > self.most:
             self._halve()
 
-    def columns(self, since: int = 0) -> dict[str, list[float]]:
-        """The points from step `since` on, as columns: step, mean, low, high."""
-        shown = [point for point in self.points if point.step >= since]
+    def columns(self, start: int = 0) -> dict[str, list[float]]:
+        """The points from step `start` on, as columns: step, mean, low, high."""
+        shown = [point for point in self.points if point.step >= start]
         return {
             "step": [point.step for point in shown], "mean": [_short(point.total / point.count) for point in shown],
             "low": [_short(point.low) for point in shown], "high": [_short(point.high) for point in shown],

@@ -70,6 +70,7 @@ class RunState:
             case StepDone():
                 self._step(message)
             case Metrics(step=step, values=values):
+                self._cause = self._cause or "evaluation"
                 for name, value in values.items():
                     self._curve(self.evaluations, name, step, value)
             case Members():
@@ -121,6 +122,8 @@ class RunState:
 
     def _late(self, late: Mapping[str, float]) -> None:
         for worker, seconds in late.items():
+            if worker not in self.members.here:
+                continue  # its word came after it was gone
             self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
 
     def _mark(self, kind: str, text: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 _RATIO = 1.02  # of the bounds of two neighbouring classes: quantiles are right to 2 %
 _SHORTEST_S = 1e-5
 _STALL = 3.0  # a step that takes so many times the median is a stall
+_OFTEN = 64  # the median is computed anew after so many steps, and in the first ones at each
 _ENOUGH = 10  # steps, before there is a median to compare with
 
 
@@ -29,10 +30,13 @@ class StepTimes:
     longest: tuple[float, int, str] = (0.0, -1, "")
     _classes: Counter[int] = field(default_factory=Counter)
     _count: int = 0
+    _median: float = 0.0
 
     def add(self, step: int, seconds: float, cause: str) -> None:
         """A step has taken so long. `cause`: what happened meanwhile; it counts if this is a stall."""
-        median = self.quantile(0.5)
+        if self._count <= _OFTEN or self._count % _OFTEN == 0:
+            self._median = self.quantile(0.5)
+        median = self._median
         if self._count >= _ENOUGH and seconds > _STALL * median:
             self.stalls += 1
             self.lost[cause] += seconds - median  # type: ignore[assignment]

@@ -68,14 +68,14 @@ function ticks(plot) {
 function chart(name, data, more) {
   const axis = { stroke: colour("dim"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } };
   const values = (_, value) => number(value);
-  const series = [{ label: "step" }, { label: "mean", stroke: colour("computing"), width: 1.5, value: values },
-    { label: "low", stroke: colour("standby"), width: 1, value: values }, { label: "high", stroke: colour("standby"), width: 1, value: values }];
+  const series = [{ label: "step" }, { label: "low", stroke: colour("standby"), width: 1, value: values },
+    { label: "high", stroke: colour("standby"), width: 1, value: values }, { label: "mean", stroke: colour("computing"), width: 1.5, value: values }];
   if (more) series.splice(1, 3, { label: name, stroke: colour("server"), width: 1.5, points: { show: true, size: 5 }, value: values });
   const box = element("div");
   one("charts").append(box);
   return new uPlot({
     title: name, width: Math.max(200, box.clientWidth), height: 220, series,
-    bands: more ? [] : [{ series: [3, 2], fill: colour("standby") + "44" }],
+    bands: more ? [] : [{ series: [2, 1], fill: colour("standby") + "44" }],
     scales: { x: { time: false } }, axes: [axis, { ...axis, size: 64, values: (_, all) => all.map(number) }],
     cursor: { sync: { key: "steps" } }, legend: { live: true }, hooks: { draw: [ticks] },
   }, data, box);
@@ -84,10 +84,14 @@ function chart(name, data, more) {
 function drawCurves(changed, part, more) {
   for (const name of Object.keys(changed)) {
     const key = `${part} ${name}`, points = run[part][name];
-    const data = more ? [points.step, points.mean] : [points.step, points.mean, points.low, points.high];
+    const data = more ? [points.step, points.mean] : [points.step, points.low, points.high, points.mean];
     if (charts[key]) charts[key].setData(data);
     else charts[key] = chart(name, data, more);
   }
+}
+
+function fitCharts() {
+  for (const plot of Object.values(charts)) plot.setSize({ width: Math.max(200, plot.root.parentElement.clientWidth), height: 220 });
 }
 
 function forgetCharts() {
@@ -171,8 +175,10 @@ function take(news) {
   Object.assign(run, rest);
   merge(run.curves, curves);
   merge(run.evaluations, evaluations);
-  drawCurves(evaluations, "evaluations", true);
+  const before = Object.keys(charts).length;
   drawCurves(curves, "curves", false);
+  drawCurves(evaluations, "evaluations", true);
+  if (Object.keys(charts).length > before) fitCharts(); // the grid has other columns now
   if (news.marks) for (const plot of Object.values(charts)) plot.redraw(false);
   if (news.facts) one("name").textContent = news.facts.name;
   drawHead();
@@ -202,7 +208,7 @@ let resized;
 addEventListener("resize", () => {
   clearTimeout(resized);
   resized = setTimeout(() => {
-    for (const plot of Object.values(charts)) plot.setSize({ width: Math.max(200, plot.root.parentElement.clientWidth), height: 220 });
+    fitCharts();
     if (run.now !== undefined) drawMembers();
   }, 100);
 });
