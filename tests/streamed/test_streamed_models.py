@@ -91,6 +91,18 @@ def test_after_the_run_the_model_has_no_values_and_says_where_they_are() -> None
             model(torch.randn(2, 8))
 
 
+def test_the_script_may_read_the_model_between_two_micro_batches() -> None:
+    model, losses = build(CASES["again"]), list[float]()
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, **{**COMMON, **STREAMED}):
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+            if micro.replica < 2:  # (all of the step's contributions are sent after the third)
+                losses.append(float(loss_of(model, DATA[:]).detach()))
+                assert type(float(model.last.weight.detach().norm())) is float
+    assert len(losses) == 12
+
+
 def test_an_evaluation_may_copy_the_model() -> None:
     model, copies = build(CASES["again"]), []
     with EmbeddedJob() as job:
