@@ -63,6 +63,7 @@ def undisturbed() -> str:
 
 @pytest.mark.parametrize("at", [(0, 0, 0), AT, (5, 1, 0)], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.some("forward-first", "*-middle")
 def test_a_roll_back_in_a_forward_or_a_backward_changes_no_byte(
     cluster: Cluster, undisturbed: str, place: str, at: Where
 ) -> None:
@@ -78,6 +79,7 @@ def test_a_roll_back_in_a_forward_or_a_backward_changes_no_byte(
 
 
 @pytest.mark.parametrize("reads", ["forward", "weights"])
+@pytest.mark.some("forward")
 def test_an_evaluation_is_given_up_in_a_roll_back_and_done_again(
     cluster: Cluster, undisturbed: str, reads: str
 ) -> None:
