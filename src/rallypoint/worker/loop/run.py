@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,9 +25,11 @@ from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
 from rallypoint.worker.loop.parts import Parts
-from rallypoint.worker.loop.passes import Passes, mean_of
+from rallypoint.worker.loop.passes import Passes
 from rallypoint.worker.loop.prefetch import Prefetch
 from rallypoint.worker.loop.versions import Versions
+from rallypoint.worker.ranks.figures import mean_of
+from rallypoint.worker.ranks.followers import LEFT_LOOP
 from rallypoint.worker.sources.delayed import Ahead
 
 log = logging.getLogger("rallypoint")
@@ -190,6 +192,8 @@ class Run:
             return
         (replica, whole), self._left = self._left, None
         stopping, round = self._parts.stopping, self._exchange.step
+        if not self._parts.alone:
+            raise UsageError(LEFT_LOOP.format(rank=0))
         if stopping.why_not:
             raise UsageError(f"the loop ended before the last step: {stopping.why_not}")
         losses = self._passes.losses
@@ -251,19 +255,22 @@ class Run:
         try:
             for step in steps[0 if done is None else done.steps :]:
                 yield from self._step(step, replica)
-            self._followers.agree(self._passes.losses, self._passes.weights)
+            self._followers.agree(self._passes.losses, self._passes.weights, self._passes.logged)
+            self._heed_ranks()
             self._source.end_replica(replica)
         except Rewound:
             self._early.undo()
             self._source.abandon()
             return
         optimizer, passes = self._parts.optimizer, self._passes
-        loss, weight = self._followers.figures(mean_of(passes.losses.read()), mean_of(passes.weights))
+        loss, weight, figures = self._followers.figures(
+            mean_of(passes.losses.read()), mean_of(passes.weights), passes.logged
+        )
         self._parts.coordinator.send(Report(
             round, replica, loss, weight,
             items=len(steps) * self._config.batch * self._config.items_per_sample,
             seconds=time.monotonic() - began - self._early.waited, generation=generation,
-            settings=optimizer.settings_digest() if optimizer is not None else "", figures=passes.figures,
+            settings=optimizer.settings_digest() if optimizer is not None else "", figures=figures,
         ))  # fmt: skip
 
     def _go_ahead(self) -> Iterator[Micro]:
@@ -304,8 +311,18 @@ class Run:
                 raise Rewound
             if len(losses) == before + index:
                 raise UsageError(f"step {step}, replica {replica}: the loop went on without micro.backward(loss)")
-        self._parts.stopping.heed(self._exchange)  # nothing that the next version needs is sent before
+        if self._parts.alone:
+            self._parts.stopping.heed(self._exchange)  # nothing that the next version needs is sent before
         self._source.end_step(finite=lambda: all(map(math.isfinite, losses.read()[before:])))
+
+    def _heed_ranks(self) -> None:
+        """In a worker of several ranks: heed what any of them has said of stopping the job."""
+        if self._parts.alone:
+            return
+        if (reason := self._followers.stop()) is not None:
+            self._parts.stopping.wish(reason)
+        with suppress(Rewound):  # the other ranks send their gradients first: `end_replica` raises it after that
+            self._parts.stopping.heed(self._exchange)
 
     def _before_module(self, module: torch.nn.Module) -> None:
         # Outside of `with micro:`, which alone swallows Rewound, the script gets what the model holds
@@ -331,6 +348,8 @@ class Run:
             self._evaluations.run(
                 due, step, lambda values: report(Metrics(step, values, generation)), agree=self._followers.result
             )
+        if (reason := self._followers.stop()) is not None:
+            self._parts.stopping.wish(reason)
         self._parts.stopping.heed(self._exchange)
         self._check_forwards()
         _forget_gradients(self._parts)  # of the evaluation's own passes
