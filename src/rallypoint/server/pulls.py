@@ -1,4 +1,4 @@
-"""Requests of workers for rows of tables. They may ask for a version that does not exist yet."""
+"""Requests of workers for rows of tables, or for a whole shard, at a version that may not exist yet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rallypoint.core.view import ViewNumber
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.observe.trace import Tracer
+from rallypoint.server.shards.held import HeldShard
 from rallypoint.server.shards.rows import Ids, OwnedRows
 
 
@@ -24,7 +25,7 @@ class Pulls:
         return self._requests.shards
 
     def add(self, channel: Channel, header: Header, ids: Ids) -> None:
-        """A worker asks for the rows `ids` of a table's part."""
+        """A worker asks for the rows `ids` of a table's part; of another shard, for all of it."""
         newest = bool(header.flags & NEWEST)
         self._requests.add(header.shard, Request(channel, header.step, newest, (header, ids)))
 
@@ -36,7 +37,7 @@ class Pulls:
         """Drop the shard's requests: this server is not its primary, and the workers will ask another server."""
         self._requests.refuse(shard)
 
-    def answer(self, shard: int, machine: ShardMachine, owned: OwnedRows, number: ViewNumber) -> None:
+    def answer(self, shard: int, machine: ShardMachine, owned: HeldShard, number: ViewNumber) -> None:
         """Answer every request that can be answered now."""
         for request, version in self._requests.answered(shard, machine.published, owned.keeps):
             asked, ids = request.what
@@ -45,6 +46,10 @@ class Pulls:
                 request.link.send(answer._replace(flags=SKIP))
                 continue
             with self._tracer.span("rows", shard=asked.shard, version=version):
-                buffer, nbytes = owned.rows(version, ids)
+                if isinstance(owned, OwnedRows):
+                    buffer, nbytes = owned.rows(version, ids)
+                else:
+                    _, kept, nbytes = owned.raw(version)
+                    buffer = kept.retain()
             answer = answer._replace(step=version, length=nbytes)
             request.link.send(answer, buffer.bytes[:nbytes], sent=buffer.release)

@@ -33,7 +33,6 @@ from rallypoint.server.reducer.replication import Replication
 from rallypoint.server.reducer.tickets import Tickets
 from rallypoint.server.restores import Restores
 from rallypoint.server.shards.held import HeldShard, Shelf, newest_is_enough
-from rallypoint.server.shards.rows import OwnedRows
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.writer import SnapshotWriter
 
@@ -290,10 +289,9 @@ class Reducer:
         """Call it only after an event: while effects run, a machine is ahead of its tensors."""
         for index in self._pulls.shards:
             machine, owned = self.machine.machine(index), self._owned.get(index)
-            if machine is None or not machine.primary:
+            if machine is None or owned is None or not machine.primary:
                 self._pulls.refuse(index)
                 continue
-            assert isinstance(owned, OwnedRows), "only rows of tables are pulled: the intake has looked"
             self._pulls.answer(index, machine, owned, self.shell.fence.number)
 
     def _stored_state(self, index: int, version: int) -> ShardRecord:

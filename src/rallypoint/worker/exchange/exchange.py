@@ -41,6 +41,7 @@ from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replica import ReplicaPushes
 from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
+from rallypoint.worker.exchange.rows.leased import LeasedPull
 from rallypoint.worker.exchange.rows.pulls import RowPulls
 
 
@@ -52,6 +53,7 @@ class Exchange:
         replica: the replica that is being computed.
         forward: the version that a forward pass reads while it arrives.
         rows: pulls of rows of tables.
+        leased: the version that this worker is to evaluate.
         end: the job's end.
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
@@ -86,6 +88,7 @@ class Exchange:
         self.replica = ReplicaPushes(layout, locked, self._pushes, self._links)
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
+        self.leased = LeasedPull(layout, locked, self.rows)
         self.end = JobEnd(locked)
         self.arrivals = Arrivals(
             layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
@@ -205,7 +208,7 @@ class Exchange:
         finally:
             self._evaluating = False
 
-    def next_action(self) -> machine.Action | machine.Store | machine.Ended | None:
+    def next_action(self) -> machine.Action | machine.Store | machine.Ended | machine.Evaluate | None:
         """Wait until there is something to do and return it.
 
         Returns None when the job is over, or this worker is to leave.

@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -17,9 +18,10 @@ from rallypoint.core.worker import slots as machine
 from rallypoint.core.worker.local.ahead import GoneAhead
 from rallypoint.errors import JobAborted, UsageError
 from rallypoint.net.messages import Metrics, Report, Say
+from rallypoint.worker.evaluating.evaluations import Evaluation, Evaluations, check_period
+from rallypoint.worker.evaluating.leased import LeasedEvaluations
 from rallypoint.worker.exchange.exchange import Rewound
 from rallypoint.worker.loop.early import EarlyForward
-from rallypoint.worker.loop.evaluations import Evaluation, Evaluations, check_period
 from rallypoint.worker.loop.forward_checks import ForwardChecks
 from rallypoint.worker.loop.guard import ModelGuard
 from rallypoint.worker.loop.micro import Micro
@@ -53,6 +55,7 @@ class Run:
             ends=lambda step: step == parts.config.steps_at(parts.exchange.end.last),
         )  # fmt: skip
         self._passes = Passes(parts, self._early, self._evaluations.passed)
+        self._leased = LeasedEvaluations(parts, self._evaluations, self._evaluating)
         self._started = False
         self._ahead: GoneAhead[Ahead] = GoneAhead()
         self._left: tuple[int, bool] | None = None  # the loop was left in this replica; is its gradient complete?
@@ -67,7 +70,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps of training in the version that the model holds; -1 before the first version."""
-        return self._config.steps_at(self._exchange.step)
+        return self._config.steps_at(self._exchange.step if self._leased.version is None else self._leased.version)
 
     @property
     def lead(self) -> bool:
@@ -116,22 +119,26 @@ class Run:
             raise UsageError(self._parts.stopping.why_not)
         self._parts.stopping.wish(reason)
 
-    def every(self, steps: int) -> Callable[[_E], _E]:
-        """Decorate ``fn(step) -> {"val_loss": ...}``: the lead worker calls it after every `steps` steps and after the
-        last step.
+    def every(self, steps: int, *, priority: Literal["", "high"] = "") -> Callable[[_E], _E]:
+        """Decorate ``fn(step) -> {"val_loss": ...}``: one worker calls it after every `steps` steps and after the last
+        step. In a synchronous job that is a worker that stands by, if there is one, while others train; else the lead.
+
+        With ``priority="high"`` a worker that stands by and is to train ends its evaluation first.
 
         The model is in eval mode and gradients are off. The result is shown and logged. Where versions jump over a
         multiple of `steps` (a quorum, local steps), the function is called with the first version after it. The global
         random generators are seeded for it from the job's seed and the step.
 
-        Raises UsageError for what is no number from 1 on. The loop raises UsageError for a result that is no dict of
-        numbers, and for an evaluation that changes values of the model's parameters.
+        Raises UsageError for what is no number from 1 on, and for another priority. The loop raises UsageError for a
+        result that is no dict of numbers, and for an evaluation that changes values of the model's parameters.
         """
 
         check_period(steps)
 
         def register(evaluation: _E) -> _E:
-            self._evaluations.add(steps, evaluation)
+            self._evaluations.add(steps, evaluation, priority)
+            if self._started:
+                self._tell_evaluations()
             return evaluation
 
         return register
@@ -140,6 +147,7 @@ class Run:
         if self._started:
             raise UsageError("a run is iterated once")
         self._started = True
+        self._tell_evaluations()
         _forget_gradients(self._parts)  # of the script's own passes before the loop
         self._check_forwards()
         while True:
@@ -152,8 +160,16 @@ class Run:
                 self._do(action)
         self._end()
 
-    def _do(self, action: machine.Initialise | machine.Install | machine.Store | machine.Ended) -> None:
+    def _tell_evaluations(self) -> None:
+        if self._parts.leases and self._evaluations.periods:
+            self._parts.reports.registered(self._evaluations.periods, high=self._evaluations.high)
+
+    def _do(
+        self, action: machine.Initialise | machine.Install | machine.Store | machine.Ended | machine.Evaluate
+    ) -> None:
         match action:
+            case machine.Evaluate(version=version):
+                self._leased.evaluate(version)
             case machine.Initialise():
                 self._versions.initialise()
             case machine.Install(version=version):
@@ -206,7 +222,9 @@ class Run:
                 self._do(action)
         self._end()
 
-    def _next_action(self, *, early: bool = True) -> machine.Action | machine.Store | machine.Ended | None:
+    def _next_action(
+        self, *, early: bool = True
+    ) -> machine.Action | machine.Store | machine.Ended | machine.Evaluate | None:
         if early:
             self._prefetch()
         self._early.allow(early and self._may_begin_early(self._exchange.step + 1))
@@ -225,7 +243,10 @@ class Run:
     def _may_begin_early(self, round: int) -> bool:
         """True if nothing has to be done with this round's version before its forward pass begins."""
         step = self._config.steps_at(round)
-        return not _compares(step) and not self._evaluations.coming(step, before=self._config.steps_at(round - 1))
+        if _compares(step):
+            return False
+        evaluates = self._evaluations.coming(step, before=self._config.steps_at(round - 1))
+        return not evaluates or self._exchange.view.leases(round)
 
     # ---- one replica ----
 
@@ -317,15 +338,28 @@ class Run:
         due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
         if not due or not self._parts.leads():
             return
+        if self._exchange.view.leases(version):
+            return
         self._source.show_version()
+        reports, figures = self._parts.reports, dict[str, float]()
+
+        def report(values: dict[str, float]) -> None:
+            figures.update(values)
+            reports.evaluated(Metrics(step, values, generation))
+
+        with self._evaluating(step):
+            self._followers.evaluate(step, self._evaluations.bits(due))
+            self._evaluations.run(due, step, report, agree=self._followers.result)
+        if self._parts.leases:
+            reports.version_evaluated(version, generation, figures)
+        self._parts.stopping.heed(self._exchange)
+
+    @contextmanager
+    def _evaluating(self, step: int) -> Iterator[None]:
+        """Around the script's evaluations of that step."""
         self._checks.off()  # an evaluation may save or copy the model
         with self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._passes.autocast.on():
-            report = self._parts.evaluated
-            self._followers.evaluate(step, self._evaluations.bits(due))
-            self._evaluations.run(
-                due, step, lambda values: report(Metrics(step, values, generation)), agree=self._followers.result
-            )
-        self._parts.stopping.heed(self._exchange)
+            yield
         self._check_forwards()
         _forget_gradients(self._parts)  # of the evaluation's own passes
 

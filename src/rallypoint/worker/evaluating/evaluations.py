@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from rallypoint.core.evaluation import is_due
 from rallypoint.core.order import derive_seed
 from rallypoint.core.typed import LONGEST_NAME, MOST_METRICS, can_name
 from rallypoint.data.randomness import seeded
@@ -23,6 +24,9 @@ class Evaluations:
     local steps, backup tasks). Example: ``every = 10`` and versions of steps 8, 16, 24: due at 16 and 24. Each
     evaluation starts with global random generators seeded from (seed, step). Training's random state is restored
     afterwards.
+
+    Attributes:
+        high: one of them has a high priority.
     """
 
     def __init__(
@@ -33,16 +37,33 @@ class Evaluations:
         self._model, self._seed, self._ends, self._watch = model, seed, ends, watch
         self._registered: list[_Registered] = []
         self._seen: int | None = None  # the step of the previous version
+        self.high = False
 
     @classmethod
     def unwatched(cls, model: torch.nn.Module, *, seed: int, steps: int) -> Evaluations:
         """Return evaluations around which nothing is entered."""
         return cls(model, seed=seed, ends=lambda step: step == steps, watch=lambda step: nullcontext())
 
-    def add(self, every: int, evaluation: Evaluation) -> None:
-        """Call ``evaluation(step)`` after every `every` steps and after the last. UsageError for less than 1."""
+    def add(self, every: int, evaluation: Evaluation, priority: str = "") -> None:
+        """Call ``evaluation(step)`` after every `every` steps and after the last.
+
+        UsageError for less than 1, or another priority than "high" and "".
+        """
         check_period(every)
+        if priority not in ("", "high"):
+            raise UsageError(f'run.every(priority={priority!r}): give priority="high", or leave it out')
         self._registered.append(_Registered(every, evaluation))
+        self.high = self.high or priority == "high"
+
+    @property
+    def periods(self) -> list[int]:
+        """How often each evaluation is due, in steps."""
+        return [one.every for one in self._registered]
+
+    def due_at(self, step: int, before: int) -> list[_Registered]:
+        """The evaluations due with the version of `step`, whatever this worker has evaluated; `before`: see `due`."""
+        ends = self._ends(step)
+        return [one for one in self._registered if is_due(one.every, step, before, ends=ends)]
 
     def coming(self, step: int, before: int) -> bool:
         """True if `due` would return an evaluation. Changes nothing."""
@@ -109,8 +130,7 @@ class _Registered:
         self.done = 0  # the last step at which it ran here
 
     def is_due(self, step: int, passed: int, *, ends: bool) -> bool:
-        passed = max(passed, self.done)
-        return step > self.done and (ends or step // self.every > passed // self.every)
+        return step > self.done and is_due(self.every, step, max(passed, self.done), ends=ends)
 
 
 def check_period(every: object) -> None:
