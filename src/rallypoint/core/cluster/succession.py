@@ -11,7 +11,7 @@ from rallypoint.core.assignment.assigner import Assigner
 from rallypoint.core.cluster import events
 from rallypoint.core.cluster.course import Course
 from rallypoint.core.cluster.effects import Abort, Assist, Dismiss, Effect, FindSnapshot, Note, Publish, Say
-from rallypoint.core.cluster.evaluating.leases import rolled_back, wanted_lease
+from rallypoint.core.cluster.evaluating.leases import lease_noted, rolled_back, wanted_lease
 from rallypoint.core.cluster.recovery import FromSnapshot, FromWorker, Wait
 from rallypoint.core.cluster.state import Phase
 from rallypoint.core.cluster.storing.snapshots import Snapshots
@@ -56,7 +56,8 @@ class Succession:
             return self.new_generation("")
         if view.assigned(course.furthest + 1).keys() != before.assigned(course.furthest + 1).keys():
             self.assigner.others_compute()
-        return self._publish(view, abandon=view.primary != before.primary)
+        noted = lease_noted(course, before)
+        return [*noted, *self._publish(view, abandon=view.primary != before.primary)]
 
     def lease(self) -> list[Effect]:
         """Publish a view with another evaluation lease, if there is to be one."""

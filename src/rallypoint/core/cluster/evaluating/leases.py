@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rallypoint.core.cluster.course import Course
-from rallypoint.core.cluster.effects import Effect, Say
+from rallypoint.core.cluster.effects import Effect, Note, Say
 from rallypoint.core.cluster.events import Evaluated, Evaluates, NotKept
 from rallypoint.core.view import Lease, View
 
@@ -61,6 +61,14 @@ def rolled_back(course: Course) -> None:
     if lease is not None and lease.version < version and not ledger.is_over(lease.version):
         ledger.lost.add(lease.version)
     course.views.lease = None
+
+
+def lease_noted(course: Course, before: View) -> list[Effect]:
+    """Note for the event log who evaluates which step, if the next view says something new about it."""
+    lease = course.views.lease
+    if lease is None or not lease.holder or lease == before.lease or course.record is None:
+        return []
+    return [Note(f"step {course.record.steps_at(lease.version)} is evaluated by {lease.holder}")]
 
 
 def lost_evaluations(course: Course) -> list[Effect]:
