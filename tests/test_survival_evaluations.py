@@ -125,8 +125,8 @@ def test_the_coordinator_is_killed_while_a_standby_evaluates(
 ) -> None:
     cluster.run("--workers", "2", "--standby", "1", "--servers", "2")
     cluster.standby_evaluates()
-    cluster.processes()["coordinator"].kill()
     cluster.until_caught_up(AT + 2)
+    cluster.processes()["coordinator"].kill()
     cluster.go()
     cluster.open(STEPS)
     assert cluster.ended() == 0, cluster.output
