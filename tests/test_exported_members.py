@@ -13,7 +13,9 @@ import rallypoint
 from rallypoint.core.policy import Policy
 
 EXPORTED = [
+    "EMA",
     "SGD",
+    "SWA",
     "Adagrad",
     "Adam",
     "AdamW",

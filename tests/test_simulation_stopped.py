@@ -15,6 +15,14 @@ def test_a_job_that_its_script_stops_ends_with_the_same_bytes(seed: int) -> None
     simulate(seed, Stopped(AllReduce() if seed % 4 == 3 else Sync()))
 
 
+def test_a_stop_that_the_journal_had_no_room_for_is_known_from_the_snapshot() -> None:
+    simulate(3332, Stopped(AllReduce()))
+
+
+def test_a_server_that_may_go_after_one_loss_stays_when_another_is_lost_at_the_same_moment() -> None:
+    simulate(3255, Stopped())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1200))
 def test_many_jobs_that_their_scripts_stop(seed: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rallypoint.config.tree import Group, JobConfig
+    from rallypoint.core.average import EMA, SWA
     from rallypoint.core.loss_scale import LossScaling
     from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
@@ -26,7 +27,9 @@ __version__ = "0.1.0"
 
 # Names are looked up when first used: the command line and the coordinator need no torch, and start in no time.
 _HOMES = {
+    "EMA": "rallypoint.core.average",
     "SGD": "rallypoint.core.optimizer",
+    "SWA": "rallypoint.core.average",
     "Adagrad": "rallypoint.core.optimizer",
     "Adam": "rallypoint.core.optimizer",
     "AdamW": "rallypoint.core.optimizer",
@@ -50,7 +53,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "EMA",
     "SGD",
+    "SWA",
     "Adagrad",
     "Adam",
     "AdamW",

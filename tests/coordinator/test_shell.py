@@ -13,7 +13,7 @@ from rallypoint.coordinator import acts, inbox
 from rallypoint.coordinator.joining.tickets import Tickets
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.core.cluster.effects import Abort
-from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
@@ -58,7 +58,7 @@ class Play:
 
     def __init__(
         self, recovered: ClusterState | None = None, settings: dict[str, Any] | None = None,
-        resume: tuple[JobRecord, str, int] | None = None, **terms: Any,
+        resume: Resumed | None = None, **terms: Any,
     ) -> None:  # fmt: skip
         self.record = record(**(settings or {}))
         self.now = 100.0
@@ -332,7 +332,7 @@ def test_workers_without_a_replica_are_told_about_once_with_what_to_do() -> None
 
 
 def test_a_resumed_job_has_the_steps_of_its_snapshot_behind_it() -> None:
-    play = Play(resume=(record(), "step-00000010-1", 10))
+    play = Play(resume=Resumed(record(), "step-00000010-1", 10))
     play.begin()
     (plan,) = play.logged(Planned)
     assert (plan.items, plan.done) == (2 * 4, 10)

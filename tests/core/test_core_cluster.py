@@ -51,7 +51,7 @@ from rallypoint.core.cluster.events import (
     Tick,
 )
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.snapshot_duty import CAPTURE_AHEAD, SNAPSHOT_PATIENCE
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.cluster.view_change import AHEAD
@@ -90,7 +90,7 @@ class _Job:
 
     def __init__(
         self, terms: Terms, recovered: ClusterState | None = None,
-        resume: tuple[JobRecord, str, int] | None = None, record: JobRecord = RECORD,
+        resume: Resumed | None = None, record: JobRecord = RECORD,
     ) -> None:  # fmt: skip
         self.machine = ClusterMachine(terms, recovered, resume)
         self.record = record
@@ -1202,7 +1202,7 @@ def test_what_is_written_down_changes_with_every_view_incarnation_backup_and_end
 
 
 def test_a_resumed_job_starts_from_its_snapshot_and_never_from_first_weights() -> None:
-    job = _Job(_terms(snapshots=True), resume=(RECORD, "step-00000007-1", 7))
+    job = _Job(_terms(snapshots=True), resume=Resumed(RECORD, "step-00000007-1", 7))
     assert job.machine.waiting_for() == "2 more servers and 2 more workers"
     effects = job.come("s0", "s1", "w0", "w1")
     assert job.view.origin == "step-00000007-1"
@@ -1211,7 +1211,7 @@ def test_a_resumed_job_starts_from_its_snapshot_and_never_from_first_weights() -
 
 
 def test_a_resumed_job_keeps_its_record_when_everybody_leaves_and_takes_no_other() -> None:
-    job = _Job(_terms(), resume=(RECORD, "step-7", 7))
+    job = _Job(_terms(), resume=Resumed(RECORD, "step-7", 7))
     job.come("w0")
     job.play(Left("w0", "x"))
     job.join("w1")
@@ -1222,7 +1222,7 @@ def test_a_resumed_job_keeps_its_record_when_everybody_leaves_and_takes_no_other
 
 def test_a_job_resumed_after_another_coordinator_has_higher_numbers_and_none_of_its_members() -> None:
     old = _begun()
-    job = _Job(_terms(), recovered=old.machine.state(), resume=(RECORD, "step-7", 7))
+    job = _Job(_terms(), recovered=old.machine.state(), resume=Resumed(RECORD, "step-7", 7))
     assert job.machine.phase is Phase.GATHERING
     job.come("s0", "s1", "w0", "w1")
     assert job.view.number == ViewNumber(2, 1)

@@ -6,9 +6,19 @@ import msgspec
 from test_core_cluster import RECORD, SHARDS, _Job, _of, _record, _terms
 
 from rallypoint.core.cluster.effects import Abort, Capture, Finish, Publish
-from rallypoint.core.cluster.events import Applied, Captured, Committed, Done, Left, Progress, SnapshotLost, Stopped
+from rallypoint.core.cluster.events import (
+    Applied,
+    Captured,
+    Committed,
+    Done,
+    Found,
+    Left,
+    Progress,
+    SnapshotLost,
+    Stopped,
+)
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.modes import ModeTraits
 from rallypoint.core.policy import Async, Sync
 from rallypoint.core.shard.server import Plan, ServerMachine
@@ -49,6 +59,23 @@ def test_the_next_view_says_with_which_version_the_job_ends() -> None:
     assert set(publish.members) == {"s0", "s1", "w0", "w1"}
     _reported(job, 5)
     assert job.play(_done(job, "w0", 6), _done(job, "w1", 6))[-1] == Finish("w0", 6, "enough")
+
+
+def test_a_job_resumed_from_a_snapshot_that_knows_the_stop_ends_with_the_same_version() -> None:
+    job = _Job(_terms(1, 2), resume=Resumed(RECORD, "step-00000005-1", 5, Stop(6, "enough", "w0")))
+    job.come("s0", "s1", "w0")
+    assert job.view.stop == Stop(6, "enough", "w0")
+    _reported(job, 5)
+    assert job.play(_done(job, "w0", 6))[-1] == Finish("w0", 6, "enough")
+
+
+def test_a_snapshot_says_what_the_journal_had_no_room_for() -> None:
+    job = _begun()
+    _reported(job, 4)
+    job.play(Left("s0", "x"), Left("s1", "x"))
+    job.come("s2", "s3")
+    job.play(Found("step-00000005-1", 5, Stop(6, "enough", "w0")))
+    assert job.view.stop == Stop(6, "enough", "w0")
 
 
 def test_of_two_workers_who_stop_it_the_lower_version_counts_whoever_is_heard_first() -> None:

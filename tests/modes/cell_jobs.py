@@ -45,6 +45,7 @@ OF_ASYNC = {Feature.FOLD, Feature.COMPENSATION}  # under rp.LocalSteps a setting
 SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.CLIP: {"clip": 0.5},
     Feature.SKIP: {"nonfinite": "skip"},
+    Feature.AVERAGE: {"average": {"type": "ema", "decay": 0.8}},
     Feature.ACCUMULATE: {"accumulate": 2},
     Feature.GROUPS: {"groups": [{"match": ["last.*"], "lr_scale": 0.5, "weight_decay": 0.1}]},
     Feature.SYNC_EVERY: {"groups": [{"match": ["last.*"], "sync_every": 2}]},
@@ -136,12 +137,12 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
 
         @run.every(4)
         def evaluate(step: int) -> dict[str, float]:
-            return {"loss": float(_loss(model, dataset()[:]))}
+            return {"loss": float(loss_of(model, dataset()[:]))}
 
     for micro in run:
         with micro:
             wait(micro.step)
-            loss = _loss(model, micro.batch)
+            loss = loss_of(model, micro.batch)
             is_bad = cell.has(Feature.SKIP) and (micro.step, micro.replica) == (2, 1)
             micro.backward(loss * math.nan if is_bad else loss)
         if cell.has(Feature.STOP) and micro.step >= STOPS_AT:
@@ -149,7 +150,7 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     return weights_hash(model)
 
 
-def _loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:
     x, y, index = batch
     return torch.nn.functional.mse_loss(model(x, index), y)
 

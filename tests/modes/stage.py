@@ -14,6 +14,7 @@ from typing import Any
 from cell_jobs import POLL_S, CellJob, train_cell
 
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
@@ -126,7 +127,7 @@ def _coordinator_main(pipe: Any, token: str, terms: Terms, about: JoinInfo, resu
     if resume:
         manifest = SnapshotStore(resume).latest_usable(lambda text: None)
         assert manifest is not None
-        start = (manifest.job, manifest.id, manifest.version)
+        start = Resumed(manifest.job, manifest.id, manifest.version)
     service = CoordinatorService(terms=terms, token=token, join_info=about, resume=start)
     service.start()
     pipe.send(("value", service.address))

@@ -8,14 +8,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.modes import TABLE, Bytes, Feature, Holder, ModeName, No
+from rallypoint.store.export import average_state
+from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.processes import ProcessCluster
+from rallypoint.testing.reference import average_reference
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import cell_jobs.py by name
 
-from cell_jobs import HELD_AT, STOPS_AT, CellJob, job_of, train_cell
+from cell_jobs import HELD_AT, STOPS_AT, CellJob, Net, dataset, job_of, loss_of, train_cell
 from stage import Stage
 
 QUICK = {
@@ -262,3 +266,31 @@ def test_a_supported_feature_survives_a_kill(feature: Feature, mode: ModeName, t
         PLAYS.get(feature, a_worker_is_killed)(walk)
     finally:
         walk.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("resumed", [False, True], ids=["a server dies", "the job is resumed"])
+def test_an_average_has_the_bytes_of_plain_pytorch_after_a_kill(resumed: bool, tmp_path: Path) -> None:
+    job = job_of(Feature.AVERAGE, ModeName.SYNC)
+    walk = Walk(tmp_path, job)
+    try:
+        stage = walk.begin(replication=2, snapshots=True, snapshot_steps=1)
+        stage.until_held("worker0", "worker1")
+        stage.until(lambda: stage.events("Members")[-1]["exposed"] == 0, "every shard has a backup")
+        stage.until(lambda: any(s["version"] > 0 for s in stage.events("Snapshotted")), "a snapshot is taken")
+        stage.kill("server0")
+        if resumed:
+            stage.close()
+            stage = walk.begin(workers=1, servers=2, replication=2, snapshots=True, resume=True)
+        walk.ends(stage, "worker0", went_on=False)
+        stage.until_over()
+        store = SnapshotStore(str(stage.home / "snapshots"))
+        manifest = store.latest_usable(lambda text: None)
+        assert manifest is not None
+        assert manifest.version == job.config.rounds
+        found = average_state(store, manifest)
+    finally:
+        walk.close()
+    expected = average_reference(Net(job), dataset(), loss_of, job.config)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], values) for name, values in expected.items())

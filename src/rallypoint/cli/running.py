@@ -45,11 +45,14 @@ def snapshot(run: RunFolder) -> None:
 def export(
     snapshot: Annotated[str, typer.Argument(help="A snapshot, a folder of snapshots, or a run's folder.")],
     to: Annotated[Path, typer.Option(help="model.safetensors, or model.pt with the optimizer's state by name.")],
-) -> None:
+    average: Annotated[bool, typer.Option(
+        "--average", "--ema", help="The average of the parameters (average=rp.EMA(...)), not the newest ones.",
+    )] = False,
+) -> None:  # fmt: skip
     """Write a snapshot's model as safetensors or as a torch checkpoint.
 
     Example: [bold]rallypoint export runs/20260131-235959 --to model.safetensors[/bold]
     """
     from rallypoint.store.export import export_snapshot
 
-    print(export_snapshot(snapshot, to))
+    print(export_snapshot(snapshot, to, average=average))

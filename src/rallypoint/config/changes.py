@@ -23,6 +23,8 @@ _FIXED = {
     "codec": "what workers have not sent yet is in the snapshot, as this codec keeps it",
     "sync": _MODE, "optimizer.type": "the snapshot holds the state of this optimizer", "sync.outer.type": _MODE,
     "optimizer.initial_accumulator_value": "it is for the first step, which the job has made",
+    "average.type": "the snapshot holds the other average: leave it out first (average=none)",
+    "average.start": "it is for the first version of the mean; set it when the average begins",
     "table_std": "it is for the tables' first values, which the job has made",
 }  # fmt: skip
 _FREE = ("sync.outer",)  # within a fixed part

@@ -10,6 +10,7 @@ from typing import Literal, TypedDict
 import msgspec
 
 from rallypoint.codec.spec import Bf16, CodecSpec, Fp16, Int8, Raw, has_state
+from rallypoint.core.average import EMA, SWA
 from rallypoint.core.layout import SHARD_BYTES, Role
 from rallypoint.core.loss_scale import LossScaling
 from rallypoint.core.modes import Clock, Contribution, Feature, Holder, ModeTraits, Pace, describe
@@ -52,6 +53,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         scale_lr: "linear" multiplies the rates of `optimizer` by replicas * batch / base_batch, "sqrt" by its root.
         base_batch: the global batch, in samples, for which the rates are right; needed with `scale_lr`.
         clip: global gradient norm at which to clip, or None.
+        average: rp.EMA or rp.SWA: an average of the parameters that servers keep beside them, for export; or None.
         seed: seed of the sample order and of every replica's randomness.
         precision: "bf16" or "fp16" computes forward passes and evaluations in `torch.autocast`; parameters stay fp32.
             "fp16" scales losses, and a step whose gradients overflow is skipped.
@@ -91,6 +93,7 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     scale_lr: Literal["none", "linear", "sqrt"] = "none"
     base_batch: int = 0
     clip: float | None = None
+    average: EMA | SWA | None = None
     seed: int = 0
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     loss_scale: LossScaling = LossScaling()
@@ -253,6 +256,7 @@ class Settings(TypedDict, total=False):
     scale_lr: Literal["none", "linear", "sqrt"]
     base_batch: int
     clip: float | None
+    average: EMA | SWA | None
     seed: int
     precision: Literal["fp32", "bf16", "fp16"]
     loss_scale: LossScaling
@@ -283,6 +287,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
     local, policy, groups = config.local, config.policy, config.groups
     asked = {
         Feature.CLIP: config.clip is not None,
+        Feature.AVERAGE: config.average is not None,
         Feature.SKIP: config.nonfinite == "skip",
         Feature.ACCUMULATE: config.accumulate > 1,
         Feature.GROUPS: any(group.weight_decay is not None or group.lr_scale != 1.0 for group in groups),

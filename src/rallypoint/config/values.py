@@ -17,6 +17,7 @@ import msgspec
 
 from rallypoint.codec.spec import DGC, PowerSGD, RandomK, TopK
 from rallypoint.config.tree import Group, JobConfig
+from rallypoint.core.average import EMA, SWA
 from rallypoint.core.loss_scale import LossScaling, is_power_of_two
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
 from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
@@ -26,6 +27,7 @@ from rallypoint.errors import ConfigError
 
 _MODES = (Sync, BoundedStaleness, Async, LocalSteps, AllReduce)
 _OPTIMIZERS = (AdamW, Adam, SGD, Adagrad)
+_AVERAGES = (EMA, SWA)
 _LARGEST = 2**63 - 1  # what a message can carry
 _Structs = Sequence[type[msgspec.Struct]]
 
@@ -71,6 +73,8 @@ _LIMITS: dict[type[msgspec.Struct], dict[str, Limit]] = {
     Adagrad: {
         "lr": _RATE, **dict.fromkeys(("lr_decay", "weight_decay", "initial_accumulator_value", "eps"), _FROM_0),
     },
+    EMA: {"decay": _DECAY},
+    SWA: {"start": _FROM_0, "every": _FROM_1},
     Constant: _WARMED,
     Cosine: {**_WARMED, "floor": _FROM_0},
     Linear: {**_WARMED, "floor": _FROM_0},
@@ -139,7 +143,7 @@ def _in_value(value: Any, hint: Any, limit: Limit | None, path: str, partial: bo
         wrong = (_in_struct(group, [Group], f"{path}[{n}].", False) for n, group in groups)
         if first := next(filter(None, wrong), ""):
             return first
-    if isinstance(value, str) and structs and all(kind in (*_MODES, *_OPTIMIZERS) for kind in structs):
+    if isinstance(value, str) and structs and all(kind in (*_MODES, *_OPTIMIZERS, *_AVERAGES) for kind in structs):
         return _in_words(value, structs, path)
     return "" if _fits(value, hint, limit) else f"{path} is {_shown(value)}: it must be {_described(hint, limit)}"
 

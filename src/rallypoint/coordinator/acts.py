@@ -11,6 +11,7 @@ from rallypoint.coordinator.inbox import Connection
 from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
+from rallypoint.core.view import Stop
 from rallypoint.net.messages import Aborted, Finished, Message, Stored
 
 
@@ -73,7 +74,10 @@ class AddPart:
 
 @dataclass(frozen=True, slots=True)
 class CommitSnapshot:
-    """Write the manifest; SnapshotCommitted or SnapshotFailed follows. The snapshot `origin` must not be deleted."""
+    """Write the manifest; SnapshotCommitted or SnapshotFailed follows. The snapshot `origin` must not be deleted.
+
+    `stop`: the job's early end, if it is known.
+    """
 
     snapshot: str
     version: int
@@ -81,6 +85,7 @@ class CommitSnapshot:
     record: JobRecord
     metrics: Mapping[str, float]
     origin: str
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
+from rallypoint.core.view import Stop
 from rallypoint.net.messages import Hello, Message
 
 Connection = Hashable  # a channel, or a simulated wire: the shell only compares it
@@ -71,10 +72,11 @@ class SnapshotFailed:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFound:
-    """The newest usable snapshot; "" if there is none."""
+    """The newest usable snapshot, and the early end that it knows; "" if there is none."""
 
     snapshot: str
     version: int = -1
+    stop: Stop | None = None
 
 
 @dataclass(frozen=True, slots=True)

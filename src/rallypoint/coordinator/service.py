@@ -20,8 +20,8 @@ from rallypoint.coordinator.journal import Journal, Persistence
 from rallypoint.coordinator.owner import Owner, tick_seconds
 from rallypoint.coordinator.shell import CoordinatorShell
 from rallypoint.coordinator.snapshots import SnapshotKeeper
+from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.job import JobRecord
 from rallypoint.net.advertise import advertised
 from rallypoint.net.channel import Channel
 from rallypoint.net.handshake import Identity
@@ -62,13 +62,13 @@ class CoordinatorService:
 
     It listens at `bind` ("host:port"; port 0: any free one); members connect to `advertise` (by default the address
     where it listens). If `join_info` has a folder, it keeps its journal there, and goes on where an earlier coordinator
-    of that folder ended. `resume` is (record, snapshot, version) of a snapshot to go on from.
+    of that folder ended. `resume`: the snapshot to go on from.
     """
 
     def __init__(
         self, *, terms: Terms, token: str = "", bind: str = "127.0.0.1:0", advertise: str = "",
         join_info: JoinInfo | None = None, transport: Transport | None = None,
-        resume: tuple[JobRecord, str, int] | None = None,
+        resume: Resumed | None = None,
     ) -> None:  # fmt: skip
         self._terms, self._token, self._bind, self._resume = terms, token, bind, resume
         self._advertise = advertise

@@ -35,9 +35,8 @@ from rallypoint.coordinator.sizes import Sizes
 from rallypoint.core.cluster import effects as cluster_effects
 from rallypoint.core.cluster import events as cluster_events
 from rallypoint.core.cluster.machine import ClusterMachine
-from rallypoint.core.cluster.state import ClusterState
+from rallypoint.core.cluster.state import ClusterState, Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.job import JobRecord
 from rallypoint.core.view import Member, View
 from rallypoint.net.messages import (
     Aborted,
@@ -86,7 +85,7 @@ class CoordinatorShell:
 
     def __init__(
         self, terms: Terms, now: float, *, recovered: ClusterState | None = None,
-        resume: tuple[JobRecord, str, int] | None = None, secret: bytes = b"",
+        resume: Resumed | None = None, secret: bytes = b"",
     ) -> None:  # fmt: skip
         self.machine = ClusterMachine(terms, recovered, resume)
         self._tickets = Tickets(secret)
@@ -157,8 +156,8 @@ class CoordinatorShell:
                 return [*self._announce(done), *self._drive(cluster_events.Committed(snapshot))]
             case inbox.SnapshotFailed(snapshot=snapshot, reason=reason):
                 return self._drive(cluster_events.SnapshotLost(snapshot, reason))
-            case inbox.SnapshotFound(snapshot=snapshot, version=version):
-                return self._drive(cluster_events.Found(snapshot, version))
+            case inbox.SnapshotFound(snapshot=snapshot, version=version, stop=stop):
+                return self._drive(cluster_events.Found(snapshot, version, stop))
             case inbox.Ended(reason=reason):
                 return self._end(Aborted(reason))
             case inbox.Said(text=text):
@@ -356,7 +355,8 @@ class CoordinatorShell:
         view = self.machine.view
         step = self.announcer.config.steps_at(version)
         origin = "" if view is None else view.origin
-        return CommitSnapshot(snapshot, version, step, self.machine.record, self.evaluations.of(step), origin)
+        metrics, stop = self.evaluations.of(step), self.machine.course.views.stop
+        return CommitSnapshot(snapshot, version, step, self.machine.record, metrics, origin, stop)
 
     # ---- time and the end ----
 

@@ -82,6 +82,7 @@ class SnapshotKeeper:
         manifest = Manifest(
             id=act.snapshot, version=act.version, record=msgspec.to_builtins(act.record), created=time.time(),
             metrics=dict(act.metrics), compression=self._compression, shards=parts.shards, files=parts.files,
+            stop=act.stop,
         )  # fmt: skip
         began = parts.began
         self._tasks.put((f"the manifest of snapshot {manifest.id}", lambda: self._commit(act, manifest, began)))
@@ -134,7 +135,10 @@ class SnapshotKeeper:
         except Exception as error:
             self._put(inbox.Ended(f"the snapshots cannot be read: {_sentence(error)}"))
             return
-        self._put(inbox.SnapshotFound("") if manifest is None else inbox.SnapshotFound(manifest.id, manifest.version))
+        if manifest is None:
+            self._put(inbox.SnapshotFound(""))
+        else:
+            self._put(inbox.SnapshotFound(manifest.id, manifest.version, manifest.stop))
 
 
 def _sentence(error: Exception) -> str:

@@ -18,7 +18,7 @@ from rallypoint.core.layout import Entry, Shard, TensorSpec
 from rallypoint.core.loss_scale import ENTRY
 from rallypoint.errors import ConfigError, DamagedSnapshot, SnapshotError, SnapshotFailed
 from rallypoint.store.manifest import Manifest, age
-from rallypoint.store.record import ShardRecord
+from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.store.state import MASTER, OWN
 
@@ -38,6 +38,14 @@ def model_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Ten
     return _Flat(store, manifest, lambda name: name == MASTER).model()
 
 
+def average_state(store: SnapshotStore, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Return the average of the parameters (rp.EMA, rp.SWA) and the newest buffers, as `model_state`.
+
+    Raises SnapshotError when nothing has been averaged yet, DamagedSnapshot as `model_state`.
+    """
+    return _Flat(store, manifest, lambda name: name in (MASTER, AVERAGE)).average()
+
+
 def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
     """Return each trained parameter's optimizer state, under the parameter's first name.
 
@@ -45,10 +53,10 @@ def optimizer_state(store: SnapshotStore, manifest: Manifest) -> OptimizerState:
 
     Raises DamagedSnapshot when a shard cannot be read, or two shards of one parameter do not agree.
     """
-    return _Flat(store, manifest, lambda name: name != MASTER).optimizer()
+    return _Flat(store, manifest, lambda name: name not in (MASTER, AVERAGE)).optimizer()
 
 
-def export_snapshot(location: str, to: Path) -> str:
+def export_snapshot(location: str, to: Path, *, average: bool = False) -> str:
     """Write the model of a snapshot to `to`, and return one line that says what was written.
 
     `location` is a snapshot's folder or URL; or a store, or a run's folder with `snapshots/` in it, for its latest
@@ -59,25 +67,30 @@ def export_snapshot(location: str, to: Path) -> str:
     state of the optimizer on the servers (under local steps the outer optimizer), `step` the steps of training in the
     model.
 
-    Raises ConfigError for another ending, SnapshotError when there is no usable snapshot, SnapshotFailed when `to`
-    cannot be written.
+    With `average` the model's parameters are their average (rp.EMA, rp.SWA).
+
+    Raises ConfigError for another ending, SnapshotError when nothing has been averaged, or when there is no usable
+    snapshot, SnapshotFailed when `to` cannot be written.
     """
     if to.suffix not in (".safetensors", ".pt"):
         raise ConfigError(f"{to} has no known ending: .safetensors holds the model, .pt its optimizer's state too")
     store, manifest, said = _find(location)
     job = manifest.job
     steps = min(manifest.version * job.steps_per_round, int(job.config.get("steps", manifest.version)))
-    flat = _Flat(store, manifest, lambda name: name == MASTER or to.suffix == ".pt")
-    model = flat.model()
+    wanted = {MASTER, AVERAGE} if average else {MASTER}
+    flat = _Flat(store, manifest, lambda name: name in wanted or (to.suffix == ".pt" and name != AVERAGE))
+    model = flat.average() if average else flat.model()
     if to.suffix == ".pt":
         content = {"model": model, "optimizer": flat.optimizer(), "step": steps}
         _write(to, lambda path: _save_all(content, path))
     else:
         about = {"format": "pt", "version": str(manifest.version), "fingerprint": job.layout.fingerprint}
+        about |= {"average": str(job.config["average"]["type"])} if average else {}
         # Safetensors accepts no shared memory
         apart = model | {name: model[name].clone() for name in job.tied if name in model}
         _write(to, lambda path: _save_model(apart, path, about))
-    return "; ".join([f"wrote {_counted(model)} of {manifest.id} to {to}", *_frozen(job), *said])
+    what = f"the average of {_counted(model)}" if average else _counted(model)
+    return "; ".join([f"wrote {what} of {manifest.id} to {to}", *_frozen(job), *said])
 
 
 class _Flat:
@@ -91,6 +104,7 @@ class _Flat:
         self._tables: list[dict[str, torch.Tensor]] = [{} for _ in self._layout.tables]
         self._present: dict[int, set[str]] = {}  # shard -> vectors that it has a part of
         self._scalars: dict[int, dict[str, float]] = {}
+        self._averaged: dict[int, float] = {}  # shard -> versions in its average
 
         shards = self._layout.shards
         for shard, record in zip(shards, store.read(manifest, [s.index for s in shards]), strict=True):
@@ -104,7 +118,8 @@ class _Flat:
         mine = [name for name in record.arrays if name.partition(".")[0] != OWN]
         names = [name for name in mine if takes(name) and record.arrays[name].size == shard.words]
         self._present[shard.index] = set(names)
-        self._scalars[shard.index] = record.scalars
+        self._scalars[shard.index] = {name: value for name, value in record.scalars.items() if name != AVERAGED}
+        self._averaged[shard.index] = record.scalars.get(AVERAGED, 0.0)
         for name in names:
             part = torch.from_numpy(record.arrays[name])
             if shard.part is not None:
@@ -121,10 +136,18 @@ class _Flat:
             # Copied as bytes: a shard of buffers holds any dtype, and must not be converted as numbers.
             vector[shard.start : shard.stop].view(torch.uint8).copy_(part.view(torch.uint8))
 
-    def model(self) -> dict[str, torch.Tensor]:
+    def average(self) -> dict[str, torch.Tensor]:
+        if not any(self._averaged.values()):
+            raise SnapshotError(
+                f"snapshot {self._name} has no average of the parameters: give the job average=rp.EMA(0.999), or wait "
+                "until the first version that it takes"
+            )
+        return self.model(AVERAGE)
+
+    def model(self, parameters: str = MASTER) -> dict[str, torch.Tensor]:
         tables = {spec.name: table[MASTER] for spec, table in self._by_table()}
         entries = [entry for entry in self._layout.entries if entry.spec.name != ENTRY]
-        tensors = {entry.spec.name: self._tensor(entry) for entry in entries} | tables
+        tensors = {entry.spec.name: self._tensor(entry, parameters) for entry in entries} | tables
         return tensors | {name: tensors[first] for name, first in self._tied.items() if first in tensors}
 
     def optimizer(self) -> OptimizerState:
@@ -138,9 +161,9 @@ class _Flat:
     def _by_table(self) -> list[tuple[TensorSpec, dict[str, torch.Tensor]]]:
         return list(zip(self._layout.tables, self._tables, strict=True))
 
-    def _tensor(self, entry: Entry) -> torch.Tensor:
+    def _tensor(self, entry: Entry, parameters: str) -> torch.Tensor:
         dtype = getattr(torch, entry.spec.dtype)
-        words = self._vectors[MASTER][entry.start : entry.stop]
+        words = self._vectors[parameters if entry.spec.group >= 0 else MASTER][entry.start : entry.stop]
         if entry.spec.group >= 0:
             return words.to(dtype, copy=True).view(entry.spec.shape)
         raw = words.view(torch.uint8)[: entry.spec.numel * dtype.itemsize]
@@ -151,7 +174,7 @@ class _Flat:
         if not touched:
             return {}
         first, state = touched[0], self._agreed(entry.spec.name, touched)
-        for name in sorted(self._present[first] - {MASTER}):
+        for name in sorted(self._present[first] - {MASTER, AVERAGE}):
             state[name] = self._vectors[name][entry.start : entry.stop].clone().view(entry.spec.shape)
         return state
 

@@ -14,6 +14,7 @@ import xxhash
 from rallypoint.config.kept import kept_record
 from rallypoint.core.job import JobRecord
 from rallypoint.core.typed import build_now
+from rallypoint.core.view import Stop
 from rallypoint.errors import DamagedSnapshot, SnapshotError, UsageError
 
 Compression = Literal["none", "zstd", "zstd-planes"]
@@ -44,6 +45,7 @@ class Manifest(msgspec.Struct, frozen=True):
         compression: how the records were encoded.
         shards: shard index -> where its record lies.
         files: file name -> size in bytes. The shards of a file cover it without gaps.
+        stop: the job's early end, if its script had said it before the snapshot was complete.
         format: number of the format of this file and the records.
     """
 
@@ -55,6 +57,7 @@ class Manifest(msgspec.Struct, frozen=True):
     compression: str
     shards: dict[int, ShardEntry]
     files: dict[str, int]
+    stop: Stop | None = None
     format: int = FORMAT
 
     @property

@@ -22,6 +22,7 @@ from rallypoint.store.manifest import Compression
 MAX_ARRAY_BYTES = 1 << 30  # far above any shard
 _MAX_RECORD_BYTES = 2 << 30  # of a record whose shard is not known
 _STATES_OF_A_WORD, _CODEC_BYTES_OF_A_WORD, _BESIDE_BYTES = 64, 32, 16 << 20  # generous: no optimizer keeps so much
+AVERAGE, AVERAGED = "average", "averaged"  # the array and the number of an average of the parameters
 _MAGIC = b"RPS1"
 _STATE = "memory-"  # the prefix on disk of codec states
 _PREFIX = struct.Struct("<4sI")

@@ -14,8 +14,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rallypoint.config import JobConfig, settings_of
+from rallypoint.core.average import EMA, takes
 from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
@@ -63,6 +65,22 @@ def loss_scales(
         reference.step(step)
         scales.append(reference.scaler.get_scale())
     return scales
+
+
+def average_reference(
+    model: torch.nn.Module, dataset: MapDataset, loss_fn: LossFunction, config: JobConfig
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """Train as `train_reference` with `config.average`, and return the parameters' average by name."""
+    spec = config.average
+    assert spec is not None
+    decayed = get_ema_multi_avg_fn(spec.decay) if isinstance(spec, EMA) else None  # type: ignore[no-untyped-call]
+    reference = _Reference(model, dataset, loss_fn, config, lambda step, replica: 1.0)
+    averaged = AveragedModel(model, multi_avg_fn=decayed)
+    for step in range(config.steps):
+        reference.step(step)
+        if takes(spec, step + 1):
+            averaged.update_parameters(model)
+    return {name: parameter.detach() for name, parameter in averaged.module.named_parameters()}
 
 
 class _Reference:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rallypoint.core.cluster.state import ClusterState
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import Member, ViewNumber
+from rallypoint.core.view import Member, Stop, ViewNumber
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +260,12 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answer to `FindSnapshot`: the newest usable snapshot; "" if there is none."""
+    """The answer to `FindSnapshot`: the newest usable snapshot, and the early end that it knows; "" if there is none.
+    """
 
     snapshot: str
     version: int = -1
+    stop: Stop | None = None
 
 
 Event = (

@@ -29,7 +29,7 @@ from rallypoint.core.cluster.health.reach import Reach
 from rallypoint.core.cluster.health.silence import Silence
 from rallypoint.core.cluster.health.waiting import waiting_for
 from rallypoint.core.cluster.invariants import check_course
-from rallypoint.core.cluster.state import ClusterState, Phase
+from rallypoint.core.cluster.state import ClusterState, Phase, Resumed
 from rallypoint.core.cluster.storing.last_snapshot import LastSnapshot
 from rallypoint.core.cluster.storing.snapshot_duty import SnapshotDuty
 from rallypoint.core.cluster.storing.snapshots import Snapshots
@@ -53,7 +53,7 @@ class ClusterMachine:
 
     terms: Terms
     recovered: ClusterState | None = None
-    resume: tuple[JobRecord, str, int] | None = None
+    resume: Resumed | None = None
     course: Course = field(init=False)
     _assigner: Assigner = field(default_factory=Assigner)
     _snapshots: Snapshots = field(init=False)
@@ -75,10 +75,11 @@ class ClusterMachine:
         self._completion = Completion(self.course, self._snapshots, self._succession)
         self._silence, self._reach = Silence(self.terms.heartbeat), Reach(self.course)
         if self.resume is not None:
-            record, self._origin, version = self.resume
-            self.course.describe(record)
-            self.course.furthest, self.course.begun = version - 1, True
-            self._snapshots.duty.last = (version, 0.0)
+            self._origin = self.resume.snapshot
+            self.course.describe(self.resume.record)
+            self.course.furthest, self.course.begun = self.resume.version - 1, True
+            self.course.views.stop = self.resume.stop
+            self._snapshots.duty.last = (self.resume.version, 0.0)
         if self.recovered is not None:
             self._recover(self.recovered)
 
@@ -377,8 +378,7 @@ class ClusterMachine:
             if member not in found.dead:
                 course.members.give_up(member, now + self.terms.heartbeat)
             effects += self._left(member, why)
-        if course.phase is Phase.GATHERING:  # all have gone at once: a view of those who gave up is for nobody
-            effects = [effect for effect in effects if not isinstance(effect, Publish)]
+        effects = self._succession.after_losses(effects)
         if course.phase is Phase.RUNNING and not self._silence.cut_off:
             apart = set_apart(self._reach, course, self._left)
             effects += [*apart, *self._succession.advance()] if apart else []

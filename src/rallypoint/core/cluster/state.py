@@ -10,7 +10,7 @@ from rallypoint.core.cluster.effects import Abort, Finish
 from rallypoint.core.cluster.membership import Membership
 from rallypoint.core.cluster.terms import Terms
 from rallypoint.core.job import JobRecord
-from rallypoint.core.view import View
+from rallypoint.core.view import Stop, View
 
 
 class Phase(enum.Enum):
@@ -46,6 +46,18 @@ class Failing(msgspec.Struct, frozen=True):
     def word(self) -> Abort:
         """What everybody is told at the end."""
         return Abort(f"{self.member}: {self.reason}")
+
+
+class Resumed(msgspec.Struct, frozen=True):
+    """A job begins with the `snapshot` of an earlier run, of this `version`, and with this `record`.
+
+    `stop`: the job's early end, if that run's script had said it before the snapshot was complete.
+    """
+
+    record: JobRecord
+    snapshot: str
+    version: int
+    stop: Stop | None = None
 
 
 class ClusterState(msgspec.Struct, frozen=True):

@@ -162,6 +162,7 @@ class Succession:
             return self.new_generation("")
         course.phase = Phase.RUNNING
         course.furthest = event.version - 1
+        course.views.stop = course.views.stop or event.stop  # the journal may have had no room for it
         self.snapshots.duty.last = (event.version, course.now)
         said = Say(f"going on from snapshot {event.snapshot}: version {event.version}")
         return [said, *self.new_generation(event.snapshot)]
@@ -205,8 +206,22 @@ class Succession:
 
     def dismiss(self) -> list[Effect]:
         """Let servers that were told to leave go: those without a shard; under AllReduce all of them."""
-        view, members = self.course.view, self.course.members
-        if view is None:
+        members, needed = self.course.members, self._needed()
+        if self.course.view is None:
             return []
-        needed = set() if self.course.recovery.workers_store else {*view.primary.values(), *view.backup.values()}
         return [Dismiss(server) for server in members.servers if server in members.leaving - needed]
+
+    def after_losses(self, effects: list[Effect]) -> list[Effect]:
+        """Return the effects of several losses at once, without those that only the last one makes wrong."""
+        phase, needed = self.course.phase, self._needed()
+        # A server that could go after one loss may be needed after the next
+        kept = [effect for effect in effects if not (isinstance(effect, Dismiss) and effect.server in needed)]
+        # When all have gone, a view of those who were given up is for nobody
+        return [effect for effect in kept if phase is not Phase.GATHERING or not isinstance(effect, Publish)]
+
+    def _needed(self) -> set[str]:
+        """The servers that hold shards in the view in force; none under AllReduce."""
+        view = self.course.view
+        if view is None or self.course.recovery.workers_store:
+            return set()
+        return {*view.primary.values(), *view.backup.values()}

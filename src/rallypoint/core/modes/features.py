@@ -16,6 +16,7 @@ class Feature(enum.Enum):
     # the configuration
     CLIP = "clip="
     SKIP = 'nonfinite="skip"'
+    AVERAGE = "average="
     ACCUMULATE = "accumulate="
     GROUPS = "weight_decay= or lr_scale= of a group"
     CODEC = "a lossy codec="

@@ -87,6 +87,15 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
         YES,
         {_M.STAGGERED: No("what a replica has changed since its last round would be lost with the step; use 'stop'")},
     ),
+    _F.AVERAGE: _row(
+        YES,
+        {
+            _M.ALL_REDUCE: No(
+                "workers hold the parameters, and the script can average its own model: use "
+                "torch.optim.swa_utils.AveragedModel there, or sync=rp.Sync()"
+            )
+        },
+    ),
     _F.ACCUMULATE: _row(),
     _F.GROUPS: _row(),
     _F.CODEC: _row(),
@@ -245,6 +254,11 @@ CONFLICTS = (
     Conflict(
         _F.GROUPS, _F.OWN_OPTIMIZER,
         "groups cannot set a decay or a rate where own_optimizer steps; give them to its own param_groups",
+    ),
+    Conflict(
+        _F.TABLES, _F.AVERAGE,
+        "every row of it would have to be averaged at every step, also those that nobody uses; use sparse=False, or "
+        "leave average out",
     ),
     Conflict(
         _F.TABLES, _F.COMPENSATION,

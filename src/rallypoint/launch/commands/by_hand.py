@@ -17,8 +17,8 @@ import msgspec
 
 from rallypoint.config.changes import Change, changed_record
 from rallypoint.coordinator.service import CoordinatorService, JoinInfo
+from rallypoint.core.cluster.state import Resumed
 from rallypoint.core.cluster.terms import Terms
-from rallypoint.core.job import JobRecord
 from rallypoint.errors import ConfigError, RallypointError, UsageError, meant
 from rallypoint.launch import environment
 from rallypoint.launch.access import Access, access_of
@@ -127,7 +127,7 @@ def run_coordinator(
     return 0 if failure is None else FAILED
 
 
-def _start_of(resume: str, about: JoinInfo) -> tuple[tuple[JobRecord, str, int] | None, list[Change]]:
+def _start_of(resume: str, about: JoinInfo) -> tuple[Resumed | None, list[Change]]:
     """With what a job begins that goes on from the snapshot `resume`, and which settings change; None: anew."""
     if not resume:
         return None, []
@@ -137,7 +137,8 @@ def _start_of(resume: str, about: JoinInfo) -> tuple[tuple[JobRecord, str, int] 
         return None, []
     record, changes = changed_record(manifest.job, about.overrides, manifest.version)
     print(f"going on from snapshot {manifest.id}", flush=True)
-    return (record, manifest.id, manifest.version), changes
+    stop = None if any(change.key == "steps" for change in changes) else manifest.stop
+    return Resumed(record, manifest.id, manifest.version, stop), changes
 
 
 @contextlib.contextmanager

@@ -16,10 +16,11 @@ from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
 from rallypoint.optim.flat import ShardOptimizer, state_names
+from rallypoint.server.shards.average import ShardAverage
 from rallypoint.server.shards.gradient import GradientSum, first_that_became, float_ranges
 from rallypoint.server.shards.scale import ScaleWords
 from rallypoint.server.shards.wire import WireCopies
-from rallypoint.store.record import ShardRecord
+from rallypoint.store.record import AVERAGE, AVERAGED, ShardRecord
 
 _WIRE = "wire-"
 
@@ -37,6 +38,8 @@ class OwnedShard:
         none_here = shard.role == "buffers"
         self._optimizer = None if none_here else ShardOptimizer(config, shard.group, shard.words)
         self.master = torch.zeros(shard.words) if self._optimizer is None else self._optimizer.master
+        averages = config.average is not None and self._optimizer is not None
+        self._average = ShardAverage(config.average, self.master) if config.average and averages else None
         self.measured = self._optimizer is not None
         self._sum = GradientSum(shard.words)
         self._wire = WireCopies(shard, config, pool, scratch)
@@ -58,6 +61,8 @@ class OwnedShard:
         """Set the first version. Its buffer becomes the wire copy."""
         self.master.copy_(payload.tensor[: self.shard.words])
         self._wire.keep(version, payload, version)
+        if self._average is not None:
+            self._average.begin()
 
     def take(self, payload: Buffer, weight: float, base: int | None = None, at: int = 0) -> None:
         """Make a contribution the part of the sum that begins at replica `at`. `base`: see `compensate`."""
@@ -109,6 +114,8 @@ class OwnedShard:
             if update.replicate and self._spends_gradient:
                 gradient = wire.tensor[: self.shard.words].copy_(gradient)
             self._optimizer.apply(gradient, update.step, update.rate)
+            if self._average is not None:
+                self._average.update(update.step + 1)
         self._scale.advance(self.master, kept, skipped=scale is None)
         finished = self._sum.leave()
         wire.tensor[: self.shard.words].copy_(self.master)
@@ -131,8 +138,14 @@ class OwnedShard:
     # ---- the whole state, for a backup or a snapshot ----
 
     def digest(self, before: bytes) -> bytes:
-        """XXH3-128 of the parameters. (The moments are proved too: without them the next version has other bytes.)"""
-        return xxhash.xxh3_128_digest(self.master.numpy().data)
+        """XXH3-128 of the parameters. (The moments are proved too: without them the next version has other bytes.)
+
+        Nothing follows from an average, so its bytes are proved by themselves.
+        """
+        found = xxhash.xxh3_128(self.master.numpy().data)
+        if self._average is not None:
+            found.update(self._average.values.numpy().data)
+        return found.digest()
 
     def state(self, version: int, clocks: Sequence[int], *, wires: bool) -> ShardRecord:
         """The whole state at `version`; with `wires` also the last versions. The arrays are views, not copies.
@@ -144,6 +157,9 @@ class OwnedShard:
         if self._optimizer is not None:
             moments, scalars = self._optimizer.state()
             arrays |= moments
+        if self._average is not None:
+            average, count = self._average.state()
+            arrays, scalars = arrays | average, scalars | count
         if wires:
             arrays |= {f"{_WIRE}{v}": self._wire.values(v) for v in self._wire}
         plain = {name: array.numpy() for name, array in arrays.items()}
@@ -158,8 +174,12 @@ class OwnedShard:
         arrays = {name: torch.from_numpy(array) for name, array in record.arrays.items()}
         self.master.copy_(arrays.pop("master"))
         wires = {name: arrays.pop(name) for name in list(arrays) if name.startswith(_WIRE)}
+        average = {name: arrays.pop(name) for name in [AVERAGE] if name in arrays}
+        scalars = {name: number for name, number in record.scalars.items() if name != AVERAGED}
+        if self._average is not None:
+            self._average.load(average, record.scalars)
         if self._optimizer is not None:
-            self._optimizer.load(arrays, record.scalars)
+            self._optimizer.load(arrays, scalars)
         for name, values in (wires or {f"{_WIRE}{record.version}": self.master}).items():
             buffer = self._pool.take()
             buffer.tensor[: self.shard.words].copy_(values)
@@ -172,6 +192,15 @@ def fits(record: ShardRecord, shard: Shard, config: JobConfig) -> bool:
     moments = record.arrays.keys() - wires - {"master"}
     nothing: tuple[set[str], set[str]] = (set(), set())
     known = [nothing] if shard.role == "buffers" else state_names(config.applied)
-    right = (moments, set(record.scalars)) in known and len(record.clocks) == config.clocks(shard.role)
+    numbers = set(record.scalars)
+    if config.average is not None and shard.role == "parameters":
+        if AVERAGE not in moments or AVERAGED not in numbers or not _is_count(record.scalars[AVERAGED]):
+            return False
+        moments, numbers = moments - {AVERAGE}, numbers - {AVERAGED}
+    right = (moments, numbers) in known and len(record.clocks) == config.clocks(shard.role)
     same = all(len(array) == shard.words and array.dtype == np.float32 for array in record.arrays.values())
     return "master" in record.arrays and f"{_WIRE}{record.version}" in wires and right and same
+
+
+def _is_count(number: float) -> bool:
+    return number >= 0 and number.is_integer()
