@@ -208,9 +208,13 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "rallypoint.cli", *arguments]
 
 
-@pytest.fixture(params=["warm", pytest.param("cold", marks=pytest.mark.slow)])
+# All plays with forked processes, two of them also with processes that import torch for themselves
+also_cold = pytest.mark.parametrize("cluster", ["warm", pytest.param("cold", marks=pytest.mark.slow)], indirect=True)
+
+
+@pytest.fixture
 def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, cold=request.param == "cold")
+    cluster = Cluster(tmp_path, cold=getattr(request, "param", "warm") == "cold")
     yield cluster
     cluster.close()
 
@@ -262,6 +266,7 @@ def test_a_server_that_alone_held_its_shards_costs_steps_but_no_byte(cluster: Cl
     assert cluster.hash == undisturbed.hash
 
 
+@also_cold
 def test_the_coordinator_killed_mid_step_changes_no_byte(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)
@@ -316,6 +321,7 @@ def test_a_job_grows_from_its_least_to_its_most_workers(cluster: Cluster, undist
     assert cluster.hash == undisturbed.hash
 
 
+@also_cold
 def test_everything_dies_and_resume_needs_nothing_but_the_folder(cluster: Cluster, undisturbed: Cluster) -> None:
     cluster.run("--workers", "2", "--servers", "2")
     cluster.until_caught_up(AT)

@@ -119,3 +119,12 @@ class RankLost(RallypointError):
 
 class JobAborted(RallypointError):
     """The job ended before its last step; the message says who gave up and why."""
+
+
+def sentence_of(error: BaseException) -> str:
+    """What an error says, in one sentence."""
+    if isinstance(error, RallypointError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return f"{type(error).__name__}: {error}"

@@ -54,6 +54,7 @@ SETTINGS: dict[Feature, dict[str, Any]] = {
     Feature.DOWN: {"down": {"type": "bf16"}},
     Feature.FP16: {"precision": "fp16"},
     Feature.HOLD: {"precision": "bf16", "hold": "bf16"},
+    Feature.STREAMED: {"parameters": "streamed", "prefetch_bytes": 200},
     Feature.RESIZE: {"replicas": 6},  # more than two workers have something to do
     Feature.ON_DEMAND: {"steps": 80},
     Feature.BY_SPEED: {"replicas": 8, "steps": SPEED_STEPS},
@@ -133,6 +134,7 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
     settings = {key: value for key, value in cell.settings.items() if key != "optimizer" or not own}
     run = job.train(model, dataset(), own_optimizer=own, **settings)
     wait = _gate(job, cell)
+    hash_of = _hash_in_evaluation(run, model, cell) if cell.has(Feature.STREAMED) else lambda: weights_hash(model)
     if cell.has(Feature.EVALUATION):
 
         @run.every(4)
@@ -147,7 +149,20 @@ def train_cell(job: rp.Job, cell: CellJob) -> str:
             micro.backward(loss * math.nan if is_bad else loss)
         if cell.has(Feature.STOP) and micro.step >= STOPS_AT:
             run.stop("the cell says so")
-    return weights_hash(model)
+    return hash_of()
+
+
+def _hash_in_evaluation(run: rp.Run, model: torch.nn.Module, cell: CellJob) -> Callable[[], str]:
+    """After the job the parameters are on the servers only: the last evaluation tells all workers the hash."""
+    found: list[str] = []
+
+    @run.every(STEPS)
+    def evaluate(step: int) -> None:
+        found.append(weights_hash(model))
+        if cell.gate:
+            (Path(cell.gate) / "hash").write_text(found[-1])
+
+    return lambda: found[-1] if found else (Path(cell.gate) / "hash").read_text()
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:

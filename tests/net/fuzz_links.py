@@ -26,7 +26,7 @@ from rallypoint.worker.exchange.links import Context
 from rallypoint.worker.exchange.locked import Rewound
 
 SECRET = b"the secret of every server here."
-TO_WORKERS = (Kind.VERSION, Kind.STATE, Kind.ROWS, Kind.CREDIT, Kind.CODEC_STATE, Kind.TAKEN, Kind.WAIT)
+TO_WORKERS = (Kind.VERSION, Kind.STATE, Kind.ROWS, Kind.WORDS, Kind.CREDIT, Kind.CODEC_STATE, Kind.TAKEN, Kind.WAIT)
 PATIENCE_S = 20.0
 
 

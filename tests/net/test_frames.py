@@ -23,7 +23,10 @@ from rallypoint.net.frames import (
 )
 
 U32 = st.integers(0, 2**32 - 1)
-EMPTY = {Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.WANT, Kind.WAIT, Kind.RECALL, Kind.TAKEN}
+EMPTY = {
+    Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.WANT, Kind.WAIT, Kind.RECALL, Kind.TAKEN,
+    Kind.PULL_WORDS,
+}  # fmt: skip
 HEADERS = st.builds(
     Header, kind=st.sampled_from(Kind), view=st.builds(ViewNumber, U32, U32), shard=U32, replica=U32, step=U32,
     weight=st.floats(allow_nan=False, allow_infinity=False), flags=st.integers(0, 15),

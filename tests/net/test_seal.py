@@ -20,6 +20,7 @@ from rallypoint.net.seal import SEALED_BYTES, Opener, Sealer, Secrets
 KEYS = LinkKeys(bytes(range(32)), bytes(range(32, 64)))
 WITH_PAYLOAD = sorted(set(Kind) - {
     Kind.CREDIT, Kind.FOLLOW, Kind.FETCH, Kind.UNFOLLOW, Kind.ACK, Kind.WANT, Kind.WAIT, Kind.RECALL, Kind.TAKEN,
+    Kind.PULL_WORDS,
 })  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from rallypoint.config import resolve
 from rallypoint.core.layout import Layout
 from rallypoint.worker.sources.hooks import GradientHooks
 from rallypoint.worker.sources.staging import HostStaging
+from rallypoint.worker.streamed.memory import WholeVector
 from rallypoint.worker.tensors import ModelTensors
 
 CLIP = 0.01
@@ -43,6 +44,7 @@ class _Replica:
 class _Exchange:
     def __init__(self, layout: Layout, wanted: Sequence[int]) -> None:
         self.layout, self.buffer = layout, torch.full((layout.words,), 7.0)  # of another shard's version, say
+        self.memory = WholeVector(layout, self.buffer)
         self.replica = _Replica(self, wanted)
 
     def check(self, *, stale: bool) -> None:

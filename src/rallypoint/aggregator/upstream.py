@@ -142,6 +142,12 @@ class _FromServer:
     def rows(self, header: Header, data: bytearray) -> None:
         raise ProtocolError(_strange(header.kind))
 
+    def words_arriving(self, header: Header) -> memoryview | None:
+        raise ProtocolError(_strange(header.kind))
+
+    def words_arrived(self, header: Header) -> None:
+        raise ProtocolError(_strange(header.kind))
+
     def to_wait(self, replica: int, clock: int) -> None:
         raise ProtocolError(_strange(Kind.WAIT))
 

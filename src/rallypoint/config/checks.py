@@ -25,6 +25,15 @@ def check(config: JobConfig) -> None:
         raise ConfigError(why)
     if config.hold == "bf16" and config.precision != "bf16":
         raise ConfigError('hold="bf16" needs autocast, or layers would get two types: add precision="bf16"')
+    if config.streamed and config.precision != "fp32":
+        raise ConfigError(
+            'parameters="streamed" needs precision="fp32": autocast would keep a bf16 copy of every parameter'
+        )
+    if config.streamed and config.offload != "none":
+        raise ConfigError(
+            'parameters="streamed" with offload="activations" is not supported: parameters would wait in the host\'s '
+            "memory too; leave one of them out"
+        )
     if config.precision == "fp16" and config.nonfinite == "continue":
         raise ConfigError('precision="fp16" skips steps that overflow: set nonfinite to "stop" or "skip"')
     for optimizer in (config.optimizer, config.applied):

@@ -72,6 +72,9 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         table_std: standard deviation of the initial values of tables (embeddings whose rows only the servers keep).
         shard_bytes: the largest shard, in bytes.
         window: contributions that may be on their way from one worker to one server.
+        parameters: "streamed": parameters stay on the servers; a worker pulls those of a module when it runs, forward
+            and backward, and frees them after use. It never holds the whole model.
+        prefetch_bytes: bytes of streamed parameters that a worker asks for before they are needed.
         presum_bytes: bytes that a worker may take to add up its replicas' gradients before it sends them, in copies of
             the model: with n copies it adds up to 2^n replicas. 0: it sends each replica's.
         overlap: a step's forward pass may begin before all of its parameters are here; each module waits for its own.
@@ -108,6 +111,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     table_std: float = 1.0
     shard_bytes: int = SHARD_BYTES
     window: int = 4
+    parameters: Literal["local", "streamed"] = "local"
+    prefetch_bytes: int = 32 << 20
     presum_bytes: int = 8 << 30
     overlap: bool = True
     hold_bytes: int = 256 << 20
@@ -228,6 +233,11 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         return self.nonfinite == "skip" or self.precision == "fp16"
 
     @property
+    def streamed(self) -> bool:
+        """True if parameters stay on the servers."""
+        return self.parameters == "streamed"
+
+    @property
     def overlaps(self) -> bool:
         """True if a step's forward pass may begin before all of its version is here, as far as these settings say.
 
@@ -236,7 +246,8 @@ class JobConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """
         mode, states = self.mode, any(has_state(codec) for codec in self.codecs)
         gradients = mode.contribution is Contribution.GRADIENT and mode.pace is Pace.ROUNDS
-        return self.overlap and gradients and mode.holder is Holder.SERVERS and not states
+        here = self.overlap and not self.streamed  # streamed ones are pulled at a version that exists everywhere
+        return here and gradients and mode.holder is Holder.SERVERS and not states
 
     @property
     def codecs(self) -> tuple[CodecSpec, ...]:
@@ -271,6 +282,8 @@ class Settings(TypedDict, total=False):
     table_std: float
     shard_bytes: int
     window: int
+    parameters: Literal["local", "streamed"]
+    prefetch_bytes: int
     presum_bytes: int
     overlap: bool
     hold_bytes: int
@@ -296,6 +309,7 @@ def features_of(config: JobConfig) -> frozenset[Feature]:
         Feature.DOWN: config.down != Raw(),
         Feature.FP16: config.precision == "fp16",
         Feature.HOLD: config.hold != "fp32",
+        Feature.STREAMED: config.streamed,
         Feature.OWN_OPTIMIZER: bool(config.own_optimizer),
         Feature.FRESH_INNER: local is not None and not local.keep_inner,
         Feature.FRAGMENTS: local is not None and local.fragments > 1,

@@ -66,9 +66,9 @@ class JobRecord(msgspec.Struct, frozen=True):
     def leases(self) -> bool:
         """True if a worker that does not train may evaluate a version: servers send every version whole and exactly.
 
-        The rest stays with the lead: other modes, a lossy `down`, parameters held in bf16, tables.
+        The rest stays with the lead: other modes, a lossy `down`, parameters held in bf16 or streamed, tables.
         """
-        whole = not {Feature.DOWN, Feature.HOLD, Feature.TABLES}.intersection(self.features)
+        whole = not {Feature.DOWN, Feature.HOLD, Feature.TABLES, Feature.STREAMED}.intersection(self.features)
         return self.mode.name is ModeName.SYNC and whole
 
     def refusal_of(self, terms: Set[Feature]) -> str:

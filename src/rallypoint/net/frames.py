@@ -5,7 +5,7 @@
     5  kind       u8
     6  flags      u8    bit 0, NOT_FINITE: the loss was not finite
                         bit 1, SKIP: the step changes nothing (Replicate; Version of a mean), or the version is no
-                        longer kept (Rows)
+                        longer kept (Rows, Words)
                         bit 2, NEWEST: if the version is not kept, send the newest one instead (PullRows; step LATEST
                         always asks for the newest)
                         bit 3, BAD_GRADIENT: the values of the contribution are not finite
@@ -13,18 +13,20 @@
     8  epoch      u32   the view's number: coordinator epoch ...
     12 count      u32   ... and count (I10)
     16 shard      u32
-    20 replica    u32   (Credit: how many)
-    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows: the version; CodecState, Taken:
-                         the codec state's step; Choice: the step)
+    20 replica    u32   (Credit: how many; PullWords: the first word, within the shard)
+    24 step       u32   (Initial, Version, State, Ack, Replicate, PullRows, Rows, PullWords, Words: the version;
+                         CodecState, Taken: the codec state's step; Choice: the step)
     28 base       u32   Push: where a shard's sum is a tree, how many more replicas than `replica`, the first, are in
                         the block; under a streaming policy, the version it was computed from
                         Version, Wait under a streaming policy: the clock
-                        (PullRows, Rows: the pull's number; CodecState: 1 for a copy for a snapshot; Replicate: the
-                        number of contributions in the update; Ack: 1 if the choice of contributions is here too)
+                        (PullRows, Rows, PullWords, Words: the pull's number; CodecState: 1 for a copy for a snapshot;
+                        Replicate: the number of contributions in the update; Ack: 1 if the choice of contributions is
+                        here too)
     32 weight     f64   (Replicate: the factor on the learning rate)
     40 length     u32   in bytes
     44 wants      u32   which parameters are asked for, or sent: 0 none, 1 the job's last version, r + 2 replica r's
-                        (Push of a block: a bit for each of its first 32 replicas that is not finite)
+                        (Push of a block: a bit for each of its first 32 replicas that is not finite;
+                        PullWords: how many words)
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class Kind(enum.IntEnum):
     PULL_ROWS = 21
     ROWS = 22
     CODEC_STATE = 23  # a replica's codec state (codec/state.py); empty: there is none, or nothing new
+    WORDS = 24  # a range of a shard's parameters at one version
 
     CREDIT = 32
     FOLLOW = 33
@@ -80,6 +83,7 @@ class Kind(enum.IntEnum):
     WAIT = 38
     RECALL = 39  # a worker asks for a replica's codec state
     TAKEN = 40  # a server has the codec state that a worker sent
+    PULL_WORDS = 41  # a worker asks for a range of a shard's parameters
 
 
 GREETING_LIMIT = 4 << 10
@@ -99,6 +103,7 @@ _LIMITS = {
     Kind.PULL_ROWS: 64 << 20,
     Kind.ROWS: 64 << 20,
     Kind.CODEC_STATE: 256 << 20,  # two vectors, and what was sent of a third; the shard's own limit is checked too
+    Kind.WORDS: 64 << 20,
     Kind.CREDIT: 0,
     Kind.FOLLOW: 0,
     Kind.FETCH: 0,
@@ -108,6 +113,7 @@ _LIMITS = {
     Kind.WAIT: 0,
     Kind.RECALL: 0,
     Kind.TAKEN: 0,
+    Kind.PULL_WORDS: 0,
 }
 
 

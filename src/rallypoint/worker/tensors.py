@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,11 +82,12 @@ class ModelTensors:
 
     loss_scale: torch.Tensor | None = None
 
-    def __init__(self, model: torch.nn.Module, config: JobConfig) -> None:
+    def __init__(self, model: torch.nn.Module, config: JobConfig, made: Container[str] = ()) -> None:
+        """`made` are the names of streamed parameters that have no values yet."""
         _check_model(model)
         tables = _tables(model, config)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name not in tables}
-        _check_parameters(trained)
+        _check_parameters({name: p for name, p in trained.items() if name not in made})
         self.frozen: dict[str, torch.Tensor] = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         kept = model.state_dict(keep_vars=True)
         shared = {name: b for name, b in model.named_buffers() if name in kept}

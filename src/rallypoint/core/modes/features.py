@@ -24,6 +24,7 @@ class Feature(enum.Enum):
     DOWN = "a lossy down="
     FP16 = 'precision="fp16"'
     HOLD = 'hold="bf16"'
+    STREAMED = 'parameters="streamed"'
     OWN_OPTIMIZER = "own_optimizer="
     # settings of rp.LocalSteps and its groups
     FRESH_INNER = "keep_inner=False"

@@ -115,6 +115,13 @@ TABLE: Mapping[Feature, Mapping[ModeName, Cell]] = {
             _M.ALL_REDUCE: No("workers step the parameters themselves, which needs fp32; leave it out"),
         },
     ),
+    _F.STREAMED: _row(
+        No(
+            "a worker that keeps no parameters needs versions that all of them compute from, and each replica's "
+            "gradient once; use sync=rp.Sync() without a quorum, or leave it out"
+        ),
+        {_M.SYNC: YES},
+    ),
     _F.OWN_OPTIMIZER: _row(
         No("it needs sync=rp.AllReduce(), where workers step; use optimizer= in other modes"),
         {_M.ALL_REDUCE: YES},
@@ -246,6 +253,17 @@ CONFLICTS = (
         _F.RANKS, _F.FP16,
         "the ranks of a worker do not hear the loss scale; use precision=\"bf16\", or leave --ranks out",
     ),
+    *(Conflict(_F.STREAMED, other, f"{why}, or leave {_F.STREAMED.value} out") for other, why in {
+        _F.FP16: "autocast keeps a copy of every parameter; use fp32",
+        _F.HOLD: "workers hold no parameters; use fp32",
+        _F.ACCUMULATE: "the sum over micro-batches would take as much memory as the model; use more replicas in place "
+                       "of accumulate",
+        _F.CODEC: "gradients leave as they are made; use the raw codec",
+        _F.DOWN: "workers pull parts of shards, and those are not encoded; use down=rp.codec.Raw()",
+        _F.TABLES: "its rows are pulled in another way; use sparse=False",
+        _F.AGGREGATORS: "an aggregator passes whole versions on, and workers pull parts; leave --aggregators out",
+        _F.RANKS: "ranks share whole versions among themselves; use FSDP2 with --ranks",
+    }.items()),
     Conflict(
         _F.FOLD, _F.REPLICATION,
         "the backup applies each contribution by itself, so none is folded into another's update; use fold=1, or leave "

@@ -1,4 +1,4 @@
-"""Workers' requests for rows of tables at a version: which can be answered, and with what version."""
+"""Workers' requests for rows of tables, or words of shards, at a version: which can be answered, with what version."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+MOST_WAITING = 1 << 12  # of one link and shard
 L = TypeVar("L")
 W = TypeVar("W")
 
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[L, W]):
-    """A worker asks on `link` for `what` of a shard, at `version`; with `newest` any newer version will do, too."""
+    """A worker asks on `link` for `what` of a shard, at `version`; with `newest` any newer version will do, too.
+
+    It replaces the request of the same link, shard and `place` that still waits.
+    """
 
     link: L
     version: int
     newest: bool
     what: W
+    place: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
 class Requests(Generic[L, W]):
-    """The requests that wait, by shard: one of each link. They may be for a version that does not exist yet.
+    """The requests that wait, by shard: one of each link and place. They may be for a version that does not exist yet.
 
     Owner thread only.
     """
@@ -35,8 +40,15 @@ class Requests(Generic[L, W]):
         return list(self._waiting)
 
     def add(self, shard: int, request: Request[L, W]) -> None:
-        """A worker asks. It has one pull at a time, so this request replaces its earlier one of the same shard."""
-        others = (waiting for waiting in self._waiting.get(shard, []) if waiting.link is not request.link)
+        """A worker asks. It has one pull of a place at a time, so this request replaces its earlier one.
+
+        At most MOST_WAITING of one link wait: the oldest are dropped.
+        """
+        waiting = self._waiting.get(shard, [])
+        others = [one for one in waiting if one.link is not request.link or one.place != request.place]
+        if len(others) >= MOST_WAITING:
+            own = [one for one in others if one.link is request.link]
+            others = [one for one in others if len(own) < MOST_WAITING or one is not own[0]]
         self._waiting[shard] = [*others, request]
 
     def gone(self, link: L) -> None:

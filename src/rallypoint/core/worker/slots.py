@@ -339,3 +339,4 @@ class Store:
 
 
 Action = Initialise | Compute | Install
+Next = Action | Store | Ended | Evaluate  # what a worker's shell says that comes next

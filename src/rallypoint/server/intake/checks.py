@@ -103,6 +103,15 @@ class FrameChecks:
             raise ProtocolError(f"a pull of {header.length} bytes from shard {header.shard}, which has not such rows")
         return rows
 
+    def words(self, header: Header) -> None:
+        """Check that it asks for words of a shard whose parameters are streamed."""
+        place = self.place(header)
+        streamed = self._job.config.streamed and place.role == "parameters"
+        if not streamed or not header.wants or header.replica + header.wants > place.words:
+            raise ProtocolError(
+                f"a pull of {header.wants} words from word {header.replica} of shard {header.shard}, which has not such"
+            )
+
     def measures(self, header: Header, data: bytearray) -> tuple[Measure, ...]:
         """Decode measures; check that their step and shards are of the job."""
         try:

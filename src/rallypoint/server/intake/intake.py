@@ -91,6 +91,10 @@ class Intake:
                 ids = decode_ids(channel.receive_bytes(header), rows)
                 if self._counts(header):
                     self._put(inbox.Pulled(channel, header, ids))
+            case Kind.PULL_WORDS:
+                self._checks.words(header)
+                if self._counts(header):
+                    self._put(inbox.Pulled(channel, header, None))
             case Kind.CODEC_STATE | Kind.RECALL:
                 self._codec_state(channel, header, worker)
             case Kind.FOLLOW:

@@ -75,11 +75,11 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A worker wants rows of a table's part, at a version that may not exist yet."""
+    """A worker wants rows of a table's part, at a version that may not exist yet. `ids` is None: it wants words."""
 
     channel: Channel
     header: Header
-    ids: Ids
+    ids: Ids | None
 
 
 @dataclass(frozen=True, slots=True)

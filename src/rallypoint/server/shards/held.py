@@ -15,6 +15,7 @@ from rallypoint.net.pool import Buffer, BufferPool, BufferPools
 from rallypoint.server.shards.averaged import AveragedShard
 from rallypoint.server.shards.owned import OwnedShard
 from rallypoint.server.shards.rows import OwnedRows
+from rallypoint.server.shards.streamed import StreamedShard
 from rallypoint.store.record import ShardRecord
 
 
@@ -116,6 +117,7 @@ class Shelf:
     def __init__(self, config: JobConfig, layout: Layout, pool: BufferPool, pools: BufferPools) -> None:
         self._config, self._layout, self._pool, self._pools = config, layout, pool, pools
         self._parameters = _PARAMETERS[config.mode.holder]
+        self._nothing = pools.take(0)
         self._scratch = Scratch()  # for encoding versions, on the owner's thread
 
     def hold(self, index: int) -> HeldShard:
@@ -123,6 +125,8 @@ class Shelf:
         place = self._layout.shards[index]
         if place.part is not None:
             return OwnedRows(place, self._layout.tables[place.part.table].name, self._config, self._pools)
+        if place.role == "parameters" and self._config.streamed:
+            return StreamedShard(place, self._config, self._pool, self._scratch, self._nothing)
         if place.role == "parameters":
             return self._parameters(place, self._config, self._pool, self._scratch)
         return OwnedShard(place, self._config, self._pool, self._scratch, self._layout.entries)

@@ -14,6 +14,7 @@ from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.pushes import Pushes
 from rallypoint.worker.exchange.replicated import ServerState
 from rallypoint.worker.exchange.rows.pulls import RowPulls
+from rallypoint.worker.streamed.pulls import WordPulls
 
 _CODEC_HEAD = 4096  # bytes beside the values that a codec may need for a small shard
 
@@ -23,18 +24,20 @@ class Arrivals:
 
     def __init__(
         self, layout: Layout, config: JobConfig, locked: LockedShell, pushes: Pushes, encoder: Encoder,
-        codec_states: CodecStates | None, optimizer: ServerState, rows: RowPulls,
+        codec_states: CodecStates | None, optimizer: ServerState, pulls: tuple[RowPulls, WordPulls],
     ) -> None:  # fmt: skip
         self._layout, self._replicas, self._rounds = layout, config.replicas, config.rounds
         self._most_updates = config.rounds * max(1, config.clocks("parameters"))  # of one shard
         self._locked, self._pushes, self._encoder = locked, pushes, encoder
-        self._codec_states, self._optimizer, self._rows = codec_states, optimizer, rows
+        self._codec_states, self._optimizer = codec_states, optimizer
+        self._rows, self._words = pulls
+        self._streamed = config.streamed
 
     # ---- versions ----
 
     def arriving(self, header: Header, server: str) -> memoryview | None:
         shard, nbytes = self._shard(header), header.length
-        skips = self._optimizer.skips(header)
+        skips = self._optimizer.skips(header) or (self._streamed and shard.role == "parameters")  # no bytes
         if header.codec == 0 and nbytes != (0 if skips else shard.slot_bytes):
             raise ProtocolError(f"a version of {nbytes} bytes for shard {shard.index}, which has {shard.slot_bytes}")
         if nbytes > 2 * shard.slot_bytes + _CODEC_HEAD:
@@ -45,7 +48,9 @@ class Arrivals:
             shard.index, header.step, header.view, replica, header.base, whole=self._optimizer.starts(shard)
         )
         lands = self._locked.arriving(event, server, lambda: self._optimizer.lands(shard.index, skips=skips))
-        return self._pushes.slot(shard.index)[:nbytes if skips else None] if lands else None
+        if not lands:
+            return None
+        return memoryview(bytearray(nbytes)) if skips else self._pushes.slot(shard.index)
 
     def decode(self, shard: int, payload: memoryview) -> None:
         self._encoder.decode(payload, self._pushes.words(shard))
@@ -68,6 +73,13 @@ class Arrivals:
 
     def rows(self, header: Header, data: bytearray) -> None:
         self._rows.arrived(header, data)
+
+    def words_arriving(self, header: Header) -> memoryview | None:
+        self._shard(header)
+        return self._words.arriving(header)
+
+    def words_arrived(self, header: Header) -> None:
+        self._words.arrived(header)
 
     # ---- codec states ----
 

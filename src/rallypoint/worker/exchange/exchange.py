@@ -43,17 +43,23 @@ from rallypoint.worker.exchange.replicated import States as Records
 from rallypoint.worker.exchange.replicated import optimizer_state
 from rallypoint.worker.exchange.rows.leased import LeasedPull
 from rallypoint.worker.exchange.rows.pulls import RowPulls
+from rallypoint.worker.streamed.memory import ShardMemory, SlotMemory, WholeVector
+from rallypoint.worker.streamed.pulls import WordPulls
 
 
 class Exchange:
     """One worker's data plane in one job: takes the coordinator's messages, tells the main thread what to do.
 
     Attributes:
-        buffer: the exchange buffer, 1-D fp32.
+        buffer: the exchange buffer, 1-D fp32; empty where parameters are streamed.
+        memory: where the slots' bytes are.
+        streamed: parameters stay on the servers.
+        prefetch_bytes: bytes of streamed parameters to ask for ahead.
         replica: the replica that is being computed.
         forward: the version that a forward pass reads while it arrives.
         rows: pulls of rows of tables.
         leased: the version that this worker is to evaluate.
+        words: pulls of streamed parameters.
         end: the job's end.
         arrivals: the receiver that the links call with what arrives.
         updates: the newest update in what was installed last: 0 if that is the first weights.
@@ -65,7 +71,12 @@ class Exchange:
     ) -> None:
         """`pinned`: the buffer is for a GPU. `early`: a forward pass may begin before all of its version is here."""
         self.layout, self.me = layout, context.me
-        self.buffer = torch.empty(layout.words, dtype=torch.float32, pin_memory=pinned)
+        self.buffer = torch.empty(0 if config.streamed else layout.words, dtype=torch.float32, pin_memory=pinned)
+        self.streamed, self.prefetch_bytes = config.streamed, config.prefetch_bytes
+        self.memory: SlotMemory = (
+            ShardMemory(layout, config.prefetch_bytes, pinned=pinned) if config.streamed
+            else WholeVector(layout, self.buffer)
+        )  # fmt: skip
         formats = ShardCodecStates(config)
         self._shell = shell = shell_for(context.me, worker_plan(config, layout, formats.among(layout), early=early))
         observed(shell.machine, context.me)
@@ -78,21 +89,27 @@ class Exchange:
         self._evaluating = self.had_version = False
         self._encoder = Encoder(layout, config)
         self._links = Links(context, config, lambda: shell.number)
+
+        def sent(shard: int, serial: int) -> None:
+            locked.sent(shard, serial, lambda: self.memory.free(shell.machine.slots))
+
         self._pushes = Pushes(
-            layout, self.buffer, self._encoder, self._links, sent=locked.sent, queued=shell.machine.slots.is_queued,
+            layout, self.memory, self._encoder, self._links, sent=sent, queued=shell.machine.slots.is_queued,
             lock=locked.changed, examines=config.nonfinite != "continue",
         )  # fmt: skip
         codec_states = CodecStates(shell, self._encoder, formats, self._links) if shell.states.kept else None
         locked.effects = LinkEffects(shell, self._links, self._pushes, codec_states)
         self._optimizer = optimizer_state(config)
-        self.replica = ReplicaPushes(layout, locked, self._pushes, self._links)
+        self.replica = ReplicaPushes(layout, locked, self._pushes, self._links, self.memory)
         self.forward = ForwardVersion(layout, locked, self._pushes, self._links, self._where_missing)
         self.rows = RowPulls(locked, self._links)
         self.leased = LeasedPull(layout, locked, self.rows)
+        self.words = WordPulls(locked, self._links, pinned=pinned)
         self.end = JobEnd(locked)
         self.arrivals = Arrivals(
-            layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer, self.rows
-        )
+            layout, config, locked, self._pushes, self._encoder, codec_states, self._optimizer,
+            (self.rows, self.words),
+        )  # fmt: skip
 
     # ---- messages of the coordinator, on its link's thread ----
 
@@ -208,7 +225,7 @@ class Exchange:
         finally:
             self._evaluating = False
 
-    def next_action(self) -> machine.Action | machine.Store | machine.Ended | machine.Evaluate | None:
+    def next_action(self) -> machine.Next | None:
         """Wait until there is something to do and return it.
 
         Returns None when the job is over, or this worker is to leave.

@@ -42,6 +42,13 @@ class Receiver(Protocol):
     def rows(self, header: Header, data: bytearray) -> None:
         """Take the rows that were pulled, or the answer that the server does not keep that version any more."""
 
+    def words_arriving(self, header: Header) -> memoryview | None:
+        """Return the bytes where words that were pulled belong; None to read and drop them. ProtocolError if they
+        cannot be what was asked for."""
+
+    def words_arrived(self, header: Header) -> None:
+        """The words that were pulled are complete, or the answer is that the server does not keep that version."""
+
     def to_wait(self, replica: int, clock: int) -> None:
         """Report that a replica's next step must wait for replicas that are behind."""
 
@@ -154,8 +161,8 @@ class ServerLink:
         """Ask for one version of a shard again."""
         self._send(Header(Kind.FETCH, number, shard=shard, step=version))
 
-    def pull(self, header: Header, payload: memoryview) -> None:
-        """Ask for rows of one part of a table. The request is lost with the link."""
+    def pull(self, header: Header, payload: memoryview | None = None) -> None:
+        """Ask for rows of one part of a table, or for words of a shard. The request is lost with the link."""
         if (channel := self._channel) is not None:
             channel.send(header, payload, urgent=True)
 
@@ -236,6 +243,8 @@ class ServerLink:
                     self._receiver.state(header, channel.receive_bytes(header), self.server.id)
                 case Kind.ROWS:
                     self._receiver.rows(header, channel.receive_bytes(header))
+                case Kind.WORDS:
+                    self._receive_words(channel, header)
                 case Kind.CREDIT:
                     self._credit(channel, header.replica)
                 case Kind.CODEC_STATE:
@@ -250,6 +259,13 @@ class ServerLink:
                     raise AccessDenied(f"{self.role} {self.server.id} ({self.server.address}) ended the link: {reason}")
                 case _:
                     raise ProtocolError(f"a {header.kind.name} frame from server {self.server.id}")
+
+    def _receive_words(self, channel: Channel, header: Header) -> None:
+        if (place := self._receiver.words_arriving(header)) is None:
+            channel.receive_bytes(header)
+            return
+        channel.receive_into(place)
+        self._receiver.words_arrived(header)
 
     def _receive_version(self, channel: Channel, header: Header) -> None:
         place = self._receiver.arriving(header, self.server.id)

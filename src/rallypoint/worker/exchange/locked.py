@@ -127,11 +127,19 @@ class LockedShell:
         if self.failure is not None:
             raise self.failure
 
-    def claim(self, shard: int, describe: Callable[[], str]) -> bool:
-        """Wait until the slot has room. Returns False if it need not be written. Raises Rewound like `check`."""
+    def claim(self, shard: int, room: Callable[[], bool], describe: Callable[[], str]) -> bool:
+        """Wait until the slot may be written, and there is `room` for it. Returns False if it need not be written.
+
+        Raises Rewound like `check`.
+        """
+
+        def ready() -> bool:
+            may = self.machine.may_fill(shard)
+            return self.machine.rewound or may is None or (may and room())
+
         with self.changed:
             self._claiming = True
-            self.wait(lambda: self.machine.rewound or self.machine.may_fill(shard) is not False, describe)
+            self.wait(ready, describe)
             self._claiming = False
             if self.machine.rewound:
                 raise Rewound
@@ -150,10 +158,11 @@ class LockedShell:
 
     # ---- the links' threads: events that come for every shard wake the main thread only when it needs them ----
 
-    def sent(self, shard: int, serial: int) -> None:
-        """A slot's gradient has been sent."""
+    def sent(self, shard: int, serial: int, free: Callable[[], None]) -> None:
+        """A slot's gradient has been sent. `free` is called under the lock."""
         with self.changed:
             effects = self.machine.handle(Sent(shard, serial))
+            free()
             if self._claiming:  # otherwise the main thread waits for a version, and would wake for every shard in vain
                 self.changed.notify_all()
         self.effects.run(effects)

@@ -38,7 +38,7 @@ def _presum(config: JobConfig, layout: Layout) -> tuple[frozenset[int], int, int
         shard.index for shard in layout.shards
         if shard.role == "parameters" and shard.part is None and codec_of(config, shard.group) == Raw()
     )  # fmt: skip
-    if not config.policy.tree:
+    if not config.policy.tree or config.streamed:  # (a sum of replicas would be as large as the model)
         return frozenset(), 1, 1
     nbytes = sum(layout.shards[shard].nbytes for shard in shards)
     copies = min(config.presum_bytes // max(1, nbytes), 32)

@@ -15,27 +15,29 @@ from rallypoint.core.sums.presum import Part
 from rallypoint.core.worker import slots as machine
 from rallypoint.net.frames import BAD_GRADIENT, NOT_FINITE, Header, Kind, wants
 from rallypoint.net.outbox import Rank
-from rallypoint.net.pool import bytes_of
 from rallypoint.worker.exchange.encoder import Encoder
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.partials import Partials, Sum
+from rallypoint.worker.streamed.memory import SlotMemory
 
 Sent = Callable[[int, int], None]
 Queued = Callable[[int, int], bool]
 
 
 class Pushes:
-    """Sends what the machine names out of the `buffer`, and calls `sent(shard, serial)` when a slot is free again.
+    """Sends what the machine names out of the slots' `memory`.
 
-    `queued(shard, serial)` says whether the slot still holds that gradient. It is called under `lock`. With `examines`
-    a contribution that is not finite is marked, so that the servers, which look at sums, can name its replica.
+    It calls `sent(shard, serial)` when a slot is free again. `queued(shard, serial)` says whether the slot still holds
+    that gradient. It is called under `lock`. With `examines` a contribution that is not finite is marked, so that the
+    servers, which look at sums, can name its replica.
     """
 
     def __init__(
-        self, layout: Layout, buffer: torch.Tensor, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
+        self, layout: Layout, memory: SlotMemory, encoder: Encoder, links: Links, *, sent: Sent, queued: Queued,
         lock: threading.Condition, examines: bool = False,
     ) -> None:  # fmt: skip
-        self._layout, self._buffer, self._bytes = layout, buffer, bytes_of(buffer)
+        self._layout, self._memory = layout, memory
+        self.slot, self.words = memory.slot, memory.words
         self._encoder, self._links = encoder, links
         self._sent, self._queued, self._lock = sent, queued, lock
         self._rows: dict[int, memoryview] = {}  # shard -> the contribution to that part of a table
@@ -58,16 +60,6 @@ class Pushes:
     def set_rows(self, shard: int, gradient: memoryview) -> None:
         """Set what the next `push` of this part of a table sends."""
         self._rows[shard] = gradient
-
-    def slot(self, shard: int) -> memoryview:
-        """Return the bytes of the shard's slot."""
-        place = self._layout.shards[shard]
-        return self._bytes[place.start * 4 : place.stop * 4]
-
-    def words(self, shard: int) -> torch.Tensor:
-        """Return the shard's slot as 1-D fp32."""
-        place = self._layout.shards[shard]
-        return self._buffer[place.start : place.stop]
 
     def push(self, send: machine.Send) -> None:
         """Send one shard's contribution. It is lost if its link is lost."""

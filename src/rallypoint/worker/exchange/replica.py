@@ -8,6 +8,7 @@ from rallypoint.core.worker.slots import Filled
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell
 from rallypoint.worker.exchange.pushes import Pushes
+from rallypoint.worker.streamed.memory import SlotMemory
 
 
 class ReplicaPushes:
@@ -17,8 +18,11 @@ class ReplicaPushes:
     `abandoned`.
     """
 
-    def __init__(self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links) -> None:
+    def __init__(
+        self, layout: Layout, locked: LockedShell, pushes: Pushes, links: Links, memory: SlotMemory
+    ) -> None:
         self._layout, self._locked, self._pushes, self._links = layout, locked, pushes, links
+        self._memory = memory
         self._presum, self._replica = locked.machine.presum, -1
         self._began: tuple[int, ViewNumber] | None = None
 
@@ -43,9 +47,10 @@ class ReplicaPushes:
 
     def claim(self, shard: int) -> bool:
         """Wait until this slot may be written; False if it need not be. Raises Rewound like `Exchange.check`."""
-        return self._locked.claim(shard, self._room)
+        slots = self._locked.machine.slots
+        return self._locked.claim(shard, lambda: self._memory.has_room(slots), self._where_full)
 
-    def _room(self) -> str:
+    def _where_full(self) -> str:
         machine = self._locked.machine
         unsent = machine.slots.unsent
         return f"room for {len(unsent)} gradients: {self._links.describe(unsent, self._locked.shell.view.primary)}"
@@ -65,8 +70,12 @@ class ReplicaPushes:
 
     def computed(self) -> None:
         """The replica is computed: all of its contributions are queued or sent."""
-        self._locked.apply(lambda: self._locked.shell.end_replica(whole=True))
+        self._end(whole=True)
 
     def abandoned(self) -> None:
         """The replica was given up halfway: its slots are not written any more."""
-        self._locked.apply(lambda: self._locked.shell.end_replica(whole=False))
+        self._end(whole=False)
+
+    def _end(self, *, whole: bool) -> None:
+        self._locked.apply(lambda: self._locked.shell.end_replica(whole=whole))
+        self._locked.set(lambda: self._memory.free(self._locked.machine.slots))

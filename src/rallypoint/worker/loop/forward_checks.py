@@ -15,7 +15,7 @@ class ForwardChecks:
     """
 
     def __init__(self, model: torch.nn.Module, check: Callable[[torch.nn.Module], None]) -> None:
-        self._model, self._hook = model, _Hook(check)
+        self._model, self._hook = model, Hook(check)
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def on(self) -> None:
@@ -31,7 +31,7 @@ class ForwardChecks:
         self._handles = []
 
 
-class _Hook:
+class Hook:
     """The hook of one run on one worker. A copied or saved model gets `nothing` in its place."""
 
     def __init__(self, check: Callable[[torch.nn.Module], None]) -> None:

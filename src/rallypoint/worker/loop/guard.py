@@ -30,8 +30,9 @@ class ModelGuard:
 
     @classmethod
     def of(cls, parts: Parts) -> ModelGuard | NoGuard:
-        """Return the guard of a run's model; where a worker is several ranks nothing is compared."""
-        return cls(parts.model, parts.tensors) if parts.alone else NoGuard()
+        """Return the guard of a run's model. Nothing is compared of one of several ranks, or of streamed parameters."""
+        compares = parts.alone and parts.streamed is None
+        return cls(parts.model, parts.tensors) if compares else NoGuard()
 
     def __init__(self, model: torch.nn.Module, tensors: ModelTensors) -> None:
         self._model = model
@@ -191,7 +192,7 @@ class ModelGuard:
 
 
 class NoGuard:
-    """Compares nothing: FSDP2 itself moves parameters in and out of the model while the script's code runs."""
+    """Compares nothing: parameters come and go while the script's code runs, by FSDP2 or because they are streamed."""
 
     def remove(self) -> None:
         """Does nothing."""

@@ -10,15 +10,16 @@ import torch
 Settle = Callable[[torch.nn.Parameter], None]
 
 _GETTERS = (
-    "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "itemsize", "layout",
-    "nbytes", "ndim", "requires_grad", "shape",
+    "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn", "is_cpu", "is_cuda", "is_leaf",
+    "is_meta", "itemsize", "layout", "nbytes", "ndim", "requires_grad", "shape",
 )  # fmt: skip
 _METHODS = (
     "dim", "element_size", "is_complex", "is_contiguous", "is_floating_point", "ndimension", "nelement", "numel",
     "size", "storage_offset", "stride",
 )  # fmt: skip
 _READ_NO_VALUES = frozenset({
-    *(getattr(torch.Tensor, name).__get__ for name in _GETTERS), *(getattr(torch.Tensor, name) for name in _METHODS)
+    *(getattr(torch.Tensor, name).__get__ for name in _GETTERS), *(getattr(torch.Tensor, name) for name in _METHODS),
+    *(getattr(torch.Tensor.grad, name) for name in ("__set__", "__delete__")),
 })  # fmt: skip
 
 

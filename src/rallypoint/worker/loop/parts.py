@@ -19,6 +19,7 @@ from rallypoint.worker.loop.allreduce import WorkerOptimizer
 from rallypoint.worker.ranks.followers import Followers, NoFollowers
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.streamed.parameters import StreamedParameters
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -28,6 +29,7 @@ class Parts:
 
     Attributes:
         optimizer: the optimizer that steps on this worker; None where the servers step.
+        streamed: the model's parameters, where they stay on the servers; else None.
         followers: the other ranks of this worker, if it is a group.
         leases: an evaluation may be leased to a worker that does not train.
         done: tells the coordinator that this worker holds the last version, in which generation, and which that is.
@@ -52,6 +54,7 @@ class Parts:
     reports: EvaluationReports
     stopping: Stopping
     optimizer: WorkerOptimizer | None = None
+    streamed: StreamedParameters | None = None
     followers: Followers = field(default_factory=NoFollowers)
     leases: bool = False
 

@@ -33,6 +33,7 @@ class Passes:
         self._exchange, self._installed_early = parts.exchange, installed_early
         self.autocast = Autocast(parts.config, parts.tensors.device)
         self._activations = Activations(parts.model, parts.config, parts.tensors.device)
+        self._streamed = parts.streamed
         self._new_losses = losses_of(parts.staging, parts.config, parts.say)
         self.begin(0)
 
@@ -74,9 +75,13 @@ class Passes:
         seed_everything(self._parts.batches.compute_seed(micro.step, micro.replica, micro.index))
         self.autocast.enter()
         self._activations.enter()
+        if self._streamed is not None:
+            self._streamed.begin()
 
     def exit_micro(self) -> None:
         """End ``with micro:`` (called by Micro)."""
+        if self._streamed is not None:
+            self._streamed.leave()
         self._activations.leave()
         self.autocast.leave()
         self._early.inside = self._exchange.rows.in_micro = False

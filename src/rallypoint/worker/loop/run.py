@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -164,9 +164,7 @@ class Run:
         if self._parts.leases and self._evaluations.periods:
             self._parts.reports.registered(self._evaluations.periods, high=self._evaluations.high)
 
-    def _do(
-        self, action: machine.Initialise | machine.Install | machine.Store | machine.Ended | machine.Evaluate
-    ) -> None:
+    def _do(self, action: machine.Next) -> None:
         match action:
             case machine.Evaluate(version=version):
                 self._leased.evaluate(version)
@@ -182,6 +180,8 @@ class Run:
                 self._versions.store(action)
         if (end := self._exchange.end.take()) is not None:
             self._evaluate(end[1], end[0])  # what is due after the last step
+            if self._parts.streamed is not None:
+                self._parts.streamed.report()
             self._parts.done(*end)
 
     def _end(self) -> None:
@@ -222,9 +222,7 @@ class Run:
                 self._do(action)
         self._end()
 
-    def _next_action(
-        self, *, early: bool = True
-    ) -> machine.Action | machine.Store | machine.Ended | machine.Evaluate | None:
+    def _next_action(self, *, early: bool = True) -> machine.Next | None:
         if early:
             self._prefetch()
         self._early.allow(early and self._may_begin_early(self._exchange.step + 1))
@@ -336,9 +334,7 @@ class Run:
         """Run the evaluations that are due with this version. They notice a roll-back only after they end."""
         step = self._config.steps_at(version)
         due = self._evaluations.due(step, before=self._config.steps_at(version - 1))
-        if not due or not self._parts.leads():
-            return
-        if self._exchange.view.leases(version):
+        if not due or not self._parts.leads() or self._exchange.view.leases(version):
             return
         self._source.show_version()
         reports, figures = self._parts.reports, dict[str, float]()
@@ -358,7 +354,10 @@ class Run:
     def _evaluating(self, step: int) -> Iterator[None]:
         """Around the script's evaluations of that step."""
         self._checks.off()  # an evaluation may save or copy the model
-        with self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._passes.autocast.on():
+        streaming = nullcontext() if self._parts.streamed is None else self._parts.streamed.evaluating(step)
+        with (
+            self._tracer.span("evaluate", step=step), self._exchange.evaluating(), self._passes.autocast.on(), streaming
+        ):  # fmt: skip
             yield
         self._check_forwards()
         _forget_gradients(self._parts)  # of the evaluation's own passes
@@ -372,6 +371,8 @@ class Run:
         self._early.undo()
         self._source.remove()
         self._passes.remove()
+        if self._parts.streamed is not None:
+            self._parts.streamed.remove()
         self._checks.off()
         self._guard.remove()
         self._versions.close()

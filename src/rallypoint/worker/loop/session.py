@@ -21,7 +21,7 @@ from rallypoint.core.view import View, ViewNumber
 from rallypoint.core.worker.slots import Store
 from rallypoint.data.identity import identity_of
 from rallypoint.data.loader import Collate, MapDataset, MicroBatches
-from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError
+from rallypoint.errors import ConfigError, JobAborted, ProtocolError, RallypointError, UsageError, sentence_of
 from rallypoint.net.handshake import Identity
 from rallypoint.net.member import CoordinatorLink, Handlers
 from rallypoint.net.messages import (
@@ -59,6 +59,9 @@ from rallypoint.worker.ranks.tensors import LeaderTensors
 from rallypoint.worker.sources.factory import source_for
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging, staging_for
+from rallypoint.worker.streamed.building import prepare
+from rallypoint.worker.streamed.first_values import FirstValues, Init
+from rallypoint.worker.streamed.parameters import streamed_for
 from rallypoint.worker.tensors import ModelTensors
 
 LEAVE_WITHIN_S = 10.0
@@ -111,7 +114,7 @@ class Job:
     def train(
         self, model: torch.nn.Module, dataset: MapDataset, *, collate_fn: Collate | None = None,
         own_optimizer: OwnOptimizer | None = None, own_schedule: OwnSchedule | None = None,
-        parallel: Parallel | None = None, **settings: Unpack[Settings],
+        parallel: Parallel | None = None, init: Init | None = None, **settings: Unpack[Settings],
     ) -> Run:  # fmt: skip
         """Train `model` (in place) on `dataset` (map-style) with the settings of `JobConfig`; iterate over the result.
 
@@ -122,6 +125,8 @@ class Job:
 
         In a worker of several ranks (``--ranks``), `model` is this rank's part, `parallel` says how it is spread, and
         all ranks call this.
+
+        With ``parameters="streamed"`` the model may be on the meta device: see `FirstValues` for ``init(module)``.
 
         Returns when all workers and servers are here and agree. Raises ConfigError, ModelError or DataError on bad
         input, JobAborted when the job ends before it begins.
@@ -136,7 +141,8 @@ class Job:
         overrides = self._link.welcome.overrides
         config = with_own_optimizer(resolve(settings, overrides), kinds, overrides)
         lead = None if self._group is None else Lead(self._group, config, model, parallel, self._link.welcome.folder)
-        tensors = ModelTensors(model, config) if lead is None else lead.tensors(dataset)
+        made = prepare(model, config, init)
+        tensors = ModelTensors(model, config, made) if lead is None else lead.tensors(dataset)
         batches = (
             MicroBatches(dataset, config, tensors.device, collate_fn) if lead is None
             else lead.batches(dataset, collate_fn)
@@ -158,6 +164,9 @@ class Job:
             staging=self._staging, coordinator=self._link, tracer=self._tracer, done=self.done, leads=self._leads,
             say=self._say, reports=self._reports, optimizer=optimizer, stopping=self._stopping,
             followers=NoFollowers() if lead is None else lead.followers, leases=lead is None and record.leases,
+            streamed=streamed_for(
+                model, tensors, exchange, FirstValues(model, tensors, made, config.seed, init), self._say
+            ),
         ))  # fmt: skip
         return self._run
 
@@ -250,7 +259,7 @@ class Job:
             lost = self._group is not None and is_of_another_rank(error)
             if lost:
                 time.sleep(2 * OTHER_RANK_S)  # longer than another rank waits before it prints its error
-            self._give_up(LOST if lost else _sentence(error))
+            self._give_up(LOST if lost else sentence_of(error))
         self.close()
         if self._group is not None and error is None:  # else other ranks may be in a collective, and wait for this one
             self._group.close()
@@ -377,11 +386,3 @@ class Job:
             self._changed.notify_all()
         if self._exchange is not None:
             self._exchange.fail(error)
-
-
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, RallypointError):
-        return str(error)
-    if isinstance(error, KeyboardInterrupt):
-        return "it was interrupted"
-    return f"{type(error).__name__}: {error}"

@@ -37,6 +37,9 @@ class Versions:
         does not hold the first weights any more.
         """
         exchange, tensors, optimizer = self._exchange, self._parts.tensors, self._parts.optimizer
+        if self._parts.streamed is not None:
+            exchange.initialise(self._parts.streamed.first_words)
+            return
         if optimizer is None:
             if self._updates >= 0:
                 self._go_back_to_the_first()
@@ -76,6 +79,8 @@ class Versions:
                 states, skipped = exchange.take_states()
                 parts.optimizer.install(version, vector, states, skipped=skipped)
                 exchange.holds = version
+            elif parts.streamed is not None:
+                parts.streamed.install()
             elif shards is None or not parts.alone:
                 parts.followers.install(version)
                 parts.tensors.read_from(vector)

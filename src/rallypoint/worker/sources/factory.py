@@ -14,6 +14,7 @@ from rallypoint.worker.sources.hooks import GradientHooks
 from rallypoint.worker.sources.local import LocalStepsSource
 from rallypoint.worker.sources.source import DeltaSource
 from rallypoint.worker.sources.staging import Staging
+from rallypoint.worker.streamed.gradients import StreamedGradients
 from rallypoint.worker.tensors import ModelTensors
 
 
@@ -25,6 +26,8 @@ def source_for(
 
     `say` gets messages for the user.
     """
+    if config.streamed:
+        return StreamedGradients(tensors, exchange, staging)
     if config.local is None:
         return GradientHooks(tensors, exchange, staging, clip=None if config.clips_on_servers else config.clip)
     if not config.staggered:

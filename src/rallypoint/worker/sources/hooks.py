@@ -171,7 +171,7 @@ class GradientHooks(WaitsForVersions):
     def _target(self, shard: int) -> tuple[torch.Tensor, int] | None:
         """The vector that a shard's gradient is written to, and the flat vector's word at which it begins."""
         if self._claim(shard):
-            return self._exchange.buffer, 0
+            return self._exchange.memory.part(shard)
         if self._clip is None:
             return None
         place = self._exchange.layout.shards[shard]
@@ -214,8 +214,7 @@ class GradientHooks(WaitsForVersions):
                 self._exchange.replica.filled(shard)
 
     def _values(self, shard: int) -> torch.Tensor:
-        place = self._exchange.layout.shards[shard]
-        return self._beside[shard] if shard in self._beside else self._exchange.buffer[place.start : place.stop]
+        return self._beside[shard] if shard in self._beside else self._exchange.memory.words(shard)
 
     def _finish_unused(self, index: int, placed: Placed) -> None:
         if placed.tensor.grad is not None:

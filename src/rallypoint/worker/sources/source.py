@@ -88,8 +88,7 @@ class WaitsForVersions:
 
 def send_buffers(tensors: ModelTensors, exchange: Exchange) -> None:
     """Push the model's buffers, as replica 0 has left them: those of their shards that the servers need."""
-    buffer, layout = exchange.buffer, exchange.layout
-    places = [place for place in layout.shards if place.role == "buffers"]
+    places = [place for place in exchange.layout.shards if place.role == "buffers"]
     wanted = {place.index for place in places if exchange.replica.claim(place.index)}
     if not wanted:
         return
@@ -98,5 +97,5 @@ def send_buffers(tensors: ModelTensors, exchange: Exchange) -> None:
         placed.of_part(whole, places[0].start).copy_(placed.tensor)
     for place in places:
         if place.index in wanted:
-            buffer[place.start : place.stop].copy_(whole[place.start - places[0].start :][: place.words])
+            exchange.memory.words(place.index).copy_(whole[place.start - places[0].start :][: place.words])
             exchange.replica.filled(place.index)

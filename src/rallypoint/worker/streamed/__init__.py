@@ -1,0 +1,1 @@
+"""Parameters that stay on the servers (`parameters="streamed"`): pulled when a module needs them, freed after use."""

@@ -1,0 +1,316 @@
+"""The streamed parameters of one model: each has values only while something uses it.
+
+Between two uses a parameter has its shape and no memory. It is *late* then (`loop/late.py`): a torch function that gets
+it as an argument makes it pull its values, also where a module reads another module's parameter. What autograd keeps of
+a parameter for the backward pass, such as the transposed view in a linear layer, is kept as a name, and pulled again
+when backward needs it (`torch.autograd.graph.saved_tensors_hooks`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from rallypoint.errors import UsageError
+from rallypoint.worker.exchange.exchange import Exchange, Rewound
+from rallypoint.worker.loop.late import late_kind
+from rallypoint.worker.streamed.first_values import FirstValues
+from rallypoint.worker.streamed.memory import empty_like
+from rallypoint.worker.streamed.module_hooks import ModuleHooks
+from rallypoint.worker.streamed.order import Order
+from rallypoint.worker.streamed.pulls import Pulled, ranges_of
+from rallypoint.worker.tensors import ModelTensors
+
+log = logging.getLogger("rallypoint")
+
+NOT_HERE = (
+    "the model's parameters stay on the servers, and the job is over: rallypoint export RUN --to model.safetensors "
+    "writes them, or save them in an evaluation (run.every)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What autograd keeps of a parameter: which view of which."""
+
+    index: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+@dataclass(slots=True)
+class Counts:
+    """Uses of parameters. `ready`: here when needed; `late`: asked for, and waited for; `missed`: not asked for."""
+
+    ready: int = 0
+    late: int = 0
+    missed: int = 0
+
+    @property
+    def uses(self) -> int:
+        """All of them."""
+        return self.ready + self.late + self.missed
+
+
+class StreamedParameters:
+    """Pulls the parameters of one model for a worker's passes. Main thread, or autograd's while the main one waits.
+
+    Until the first version is installed, a model that was built with values keeps them: they are what it uploads.
+
+    Calls: `install` for each version; for each pass of training `begin`, `leave`; `evaluating` around evaluations; at
+    last `remove`.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, tensors: ModelTensors, exchange: Exchange, first: FirstValues,
+        say: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`say` gets a line for the user."""
+        self.counts, self._say = Counts(), say
+        self._model, self._tensors, self._exchange, self._pulls = model, tensors, exchange, exchange.words
+        self._first, self._ahead = first, exchange.prefetch_bytes
+        self._placed = [placed for placed in tensors.parameters if placed.tensor.numel()]
+        self._index = {id(placed.tensor): index for index, placed in enumerate(self._placed)}
+        self._ranges = [ranges_of(tensors.layout, placed.entry) for placed in self._placed]
+        sizes = [4 * placed.tensor.numel() for placed in self._placed]
+        self._orders = {"training": Order(sizes), "evaluation": Order(sizes)}
+        self._order = self._orders["training"]
+        self._kind = late_kind(self._settle)
+        self._hooks = ModuleHooks(model, self._enter, self._leave_module)
+        self._streams = self._over = self._evaluates = False
+        self._here: dict[int, Pulled] = {}  # asked for, or here
+        self._users: dict[int, int] = {}  # how many frames hold a parameter
+        self._storages: dict[int, int] = {}  # the address of a held parameter's memory -> its index
+        self._frames: list[tuple[int, list[int]]] = [(0, [])]  # of the modules that run: their id, what they hold
+        self._version: object = None
+        self._saving: saved_tensors_hooks | None = None
+
+    # ---- versions ----
+
+    def first_words(self, start: int, stop: int) -> torch.Tensor:
+        """Words [start, stop) of the flat vector at version 0. JobAborted if this worker does not have them any more.
+        """
+        return self._first.words(start, stop)
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """A version exists on all servers: take its buffers, and pull its parameters from now on."""
+        self._first.installed()
+        buffers = [shard for shard in self._tensors.layout.shards if shard.role == "buffers"]
+        if buffers:
+            whole = torch.cat([self._exchange.memory.words(shard.index) for shard in buffers])
+            for placed in self._tensors.buffers:
+                placed.tensor.copy_(placed.of_part(whole, buffers[0].start))
+        if not self._streams:
+            self._streams = True
+            self._hooks.on()
+            for index in range(len(self._placed)):
+                self._empty(index)
+        self._forget()
+
+    # ---- passes ----
+
+    def begin(self) -> None:
+        """A pass of training begins: ``with micro:``."""
+        self._forget_if_stale()
+        self._begin("training")
+        self._saving = saved_tensors_hooks(self._pack, self._unpack)
+        self._saving.__enter__()
+
+    def leave(self) -> None:
+        """It is over, also by an error; called outside of `begin`, this does nothing."""
+        if (saving := self._saving) is None:
+            return
+        self._saving = None
+        saving.__exit__(None, None, None)
+        self._order.end()
+        self._release_all()
+
+    @contextmanager
+    def evaluating(self, step: int) -> Iterator[None]:
+        """In the body the script evaluates the version. The body is given up when no server keeps that version."""
+        self._evaluates = True
+        try:
+            yield
+        except Rewound:
+            log.warning("the evaluation at step %d is given up: the servers have gone on to later versions", step)
+        finally:
+            self._order.end()
+            self._evaluates = False
+            self._release_all()
+
+    def remove(self) -> None:
+        """The run is over: parameters have no values any more."""
+        self.leave()
+        self._hooks.off()
+        if self._streams:
+            self._over = True
+            self._forget()
+
+    def report(self) -> None:
+        """Say how often parameters were here when they were needed."""
+        counts, mib = self.counts, self._pulls.nbytes / (1 << 20)
+        self._say(
+            f"{self._exchange.me} has pulled {mib:,.0f} MiB of parameters: of {counts.uses:,} uses {counts.ready:,} "
+            f"were here in time, {counts.late:,} were on their way, {counts.missed:,} were not asked for before"
+        )
+
+    def _begin(self, order: str) -> None:
+        self._release_all()
+        self._order = self._orders[order]
+        self._order.begin()
+        self._prefetch()
+
+    # ---- modules ----
+
+    def _enter(self, module: torch.nn.Module) -> None:
+        """A module is about to run."""
+        if self._saving is None and len(self._frames) == 1:  # a forward pass outside of ``with micro:``
+            self._order.end()
+            self._forget_if_stale()
+            self._begin("evaluation")
+        frame: list[int] = []
+        self._frames.append((id(module), frame))
+        for parameter in module._parameters.values():
+            if parameter is not None and (index := self._index.get(id(parameter))) is not None:
+                self._hold(index)
+                frame.append(index)
+
+    def _leave_module(self, module: torch.nn.Module) -> None:
+        """It has run, also by an error."""
+        if all(owner != id(module) for owner, _ in self._frames[1:]):
+            return
+        while True:
+            owner, frame = self._frames.pop()
+            for index in frame:
+                self._release(index)
+            if owner == id(module):
+                return
+
+    def _settle(self, parameter: torch.nn.Parameter) -> None:
+        """A torch function gets a parameter that is late: the innermost module that runs holds it from now on."""
+        if (index := self._index.get(id(parameter))) is None:
+            parameter.__class__ = torch.nn.Parameter  # a copy
+            return
+        if self._over:
+            raise UsageError(NOT_HERE)
+        if not self._exchange.had_version:
+            name = self._placed[index].entry.spec.name
+            raise UsageError(f"{name} has no values before the first version: use it inside the run's loop")
+        self._hold(index)
+        self._frames[-1][1].append(index)
+
+    @torch.no_grad()
+    def _hold(self, index: int) -> None:
+        self._users[index] = self._users.get(index, 0) + 1
+        parameter = self._placed[index].tensor
+        if self._users[index] > 1 and parameter.__class__ is not self._kind:
+            return
+        try:
+            value = self._use(index)
+        except BaseException:
+            self._users[index] -= 1
+            raise
+        parameter.__class__ = torch.nn.Parameter
+        parameter.data = value
+        self._storages[value.untyped_storage().data_ptr()] = index
+
+    def _release(self, index: int) -> None:
+        self._users[index] -= 1
+        if not self._users[index]:
+            self._empty(index)
+
+    def _release_all(self) -> None:
+        for _, frame in self._frames:
+            for index in frame:
+                self._release(index)
+        self._frames = [(0, [])]
+
+    @torch.no_grad()
+    def _empty(self, index: int) -> None:
+        """Take the values of a parameter away, but for its shape."""
+        parameter = self._placed[index].tensor
+        if parameter.__class__ is not self._kind:
+            self._storages.pop(parameter.untyped_storage().data_ptr(), None)
+            parameter.data = empty_like(parameter, parameter.device)
+            parameter.__class__ = self._kind
+
+    # ---- values ----
+
+    def _use(self, index: int) -> torch.Tensor:
+        """The values of a parameter, which something needs now. Raises Rewound when they cannot be had any more."""
+        pulled = self._here.get(index)
+        if pulled is None:
+            self.counts.missed += 1
+            pulled = self._here[index] = self._pulls.ask(self._ranges[index])
+        elif pulled.over:
+            self.counts.ready += 1
+        else:
+            self.counts.late += 1
+        self._order.use(index)
+        self._prefetch(index)
+        unwinds = self._saving is not None
+        if not self._pulls.wait(pulled, unwinds=unwinds):
+            self._forget()
+            if not (unwinds or self._evaluates):
+                raise UsageError(
+                    "the servers have gone on to later versions: use the model inside of `with micro:`, or in an "
+                    "evaluation (run.every)"
+                )
+            raise Rewound
+        placed = self._placed[index]
+        return pulled.values.view(placed.entry.spec.shape).to(self._tensors.device, non_blocking=True)
+
+    def _prefetch(self, used: int = -1) -> None:
+        """Ask for what is expected next; drop what is not, unless something holds it."""
+        ahead = self._order.ahead(self._ahead)
+        keep = {used, *ahead}
+        for index in [index for index in self._here if index not in keep]:
+            self._pulls.drop(self._here.pop(index))
+        for index in ahead:
+            if index not in self._here:
+                self._here[index] = self._pulls.ask(self._ranges[index])
+
+    def _forget_if_stale(self) -> None:
+        if self._version != self._now:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._release_all()
+        for pulled in self._here.values():
+            self._pulls.drop(pulled)
+        self._here.clear()
+        self._version = self._now
+
+    @property
+    def _now(self) -> object:
+        return self._exchange.end.generation, self._exchange.step
+
+    # ---- what autograd keeps ----
+
+    def _pack(self, kept: torch.Tensor) -> Saved | torch.Tensor:
+        if kept.layout is not torch.strided or kept.dtype != torch.float32 or not kept.numel():
+            return kept
+        index = self._storages.get(kept.untyped_storage().data_ptr())
+        if index is None:
+            return kept
+        return Saved(index, kept.size(), kept.stride(), kept.storage_offset())
+
+    @torch.no_grad()
+    def _unpack(self, kept: Saved | torch.Tensor) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return torch.as_strided(self._use(kept.index), kept.size, kept.stride, kept.offset)
+
+
+def streamed_for(
+    model: torch.nn.Module, tensors: ModelTensors, exchange: Exchange, first: FirstValues, say: Callable[[str], None]
+) -> StreamedParameters | None:
+    """Return the streamed parameters of a model; None where workers hold them."""
+    return StreamedParameters(model, tensors, exchange, first, say) if exchange.streamed else None

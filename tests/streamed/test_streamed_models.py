@@ -1,0 +1,135 @@
+"""Streamed parameters give the same bytes as those that workers hold, whatever the model does with them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rallypoint as rp
+from rallypoint.codec.spec import Bf16
+from rallypoint.errors import ConfigError, ModelError, UsageError
+from rallypoint.launch.embedded import EmbeddedJob
+from rallypoint.testing.processes import ProcessCluster
+from rallypoint.worker.streamed.memory import ShardMemory
+from rallypoint.worker.streamed.parameters import StreamedParameters
+
+sys.path.insert(0, str(Path(__file__).parent))  # the fork server's children import streamed_models.py by name
+
+from streamed_models import CASES, COMMON, DATA, Again, build, loss_of, train, train_case
+
+STREAMED: dict[str, Any] = {"parameters": "streamed"}
+
+
+def alone(name: str, **settings: Any) -> dict[Any, Any]:
+    with EmbeddedJob(servers=2) as job:
+        return train_case(job, name, settings)
+
+
+@cache
+def held(name: str) -> dict[Any, Any]:
+    return alone(name, prefetch_bytes=1000)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_evaluations_and_weights_are_the_same(name: str) -> None:
+    assert alone(name, **STREAMED) == held(name)
+
+
+def test_a_later_pass_finds_its_parameters_asked_for() -> None:
+    model = build(CASES["again"])
+    with EmbeddedJob() as job:
+        train(job, model, STREAMED)
+        assert job._run is not None
+        streamed = job._run._parts.streamed
+    assert streamed is not None
+    counts, uses = streamed.counts, sum(1 for p in model.parameters())
+    assert counts.missed < 5 * uses, "only in the first passes, and what is read outside of any"
+    assert counts.ready + counts.late > 5 * counts.missed
+
+
+def test_a_worker_holds_a_few_parameters_and_gradients_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(20)))
+    whole, most = sum(4 * p.numel() for p in model.parameters()), [0, 0]
+    ask, words = StreamedParameters._prefetch, ShardMemory.words
+
+    def asked(self: StreamedParameters, used: int = -1) -> None:
+        ask(self, used)
+        most[0] = max(most[0], sum(4 * pulled.values.numel() for pulled in self._here.values()))
+
+    def claimed(self: ShardMemory, shard: int) -> torch.Tensor:
+        found = words(self, shard)
+        most[1] = max(most[1], sum(4 * len(held) for held in (*self._held.values(), *self._free)))
+        return found
+
+    monkeypatch.setattr(StreamedParameters, "_prefetch", asked)
+    monkeypatch.setattr(ShardMemory, "words", claimed)
+    data = torch.utils.data.TensorDataset(torch.randn(8, 32))
+    with EmbeddedJob() as job:
+        run = job.train(model, data, steps=3, batch=2, shard_bytes=1024, prefetch_bytes=9000, **STREAMED)
+        for micro in run:
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean())
+        with torch._C.DisableTorchFunctionSubclass():
+            assert all(p.untyped_storage().nbytes() == 4 for p in model.parameters()), "no values are left"
+    assert 0 < most[0] < whole / 5
+    assert 0 < most[1] < whole / 3
+
+
+def test_after_the_run_the_model_has_no_values_and_says_where_they_are() -> None:
+    model = build(CASES["again"])
+    with EmbeddedJob() as job:
+        train(job, model, STREAMED)
+        with pytest.raises(UsageError, match="rallypoint export"):
+            model.state_dict()
+        with pytest.raises(UsageError, match="stay on the servers"):
+            model(torch.randn(2, 8))
+
+
+def test_an_evaluation_may_copy_the_model() -> None:
+    model, copies = build(CASES["again"]), []
+    with EmbeddedJob() as job:
+        run = job.train(model, DATA, **{**COMMON, **STREAMED})
+        run.every(6)(lambda step: copies.append((copy.deepcopy(model), float(loss_of(model, DATA[:])))))
+        for micro in run:
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+    same, loss = copies[-1]
+    assert float(loss_of(same.eval(), DATA[:]).detach()) == loss
+    assert all(type(p) is torch.nn.Parameter for p in same.parameters()), "the copy is the script's own"
+
+
+@pytest.mark.parametrize(("settings", "why"), [
+    ({"accumulate": 2}, "use more replicas in place of accumulate"),
+    ({"codec": Bf16()}, "use the raw codec"),
+    ({"sync": rp.Async()}, "use sync=rp.Sync\\(\\)"),
+    ({"precision": "bf16"}, "autocast would keep a bf16 copy"),
+    ({"offload": "activations"}, "leave one of them out"),
+])
+def test_what_does_not_go_together_is_refused(settings: dict[str, Any], why: str) -> None:
+    with EmbeddedJob() as job, pytest.raises(ConfigError, match=why):
+        job.train(Again(), DATA, **{**COMMON, **STREAMED, **settings})
+
+
+def test_models_that_read_parameters_unseen_are_refused() -> None:
+    model = Again()
+    model.last.compile()
+    with EmbeddedJob() as job, pytest.raises(ModelError, match=r"leave torch\.compile out"):
+        job.train(model, DATA, **{**COMMON, **STREAMED})
+    with EmbeddedJob() as job, pytest.raises(ModelError, match="TorchScript"):
+        job.train(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(8, 3))), DATA, **{**COMMON, **STREAMED})
+    with EmbeddedJob() as job, pytest.raises(ConfigError, match="init= is for models on the meta device"):
+        job.train(Again(), DATA, init=print, **COMMON)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "servers"), [(2, 2), (3, 1)])
+def test_any_number_of_workers_and_servers_gives_the_same(workers: int, servers: int) -> None:
+    with ProcessCluster(workers=workers, servers=servers) as cluster:
+        found = cluster.run(train_case, "several", {**STREAMED, "prefetch_bytes": 1000})
+    assert {key: value for one in found for key, value in one.items()} == held("several")
