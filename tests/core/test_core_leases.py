@@ -60,6 +60,16 @@ def test_a_standby_gets_the_next_version_that_is_due() -> None:
     assert job.view.lease == Lease(4, "w2")
 
 
+def test_what_a_script_evaluates_may_be_said_before_the_first_view() -> None:
+    job = _Job(_terms(2, 2), record=_record())
+    job.come("w0", "w1", "w2")
+    for worker in ("w0", "w1", "w2"):
+        job.play(Evaluates(worker, (EVERY,)))
+    job.come("s0", "s1")
+    _reported(job, 0)
+    assert job.view.lease == Lease(4, "w2")
+
+
 def test_without_a_standby_there_is_no_lease_and_the_lead_evaluates() -> None:
     job = _begun("w0", "w1")
     before = job.view.number

@@ -41,11 +41,11 @@ def wanted_lease(course: Course) -> Lease | None:
 def heard(event: Evaluates | Evaluated | NotKept, course: Course) -> None:
     """Take what a worker says of evaluations: which its script has, a result, a version that no server keeps."""
     ledger, view = course.evaluations, course.view
-    if event.worker not in course.members.present or view is None or course.record is None:
+    if event.worker not in course.members.present or course.record is None:
         return
     if isinstance(event, Evaluates):
         ledger.register(event.worker, event.periods, high=event.high)
-    elif not course.is_current(event.generation) or not 0 < event.version <= course.last:
+    elif view is None or not course.is_current(event.generation) or not 0 < event.version <= course.last:
         return
     elif isinstance(event, Evaluated):
         if ledger.add(event.version, event.figures) and view.leases(event.version):
@@ -83,11 +83,13 @@ def awaits_evaluation(course: Course) -> str:
     """A phrase for the evaluation that the job's end waits for; "" if there is none."""
     if course.view is None or course.record is None or not course.strategies.leases:
         return ""
+    if not course.evaluations.able & course.members.present:
+        return ""  # nobody is here who could
     lease, ledger, last = course.view.lease, course.evaluations, course.last
     if lease is not None and not ledger.is_over(lease.version) and lease.version <= last:
         at = course.record.steps_at(lease.version)
         return f"the evaluation of step {at} by {lease.holder or 'a worker that can run it'}"
-    if ledger.periods and ledger.able and last > 0 and not ledger.is_over(last):
+    if ledger.periods and last > 0 and not ledger.is_over(last):
         return f"the evaluation of the last step, {course.record.steps_at(last)}"
     return ""
 
