@@ -13,12 +13,15 @@ import rallypoint
 from rallypoint.core.policy import Policy
 
 EXPORTED = [
+    "ASGD",
     "EMA",
     "SGD",
     "SWA",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
     "AllReduce",
     "Async",
     "BoundedStaleness",
@@ -28,7 +31,10 @@ EXPORTED = [
     "LocalSteps",
     "LossScaling",
     "Micro",
+    "NAdam",
     "Parallel",
+    "RAdam",
+    "RMSprop",
     "Run",
     "Sync",
     "__version__",
@@ -37,6 +43,7 @@ EXPORTED = [
     "join",
     "linear",
     "step_decay",
+    "tabulated",
 ]
 POLICIES = (rallypoint.Sync, rallypoint.BoundedStaleness, rallypoint.Async)
 DOCUMENTED = [name for name in EXPORTED if name != "__version__"]

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rallypoint.config.tree import Group, JobConfig
     from rallypoint.core.average import EMA, SWA
     from rallypoint.core.loss_scale import LossScaling
-    from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW
+    from rallypoint.core.optimizer import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
     from rallypoint.core.policy import AllReduce, Async, BoundedStaleness, LocalSteps, Sync
-    from rallypoint.core.schedule import constant, cosine, linear, step_decay
+    from rallypoint.core.schedule import constant, cosine, linear, step_decay, tabulated
     from rallypoint.launch.join import join
     from rallypoint.parallel.plan import Parallel
     from rallypoint.worker.loop.micro import Micro
@@ -27,38 +27,48 @@ __version__ = "0.1.0"
 
 # Names are looked up when first used: the command line and the coordinator need no torch, and start in no time.
 _HOMES = {
-    "EMA": "rallypoint.core.average",
-    "SGD": "rallypoint.core.optimizer",
-    "SWA": "rallypoint.core.average",
+    "ASGD": "rallypoint.core.optimizer",
+    "Adadelta": "rallypoint.core.optimizer",
     "Adagrad": "rallypoint.core.optimizer",
     "Adam": "rallypoint.core.optimizer",
     "AdamW": "rallypoint.core.optimizer",
+    "Adamax": "rallypoint.core.optimizer",
     "AllReduce": "rallypoint.core.policy",
     "Async": "rallypoint.core.policy",
     "BoundedStaleness": "rallypoint.core.policy",
+    "EMA": "rallypoint.core.average",
     "Group": "rallypoint.config.tree",
     "Job": "rallypoint.worker.loop.session",
     "JobConfig": "rallypoint.config.tree",
     "LocalSteps": "rallypoint.core.policy",
     "LossScaling": "rallypoint.core.loss_scale",
     "Micro": "rallypoint.worker.loop.micro",
+    "NAdam": "rallypoint.core.optimizer",
     "Parallel": "rallypoint.parallel.plan",
+    "RAdam": "rallypoint.core.optimizer",
+    "RMSprop": "rallypoint.core.optimizer",
     "Run": "rallypoint.worker.loop.run",
+    "SGD": "rallypoint.core.optimizer",
+    "SWA": "rallypoint.core.average",
     "Sync": "rallypoint.core.policy",
     "constant": "rallypoint.core.schedule",
     "cosine": "rallypoint.core.schedule",
     "join": "rallypoint.launch.join",
     "linear": "rallypoint.core.schedule",
     "step_decay": "rallypoint.core.schedule",
+    "tabulated": "rallypoint.core.schedule",
 }
 
 __all__ = [
+    "ASGD",
     "EMA",
     "SGD",
     "SWA",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
     "AllReduce",
     "Async",
     "BoundedStaleness",
@@ -68,7 +78,10 @@ __all__ = [
     "LocalSteps",
     "LossScaling",
     "Micro",
+    "NAdam",
     "Parallel",
+    "RAdam",
+    "RMSprop",
     "Run",
     "Sync",
     "__version__",
@@ -77,6 +90,7 @@ __all__ = [
     "join",
     "linear",
     "step_decay",
+    "tabulated",
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import msgspec
@@ -10,7 +11,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint.core.schedule import Schedule, constant, cosine, linear, rate_at, scaled, step_decay
+from rallypoint.config import record_of, resolve
+from rallypoint.config.changes import changed_record
+from rallypoint.core.job import JobRecord, disagreement
+from rallypoint.core.layout import TensorSpec, build_layout
+from rallypoint.core.optimizer import AdamW
+from rallypoint.core.schedule import (
+    MOST_RATES,
+    Schedule,
+    Table,
+    constant,
+    cosine,
+    linear,
+    rate_at,
+    scaled,
+    step_decay,
+    tabulated,
+)
+from rallypoint.errors import ConfigError
 
 PURE = settings(derandomize=True, deadline=None, max_examples=60)
 
@@ -90,3 +108,75 @@ def test_a_scaled_schedule_has_the_rates_times_the_factor(schedule: Schedule, st
     """The warm-up and the floor too."""
     assert rate_at(scaled(schedule, 4.0), step, 40) == pytest.approx(4.0 * rate_at(schedule, step, 40))
     assert scaled(schedule, 1.0) is schedule
+
+
+def _saw(step: int) -> float:
+    return 0.5 if step % 7 < 3 else 0.01 * step
+
+
+def _record(schedule: Schedule, **settings: object) -> JobRecord:
+    config = resolve({"steps": 40, "optimizer": AdamW(lr=schedule), **settings})
+    made = record_of(config, build_layout([TensorSpec("w", (40,), "float32", 0)], 64))
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=JobRecord)
+
+
+def test_a_tabulated_function_gives_its_own_values_and_its_last_one_after_them() -> None:
+    table = tabulated(_saw, steps=30)
+    assert [rate_at(table, step, 100) for step in range(30)] == [_saw(step) for step in range(30)]
+    assert {rate_at(table, step, 100) for step in (30, 31, 99)} == {_saw(29)}
+    assert [rate_at(scaled(table, 2.0), step, 100) for step in range(30)] == [2.0 * _saw(step) for step in range(30)]
+
+
+def test_equal_rates_one_after_another_are_written_once() -> None:
+    assert tabulated(lambda step: 1.0 if step < 1_000 else 0.1, steps=5_000) == Table((0, 1_000), (1.0, 0.1))
+
+
+def test_a_table_is_data_of_the_job_record_and_scaled_with_the_batch() -> None:
+    record = _record(tabulated(_saw, steps=30), scale_lr="linear", base_batch=16)
+    schedule = resolve(record.config).schedule
+    assert [rate_at(schedule, step, 40) for step in range(30)] == [2.0 * _saw(step) for step in range(30)]
+
+
+def test_workers_whose_functions_differ_are_told_at_which_value() -> None:
+    first, other = _record(tabulated(_saw, steps=30)), _record(tabulated(lambda s: _saw(s) + (s == 4), steps=30))
+    assert disagreement(first, other) == "different settings: optimizer.lr.rates[2] is 1.04 here, 0.04 there"
+    shorter = _record(tabulated(_saw, steps=20))
+    assert disagreement(first, shorter) == "different settings: optimizer.lr.rates has 14 values here, 21 there"
+
+
+def test_the_whole_schedule_may_change_when_a_job_goes_on() -> None:
+    new = msgspec.to_builtins(tabulated(_saw, steps=40))
+    record, changes = changed_record(_record(cosine(1e-3, warmup=4)), {"optimizer": {"lr": new}}, 10)
+    (change,) = changes
+    assert str(change).startswith("optimizer.lr is table(starts=28 values, 0 to 39, rates=28 values, 0.5 to 0.39)")
+    assert rate_at(resolve(record.config).schedule, 12, 40) == _saw(12)
+
+
+@pytest.mark.parametrize(
+    ("rate_of", "steps", "sentence"),
+    [
+        (lambda step: -1.0, 3, "the rate of step 0 is -1.0: it must be finite, of at least 0"),
+        (lambda step: math.inf if step == 2 else 1.0, 3, "the rate of step 2 is inf"),
+        (lambda step: 1.0, 0, "at least one step, and steps is 0"),
+        (lambda step: 1.0 + step, MOST_RATES + 1, "changes more than 65536 times by step 65536"),
+    ],
+)
+def test_a_function_that_gives_no_rates_is_refused(rate_of: Callable[[int], float], steps: int, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        tabulated(rate_of, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("starts", "rates", "sentence"),
+    [
+        ([], [], "0 starts and 0 rates"),
+        ([0, 2], [1.0], "2 starts and 1 rates"),
+        ([1], [1.0], "must rise from 0"),
+        ([0, 3, 3], [1.0, 2.0, 3.0], "must rise from 0"),
+        ([0], [-1.0], "finite, of at least 0"),
+        ([0], [math.nan], "lr.rates is"),
+    ],
+)
+def test_a_table_from_elsewhere_that_is_none_is_refused(starts: list[int], rates: list[float], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve({"optimizer": {"type": "adamw", "lr": {"type": "table", "starts": starts, "rates": rates}}})

@@ -125,6 +125,10 @@ CASES = {
         _sometimes, _sometimes_loss,
         {**_PLAIN, "optimizer": rp.Adagrad(lr=rp.cosine(0.1), lr_decay=0.05, weight_decay=0.01), "clip": 1.0},
     ),
+    "nadam, rates from a function": Case(
+        _sometimes, _sometimes_loss,
+        {**_PLAIN, "optimizer": rp.NAdam(lr=rp.tabulated(lambda step: 0.01 / (1 + step % 5), steps=24))},
+    ),
     "adagrad, resnet": Case(
         _resnet, _classify,
         {**_RESNET_SETTINGS, "optimizer": rp.Adagrad(lr=0.02, initial_accumulator_value=0.1), "steps": 12},

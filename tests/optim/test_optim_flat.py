@@ -17,22 +17,31 @@ from rallypoint.core.job import JobRecord
 from rallypoint.core.layout import TensorSpec, build_layout
 from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.schedule import rate_at
-from rallypoint.optim.flat import ShardOptimizer, state_names
+from rallypoint.optim.flat import ShardOptimizer
+from rallypoint.optim.table import state_names
 from rallypoint.store.export import model_state, optimizer_state
 from rallypoint.store.manifest import Manifest, snapshot_id
 from rallypoint.store.record import ShardRecord, decode_record, encode_record
 from rallypoint.store.snapshots import SnapshotStore
 from rallypoint.testing.reference import plain_optimizer
 
-STEPS = 4
+STEPS = 10
 OPTIMIZERS = (
     rp.AdamW(lr=rp.cosine(0.1, warmup=2), weight_decay=0.1),
     rp.Adam(lr=0.1, weight_decay=0.1),
     rp.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     rp.Adagrad(lr=rp.cosine(0.1, warmup=2)),
     rp.Adagrad(lr=0.1, lr_decay=0.3, weight_decay=0.1, initial_accumulator_value=0.2, eps=1e-6),
+    rp.NAdam(lr=0.1, weight_decay=0.1),
+    rp.NAdam(lr=rp.cosine(0.1, warmup=2), weight_decay=0.1, decoupled_weight_decay=True),
+    rp.RAdam(lr=0.1, weight_decay=0.1),
+    rp.Adamax(lr=0.1, weight_decay=0.1),
+    rp.Adadelta(lr=0.5, weight_decay=0.1),
+    rp.RMSprop(lr=0.1),
+    rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
+    rp.ASGD(lr=rp.linear(0.1), t0=3, weight_decay=0.1),
 )
-PURE = settings(derandomize=True, deadline=None, max_examples=40)
+PURE = settings(derandomize=True, deadline=None, max_examples=12)
 
 
 def _config(spec: Optimizer) -> JobConfig:
@@ -89,7 +98,7 @@ def _moved(config: JobConfig, shard: ShardOptimizer) -> ShardOptimizer:
 
 
 def test_an_export_has_adagrad_s_state_by_parameter_name(tmp_path: Path) -> None:
-    spec = OPTIMIZERS[-1]
+    spec = OPTIMIZERS[4]
     config = _config(spec)
     layout = build_layout([TensorSpec("body", (20, 9), "float32", 0), TensorSpec("head", (7,), "float32", 0)], 64 * 4)
     start = torch.linspace(-1, 1, layout.words)

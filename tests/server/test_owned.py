@@ -25,6 +25,14 @@ OPTIMIZERS = (
     rp.AdamW(lr=0.1, weight_decay=0.1),
     rp.Adagrad(lr=0.1),
     rp.Adagrad(lr=0.1, weight_decay=0.1),
+    rp.NAdam(lr=0.1, weight_decay=0.1),
+    rp.NAdam(lr=rp.cosine(0.1, warmup=2), weight_decay=0.1, decoupled_weight_decay=True),
+    rp.RAdam(lr=0.1, weight_decay=0.1),
+    rp.Adamax(lr=0.1, weight_decay=0.1),
+    rp.Adadelta(lr=0.5, weight_decay=0.1),
+    rp.RMSprop(lr=0.1),
+    rp.RMSprop(lr=0.1, momentum=0.9, centered=True, weight_decay=0.1),
+    rp.ASGD(lr=rp.linear(0.1), t0=3, weight_decay=0.1),
 )
 
 

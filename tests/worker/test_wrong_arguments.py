@@ -29,7 +29,7 @@ def refused(error: type[RallypointError], sentence: str, *args: Any, **settings:
         train(*args, **settings)
 
 
-@pytest.mark.parametrize("kind", [rp.AdamW, rp.Adam, rp.SGD, rp.Adagrad])
+@pytest.mark.parametrize("kind", [rp.AdamW, rp.Adam, rp.SGD, rp.Adagrad, rp.NAdam, rp.ASGD])
 def test_an_optimizer_that_is_given_parameters_says_who_owns_it(kind: Any) -> None:
     sentence = rf"rp\.{kind.__name__} takes settings by name.* and no parameters: the servers own the optimizer"
     with pytest.raises(ConfigError, match=sentence):
@@ -216,3 +216,9 @@ def test_a_setting_of_the_job_s_optimizer_beside_one_of_the_script_is_refused() 
         job._link.welcome = type(job._link.welcome)(overrides={"optimizer": {"lr": 0.1}})
         with pytest.raises(ConfigError, match=r"^optimizer\.lr is set, and workers step the script's own_optimizer="):
             job.train(model, DATA, batch=4, steps=4, sync=rp.AllReduce(), own_optimizer=own)
+
+
+def test_an_optimizer_that_needs_whole_matrices_says_why_servers_cannot_step_it() -> None:
+    own = torch.optim.Muon([torch.nn.Parameter(torch.ones(2, 2))])
+    sentence = r"Muon, which servers cannot step: it orthogonalizes whole matrices.*own_optimizer="
+    refused(ConfigError, sentence, optimizer=own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from rallypoint.cli.app import AFTER, RUNNING, app
 from rallypoint.errors import UsageError
 from rallypoint.launch.options import RunFolder
+from rallypoint.watch.facts import facts_of
 
 
 @app.command(rich_help_panel=RUNNING)
@@ -39,6 +41,33 @@ def snapshot(run: RunFolder) -> None:
     from rallypoint.launch.ask import take_snapshot
 
     print(take_snapshot(run))
+
+
+@app.command(rich_help_panel=RUNNING)
+def watch(
+    run: RunFolder,
+    port: Annotated[int, typer.Option(
+        "--port", min=0, max=65535, help="Its port on this machine; by default any free one.", show_default=False,
+    )] = 0,
+    browser: Annotated[bool, typer.Option("--browser", help="Open the page in the browser.")] = False,
+) -> None:  # fmt: skip
+    """Show a run, while it goes on or afterwards, as a page in the browser; Ctrl-C ends the page, not the run.
+
+    It is served on this machine alone, to who has the printed address. From elsewhere: ssh -L PORT:127.0.0.1:PORT.
+
+    Example: [bold]rallypoint watch runs/20260131-235959 --browser[/bold]
+    """
+    try:
+        from rallypoint.watch.serve import watch as serve
+    except ModuleNotFoundError as error:
+        raise UsageError(f"the page needs {error.name}: pip install 'rallypoint[watch]'") from None
+
+    def opened(address: str) -> None:
+        print(f"the page of {run}: {address}", flush=True)
+        if browser:
+            webbrowser.open(address)
+
+    serve(run, facts_of(run), port, opened)
 
 
 @app.command(rich_help_panel=AFTER)

@@ -27,6 +27,7 @@ _FIXED = {
     "average.start": "it is for the first version of the mean; set it when the average begins",
     "table_std": "it is for the tables' first values, which the job has made",
 }  # fmt: skip
+_SHOWN = 8  # values of a list that are named in a sentence
 _FREE = ("sync.outer",)  # within a fixed part
 
 
@@ -102,4 +103,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, Mapping) and "type" in value:
         rest = ", ".join(f"{key}={_shown(part)}" for key, part in value.items() if key != "type")
         return f"{value['type']}({rest})"
+    if isinstance(value, list | tuple) and len(value) > _SHOWN:
+        return f"{len(value)} values, {value[0]} to {value[-1]}"
     return str(value)

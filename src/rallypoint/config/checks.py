@@ -11,6 +11,7 @@ from rallypoint.core.layout import Layout
 from rallypoint.core.modes import Feature, refusal
 from rallypoint.core.optimizer import SGD, Adagrad, Optimizer
 from rallypoint.core.policy import Async, BoundedStaleness, LocalSteps, Sync
+from rallypoint.core.schedule import Table
 from rallypoint.errors import ConfigError
 
 
@@ -60,6 +61,8 @@ def _check_rates(config: JobConfig) -> None:
 
 
 def _check_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer.lr, Table) and (problem := optimizer.lr.problem):
+        raise ConfigError(f"the table of rates cannot be used: {problem}; make it with rp.tabulated")
     if isinstance(optimizer, SGD) and optimizer.nesterov and optimizer.momentum <= 0:
         raise ConfigError("nesterov=True needs a momentum above 0")
     if isinstance(optimizer, Adagrad) and optimizer.eps == optimizer.initial_accumulator_value == 0:

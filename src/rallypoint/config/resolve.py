@@ -128,6 +128,16 @@ _INSTEAD = {
 }
 
 
+_OWN = "with sync=rp.AllReduce() give it as own_optimizer="
+_NO_SPEC = {
+    "Adafactor": f"it needs the rows and columns of a whole matrix, and a server has a piece of one; {_OWN}",
+    "LBFGS": "one step of it computes the loss and the whole gradient several times; use rp.AdamW",
+    "Muon": f"it orthogonalizes whole matrices, and a server has a piece of one; {_OWN}",
+    "Rprop": "it follows the signs of the whole data set's gradient, and those of one batch are noise; use rp.RMSprop",
+    "SparseAdam": "tables (embeddings with sparse=True) are stepped by it where the job has optimizer=rp.Adam()",
+}
+
+
 def _as_data(key: str, value: Any) -> Any:
     if key not in JobConfig.__struct_fields__:
         raise ConfigError(
@@ -162,8 +172,11 @@ def _not_data(key: str, value: Any) -> str:
     if key.endswith(".lr"):
         return (
             f"{key} is a {kind}: servers run schedules, so they are data: rp.cosine(1e-3, warmup=100), rp.linear, "
-            "rp.step_decay, rp.constant; or, with sync=rp.AllReduce(), job.train(own_optimizer=, own_schedule=)"
+            "rp.step_decay, rp.constant, or of any function rp.tabulated(lambda step: ..., steps=1000); or, with "
+            "sync=rp.AllReduce(), job.train(own_optimizer=, own_schedule=)"
         )
+    if key == "optimizer" and (why := _NO_SPEC.get(type(value).__name__)):
+        return f"optimizer is a {kind}, which servers cannot step: {why}"
     if key == "optimizer":
         return (
             f"optimizer is a {kind}: use rallypoint's own, such as optimizer=rp.AdamW(lr=1e-3), which the servers "

@@ -114,4 +114,9 @@ def _first_setting(ours: Any, theirs: Any, path: str = "") -> str:
         for key in sorted(ours.keys() | theirs.keys()):
             if ours.get(key) != theirs.get(key):
                 return _first_setting(ours.get(key), theirs.get(key), f"{path}.{key}" if path else str(key))
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
+        place = next((n for n, (our, their) in enumerate(zip(ours, theirs, strict=True)) if our != their), 0)
+        return _first_setting(ours[place], theirs[place], f"{path}[{place}]") if ours else path
+    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and max(len(ours), len(theirs)) > 8:
+        return f"{path} has {len(ours)} values here, {len(theirs)} there"
     return f"{path} is {ours!r} here, {theirs!r} there"

@@ -73,4 +73,70 @@ class Adagrad(
     eps: float = 1e-10
 
 
-Optimizer = AdamW | Adam | SGD | Adagrad
+class NAdam(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="nadam", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.NAdam: Adam with Nesterov momentum (Dozat, 2016)."""
+
+    lr: Schedule | float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = False
+
+
+class RAdam(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="radam", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.RAdam: Adam with a rectified rate in its first steps (Liu et al., 2020)."""
+
+    lr: Schedule | float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled_weight_decay: bool = False
+
+
+class Adamax(
+    msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adamax", kw_only=True, forbid_unknown_fields=True
+):  # fmt: skip
+    """torch.optim.Adamax: Adam with the infinity norm (Kingma and Ba, 2015)."""
+
+    lr: Schedule | float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+class Adadelta(
+    msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="adadelta", kw_only=True, forbid_unknown_fields=True
+):  # fmt: skip
+    """torch.optim.Adadelta (Zeiler, 2012)."""
+
+    lr: Schedule | float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+
+
+class RMSprop(
+    msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="rmsprop", kw_only=True, forbid_unknown_fields=True
+):  # fmt: skip
+    """torch.optim.RMSprop (Tieleman and Hinton, 2012); `centered` as by Graves (2013)."""
+
+    lr: Schedule | float = 1e-2
+    alpha: float = 0.99
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    centered: bool = False
+
+
+class ASGD(msgspec.Struct, metaclass=_ByNameOnly, frozen=True, tag="asgd", kw_only=True, forbid_unknown_fields=True):
+    """torch.optim.ASGD (Polyak and Juditsky, 1992). Its own average, `ax`, is in exports with the optimizer's state."""
+
+    lr: Schedule | float = 1e-2
+    lambd: float = 1e-4
+    alpha: float = 0.75
+    t0: float = 1e6
+    weight_decay: float = 0.0
+
+
+Optimizer = AdamW | Adam | SGD | Adagrad | NAdam | RAdam | Adamax | Adadelta | RMSprop | ASGD

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable
+from itertools import pairwise
 
 import msgspec
+
+from rallypoint.errors import ConfigError
+
+MOST_RATES = 1 << 16  # of a table: under 1 MiB in the job record, which every member gets
 
 
 class Constant(msgspec.Struct, frozen=True, tag="constant", forbid_unknown_fields=True):
@@ -39,7 +46,26 @@ class StepDecay(msgspec.Struct, frozen=True, tag="step", forbid_unknown_fields=T
     warmup: int = 0
 
 
-Schedule = Constant | Cosine | Linear | StepDecay
+class Table(msgspec.Struct, frozen=True, tag="table", forbid_unknown_fields=True):
+    """Rates that a function gave: ``rates[i]`` from step ``starts[i]`` on, to the next start; the last one to the end.
+    """
+
+    starts: tuple[int, ...]
+    rates: tuple[float, ...]
+
+    @property
+    def problem(self) -> str:
+        """Why this is no table, for a sentence; "" if it is one."""
+        if not 1 <= len(self.starts) == len(self.rates) <= MOST_RATES:
+            return f"it has {len(self.starts)} starts and {len(self.rates)} rates: 1 to {MOST_RATES} of each are needed"
+        if self.starts[0] != 0 or any(b <= a for a, b in pairwise(self.starts)):
+            return "its starts must rise from 0"
+        if not all(math.isfinite(rate) and rate >= 0 for rate in self.rates):
+            return "its rates must be finite, of at least 0"
+        return ""
+
+
+Schedule = Constant | Cosine | Linear | StepDecay | Table
 
 
 def constant(peak: float, *, warmup: int = 0) -> Constant:
@@ -62,10 +88,38 @@ def step_decay(peak: float, *, every: int, factor: float = 0.1, warmup: int = 0)
     return StepDecay(peak, every, factor, warmup)
 
 
+def tabulated(rate_of: Callable[[int], float], *, steps: int) -> Table:
+    """The rates that any function gives for steps 0 to `steps` - 1, as data; later steps have the last one.
+
+    The function is called here, on each worker, and its values are part of the job. It must give the same ones on all
+    of them. Example: ``rp.tabulated(lambda step: 1e-3 * 0.999**step, steps=20_000)``.
+
+    Raises ConfigError for a rate that is negative or not finite, and where the rate changes more than 65536 times.
+    """
+    if steps < 1:
+        raise ConfigError(f"rp.tabulated needs at least one step, and steps is {steps}: give the job's steps")
+    starts, rates = list[int](), list[float]()
+    for step in range(steps):
+        rate = float(rate_of(step))
+        if not (math.isfinite(rate) and rate >= 0):
+            raise ConfigError(f"rp.tabulated: the rate of step {step} is {rate}: it must be finite, of at least 0")
+        if not rates or rate != rates[-1]:
+            starts.append(step)
+            rates.append(rate)
+        if len(rates) > MOST_RATES:
+            raise ConfigError(
+                f"rp.tabulated: the rate changes more than {MOST_RATES} times by step {step}, and every member of the "
+                "job gets them all: let it change at every tenth step, such as rate_of(step // 10 * 10)"
+            )
+    return Table(tuple(starts), tuple(rates))
+
+
 def scaled(schedule: Schedule, factor: float) -> Schedule:
     """The schedule with all of its rates, those of the warm-up too, multiplied by `factor`."""
     if factor == 1.0:
         return schedule
+    if isinstance(schedule, Table):
+        return Table(schedule.starts, tuple(rate * factor for rate in schedule.rates))
     peak = schedule.peak * factor
     if isinstance(schedule, Cosine | Linear):
         return msgspec.structs.replace(schedule, peak=peak, floor=schedule.floor * factor)
@@ -74,6 +128,8 @@ def scaled(schedule: Schedule, factor: float) -> Schedule:
 
 def rate_at(schedule: Schedule, step: int, steps: int) -> float:
     """The rate of update number `step` (from 0) in a job of `steps` updates."""
+    if isinstance(schedule, Table):
+        return schedule.rates[bisect_right(schedule.starts, step) - 1]
     if step < schedule.warmup:
         return schedule.peak * (step + 1) / schedule.warmup
     match schedule:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 
 from rallypoint.config import GroupSettings, JobConfig, settings_applied
-from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
+from rallypoint.core.optimizer import Optimizer, RMSprop
 from rallypoint.core.schedule import rate_at
+from rallypoint.optim.table import arguments_of, row_of, state_names
 
 
 def build_optimizer(
@@ -16,24 +18,13 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """The torch optimizer of `spec` over these groups. Its learning rate is 0: set it before every step.
 
-    `foreach` gives the bytes of torch's default (the for-loop) at twice its speed, however the vector is cut into
-    shards. The fused kernels do not: they round the tail of a tensor differently.
+    The bytes are those of torch's default (the for-loop), however the vector is cut into shards. Those of the fused
+    kernels are not: they round the tail of a tensor differently.
     """
+    row = row_of(spec)
+    how: dict[str, Any] = {"fused": True} if getattr(spec, "fused", False) else {"foreach": row.foreach}
     param_groups = [{"params": params, "weight_decay": settings.weight_decay} for params, settings in groups]
-    match spec:
-        case AdamW() | Adam():
-            kind = torch.optim.AdamW if isinstance(spec, AdamW) else torch.optim.Adam
-            how = {"fused": True} if spec.fused else {"foreach": True}
-            return kind(param_groups, lr=0.0, betas=spec.betas, eps=spec.eps, **how)
-        case SGD():
-            return torch.optim.SGD(
-                param_groups, lr=0.0, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True
-            )
-        case Adagrad():
-            return torch.optim.Adagrad(
-                param_groups, lr=0.0, lr_decay=spec.lr_decay, eps=spec.eps, foreach=True,
-                initial_accumulator_value=spec.initial_accumulator_value,
-            )  # fmt: skip
+    return row.kind(param_groups, **{"lr": 0.0, **arguments_of(spec), **how})
 
 
 def import_for_optimizers() -> None:
@@ -42,18 +33,6 @@ def import_for_optimizers() -> None:
     A server calls it while workers come. Later the first snapshot, and with it the job, would wait for it.
     """
     importlib.import_module("torch._dynamo")
-
-
-def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
-    """The possible names of a shard's state, each as (tensors, numbers): before its first step, and after."""
-    before: tuple[set[str], set[str]] = (set(), set())
-    match spec:
-        case AdamW() | Adam():
-            return [before, ({"exp_avg", "exp_avg_sq"}, {"step"})]
-        case SGD():
-            return [before, ({"momentum_buffer"}, set())]
-        case Adagrad():
-            return [({"sum"}, {"step"})]  # torch makes it with the optimizer
 
 
 class ShardOptimizer:
@@ -87,6 +66,9 @@ class ShardOptimizer:
     def load(self, arrays: dict[str, torch.Tensor], scalars: dict[str, float]) -> None:
         """Replace the optimizer's state, by a copy of one from another server or a snapshot."""
         kept: dict[str, torch.Tensor] = {name: tensor.clone() for name, tensor in arrays.items()}
+        if kept and isinstance(self._config.applied, RMSprop):  # a setting may have changed what it keeps
+            tensors, _ = state_names(self._config.applied)[-1]
+            kept = {name: kept.get(name, torch.zeros_like(self.master)) for name in sorted(tensors)}
         kept |= {name: torch.tensor(value, dtype=torch.float32) for name, value in scalars.items()}
         self._optimizer.state.clear()
         if kept:

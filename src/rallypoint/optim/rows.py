@@ -16,6 +16,11 @@ from rallypoint.core.schedule import rate_at
 
 def refusal(spec: Optimizer) -> str:
     """Why this optimizer cannot update tables, as a sentence; "" if it can."""
+    if not isinstance(spec, AdamW | Adam | SGD | Adagrad):
+        return (
+            f"torch's {type(spec).__name__} has no form that leaves the other rows alone: use rp.SGD without momentum, "
+            "rp.AdamW, rp.Adam or rp.Adagrad"
+        )
     if isinstance(spec, SGD) and spec.momentum:
         return (
             "momentum would move every row at every step: use rp.SGD without momentum, rp.AdamW, rp.Adam or rp.Adagrad"
@@ -35,6 +40,8 @@ def state_names(spec: Optimizer) -> list[tuple[set[str], set[str]]]:
             return [before]
         case Adagrad():
             return [({"sum"}, {"step"})]  # torch makes it with the optimizer
+        case _:
+            raise AssertionError(f"no table has {spec}: see `refusal`")
 
 
 class RowsOptimizer:
@@ -95,3 +102,5 @@ def _build(spec: Optimizer, parameter: torch.nn.Parameter) -> torch.optim.Optimi
                 [parameter], lr=1.0, lr_decay=spec.lr_decay, eps=spec.eps, foreach=False,
                 initial_accumulator_value=spec.initial_accumulator_value,
             )  # fmt: skip
+        case _:
+            raise AssertionError(f"no table has {spec}: see `refusal`")

@@ -7,7 +7,7 @@ import numpy as np
 from rallypoint.config import JobConfig
 from rallypoint.core.layout import Shard
 from rallypoint.errors import DamagedSnapshot, ProtocolError
-from rallypoint.optim.flat import state_names
+from rallypoint.optim.table import state_names
 from rallypoint.store.record import ShardRecord, decode_record, most_bytes
 
 MASTER = "master"

@@ -18,12 +18,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from rallypoint.config import JobConfig, settings_of
 from rallypoint.core.average import EMA, takes
-from rallypoint.core.optimizer import SGD, Adagrad, Adam, AdamW, Optimizer
+from rallypoint.core.optimizer import Optimizer
 from rallypoint.core.order import derive_seed
 from rallypoint.core.schedule import rate_at
 from rallypoint.core.shard.clip import clip_scale, total_norm
 from rallypoint.data.loader import MapDataset, MicroBatches
 from rallypoint.data.randomness import seed_everything
+from rallypoint.optim.table import arguments_of
 from rallypoint.worker.tensors import ModelTensors
 
 Summand = TypeVar("Summand", float, torch.Tensor)
@@ -234,18 +235,9 @@ def sum_leaves(leaves: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
 
 def plain_optimizer(spec: Optimizer, param_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return the optimizer as a user would write it; torch chooses its default implementation."""
-    match spec:
-        case AdamW():
-            return torch.optim.AdamW(param_groups, betas=spec.betas, eps=spec.eps, fused=spec.fused or None)
-        case Adam():
-            return torch.optim.Adam(param_groups, betas=spec.betas, eps=spec.eps, fused=spec.fused or None)
-        case SGD():
-            return torch.optim.SGD(param_groups, momentum=spec.momentum, nesterov=spec.nesterov)
-        case Adagrad():
-            return torch.optim.Adagrad(
-                param_groups, lr_decay=spec.lr_decay, eps=spec.eps,
-                initial_accumulator_value=spec.initial_accumulator_value,
-            )  # fmt: skip
+    fused: dict[str, Any] = {"fused": True} if getattr(spec, "fused", False) else {}
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, type(spec).__name__)
+    return kind(param_groups, **{**arguments_of(spec), **fused})
 
 
 @torch.no_grad()

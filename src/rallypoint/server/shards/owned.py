@@ -15,7 +15,8 @@ from rallypoint.core.optimizer import SGD
 from rallypoint.core.shard.effects import Apply
 from rallypoint.net.frames import Header
 from rallypoint.net.pool import Buffer, BufferPool
-from rallypoint.optim.flat import ShardOptimizer, state_names
+from rallypoint.optim.flat import ShardOptimizer
+from rallypoint.optim.table import state_names
 from rallypoint.server.shards.average import ShardAverage
 from rallypoint.server.shards.gradient import GradientSum, first_that_became, float_ranges
 from rallypoint.server.shards.scale import ScaleWords

@@ -11,6 +11,7 @@ from rallypoint.config import JobConfig, settings_of
 from rallypoint.core.layout import Shard
 from rallypoint.core.schedule import rate_at
 from rallypoint.optim.flat import build_optimizer
+from rallypoint.optim.table import NUMBERS
 from rallypoint.store.record import ShardRecord
 from rallypoint.store.state import MASTER
 from rallypoint.worker.tensors import ModelTensors
@@ -123,7 +124,7 @@ class SpecifiedStepper:
         scalars: dict[str, float] = {}
         for placed, start, stop in self._tensors.parts_in(shard):
             for name, value in self._optimizer.state.get(placed.tensor, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == placed.tensor.shape and name != "step":
+                if isinstance(value, torch.Tensor) and value.shape == placed.tensor.shape and name not in NUMBERS:
                     part = value.detach().reshape(-1)[start - placed.entry.start : stop - placed.entry.start]
                     array = arrays.setdefault(name, torch.zeros(shard.words))
                     array[start - shard.start : stop - shard.start].copy_(part)

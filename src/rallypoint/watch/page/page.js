@@ -1,0 +1,215 @@
+"use strict";
+// Everything that the page shows comes over one stream (watch/answer.py). Texts are set as text, never as HTML.
+
+const one = (id) => document.getElementById(id);
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue("--" + name).trim();
+const run = { curves: {}, evaluations: {}, marks: [], members: [] };
+const charts = {};
+
+const number = (value) => value === undefined || value === null ? "-" : Math.abs(value) >= 1e5 || (value && Math.abs(value) < 1e-3)
+  ? value.toExponential(2) : String(+value.toPrecision(4));
+const seconds = (s) => s >= 3600 ? `${Math.floor(s / 3600)} h ${Math.floor(s % 3600 / 60)} min`
+  : s >= 60 ? `${Math.floor(s / 60)} min ${Math.floor(s % 60)} s` : s >= 1 ? `${s.toFixed(1)} s` : `${(s * 1000).toFixed(0)} ms`;
+const bytes = (n) => n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e5 ? `${(n / 1e6).toFixed(1)} MB` : `${(n / 1e3).toFixed(1)} kB`;
+
+function element(kind, text) {
+  const made = document.createElement(kind);
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function pairs(id, values) {
+  one(id).replaceChildren(...Object.entries(values).map(([name, value]) => {
+    const row = element("div");
+    row.append(element("dt", name), element("dd", value));
+    return row;
+  }));
+}
+
+function table(id, heads, rows) {
+  const line = (kind, cells) => {
+    const made = element("tr");
+    made.append(...cells.map((cell) => element(kind, cell)));
+    return made;
+  };
+  one(id).replaceChildren(line("th", heads), ...rows.map((row) => line("td", row)));
+}
+
+// ---- curves ----
+
+function merge(into, news) {
+  for (const [name, part] of Object.entries(news)) {
+    const have = into[name] || { step: [], mean: [], low: [], high: [] };
+    let keep = have.step.length;
+    while (keep > 0 && have.step[keep - 1] >= part.from) keep--;
+    if (part.from === 0) keep = 0;
+    for (const column of ["step", "mean", "low", "high"]) have[column] = have[column].slice(0, keep).concat(part[column]);
+    into[name] = have;
+  }
+}
+
+// A tick at every death, join, roll-back and skipped step
+const tickColour = { loss: "bad", join: "server", back: "bad", skip: "aggregator" };
+function ticks(plot) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  for (const mark of run.marks) {
+    const x = Math.round(plot.valToPos(mark.step, "x", true));
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.strokeStyle = colour(tickColour[mark.kind] || "dim");
+    ctx.beginPath();
+    ctx.moveTo(x + .5, bbox.top);
+    ctx.lineTo(x + .5, bbox.top + 10 * devicePixelRatio);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+function chart(name, data, more) {
+  const axis = { stroke: colour("dim"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } };
+  const values = (_, value) => number(value);
+  const series = [{ label: "step" }, { label: "low", stroke: colour("standby"), width: 1, value: values },
+    { label: "high", stroke: colour("standby"), width: 1, value: values }, { label: "mean", stroke: colour("computing"), width: 1.5, value: values }];
+  if (more) series.splice(1, 3, { label: name, stroke: colour("server"), width: 1.5, points: { show: true, size: 5 }, value: values });
+  const box = element("div");
+  one("charts").append(box);
+  return new uPlot({
+    title: name, width: Math.max(200, box.clientWidth), height: 220, series,
+    bands: more ? [] : [{ series: [2, 1], fill: colour("standby") + "44" }],
+    scales: { x: { time: false } }, axes: [axis, { ...axis, size: 64, values: (_, all) => all.map(number) }],
+    cursor: { sync: { key: "steps" } }, legend: { live: true }, hooks: { draw: [ticks] },
+  }, data, box);
+}
+
+function drawCurves(changed, part, more) {
+  for (const name of Object.keys(changed)) {
+    const key = `${part} ${name}`, points = run[part][name];
+    const data = more ? [points.step, points.mean] : [points.step, points.low, points.high, points.mean];
+    if (charts[key]) charts[key].setData(data);
+    else charts[key] = chart(name, data, more);
+  }
+}
+
+function fitCharts() {
+  for (const plot of Object.values(charts)) plot.setSize({ width: Math.max(200, plot.root.parentElement.clientWidth), height: 220 });
+}
+
+function forgetCharts() {
+  for (const name of Object.keys(charts)) { charts[name].destroy(); delete charts[name]; }
+  one("charts").replaceChildren();
+}
+
+// ---- members ----
+
+function drawMembers() {
+  const box = one("members"), canvas = box.firstElementChild, rows = run.members, names = rows.length <= 60;
+  const height = rows.length > 200 ? 3 : rows.length > 60 ? 6 : 18, width = box.clientWidth, left = names ? 96 : 0;
+  canvas.style.height = `${Math.max(1, rows.length * height)}px`;
+  canvas.width = width * devicePixelRatio;
+  canvas.height = Math.max(1, rows.length * height) * devicePixelRatio;
+  const ctx = canvas.getContext("2d"), gap = height > 5 ? 2 : 0;
+  ctx.scale(devicePixelRatio, devicePixelRatio);
+  ctx.font = "12px system-ui, sans-serif";
+  const paints = Object.fromEntries(["computing", "standby", "server", "aggregator", "gone"].map((name) => [name, colour(name)]));
+  const text = colour("text"), first = Math.min(...rows.map((row) => row.spans[0][0]), run.now);
+  const place = (t) => left + (t - first) / Math.max(1e-6, run.now - first) * (width - left);
+  rows.forEach((row, i) => {
+    row.spans.forEach(([t, state], j) => {
+      const end = j + 1 < row.spans.length ? row.spans[j + 1][0] : run.now;
+      ctx.fillStyle = paints[state];
+      ctx.fillRect(place(t), i * height, Math.max(1, place(end) - place(t)), height - gap);
+    });
+    if (names) { ctx.fillStyle = text; ctx.fillText(row.id, 0, i * height + 13); }
+  });
+}
+
+// ---- the rest ----
+
+function drawHead() {
+  const plan = run.plan || {}, steps = plan.steps || 0, last = (name) => (run.curves[name] || { mean: [] }).mean.at(-1);
+  const status = one("status");
+  status.textContent = run.read !== undefined ? `reading the log: ${Math.round(run.read * 100)} %`
+    : run.ended ? run.ended + (run.why ? `: ${run.why}` : "") : steps ? "running" : "waiting for members";
+  status.className = run.ended === "failed" ? "bad" : "";
+  one("progress").max = steps || 1;
+  one("progress").value = run.step;
+  document.title = `${steps ? Math.round(100 * run.step / steps) + " % " : ""}${(run.facts || {}).name || "Rallypoint"}`;
+  const rate = run.times.p50 ? plan.items / run.times.p50 : 0;
+  const left = run.ended || !run.times.p50 ? "" : seconds((steps - run.step) * run.times.p50);
+  const figures = { step: `${run.step.toLocaleString("en")} of ${steps.toLocaleString("en")}`, loss: number(last("loss")) };
+  if (last("lr") !== undefined) figures.lr = number(last("lr"));
+  for (const [name, curve] of Object.entries(run.evaluations)) figures[name] = number(curve.mean.at(-1));
+  if (rate) figures[`${plan.item || "samples"}/s`] = Math.round(rate).toLocaleString("en");
+  if (left) figures.left = left;
+  pairs("figures", figures);
+}
+
+function drawTimes() {
+  const t = run.times, shown = { "half of the steps take at most": seconds(t.p50), "99 %": seconds(t.p99),
+    goodput: `${(100 * t.goodput).toFixed(1)} %`, stalls: String(t.stalls) };
+  if (t.stalls) shown["longest stall"] = `${seconds(t.longest.seconds)} at step ${t.longest.step}: ${t.longest.cause}`;
+  for (const [cause, lost] of Object.entries(t.lost)) shown[`lost to ${cause}`] = seconds(lost);
+  shown["work done twice"] = `${run.again.toLocaleString("en")} contributions`;
+  for (const [what, count] of Object.entries(run.skipped)) shown[`${what} skipped`] = String(count);
+  pairs("times", shown);
+  const slow = Object.entries(run.late).sort((a, b) => b[1] - a[1]).slice(0, 10);
+  table("late", ["worker", "behind the first"], slow.map(([name, late]) => [name, seconds(late)]));
+}
+
+function drawFacts() {
+  const plan = run.plan || {};
+  const shown = { ...(run.facts || {}).settings };
+  if (plan.words) shown.parameters = plan.words.toLocaleString("en");
+  if (plan.replicas) shown.replicas = String(plan.replicas);
+  if (plan.shards) shown.shards = String(plan.shards);
+  pairs("facts", shown);
+}
+
+function take(news) {
+  if (news.facts) { // the first of a stream: this page, or the server, has begun anew
+    run.curves = {}; run.evaluations = {}; run.marks = []; run.members = [];
+    forgetCharts();
+  }
+  const { curves, evaluations, ...rest } = news;
+  delete run.read;
+  Object.assign(run, rest);
+  merge(run.curves, curves);
+  merge(run.evaluations, evaluations);
+  const before = Object.keys(charts).length;
+  drawCurves(curves, "curves", false);
+  drawCurves(evaluations, "evaluations", true);
+  if (Object.keys(charts).length > before) fitCharts(); // the grid has other columns now
+  if (news.marks) for (const plot of Object.values(charts)) plot.redraw(false);
+  if (news.facts) one("name").textContent = news.facts.name;
+  drawHead();
+  drawTimes();
+  drawMembers();
+  if (news.facts || news.plan) drawFacts();
+  if (news.snapshots) table("snapshots", ["version", "size", "took"],
+    news.snapshots.slice(-8).reverse().map((s) => [String(s.version), bytes(s.nbytes), seconds(s.seconds)]));
+  if (news.sentences || news.marks) {
+    const said = [...(run.sentences || []), ...run.marks].sort((a, b) => b.t - a.t).slice(0, 300);
+    one("sentences").replaceChildren(...said.map((what) => {
+      const line = element("li");
+      line.append(element("time", seconds(what.t)), element("span", what.text));
+      return line;
+    }));
+  }
+}
+
+const stream = new EventSource("news");
+stream.onmessage = (event) => take(JSON.parse(event.data));
+stream.onerror = () => {
+  one("status").textContent = "not connected: is `rallypoint watch` still running? trying again ...";
+  one("status").className = "bad";
+};
+
+let resized;
+addEventListener("resize", () => {
+  clearTimeout(resized);
+  resized = setTimeout(() => {
+    fitCharts();
+    if (run.now !== undefined) drawMembers();
+  }, 100);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => location.reload());

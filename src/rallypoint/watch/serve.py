@@ -1,0 +1,97 @@
+"""Serves the page of one run until it is interrupted."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from rallypoint.errors import UsageError
+from rallypoint.watch.app import Page
+from rallypoint.watch.follow import EVENTS, Follower
+
+_HOST = "127.0.0.1"
+
+
+class _Server(uvicorn.Server):
+    """Ends the page's streams when it is told to end: it would wait for them."""
+
+    def __init__(self, config: uvicorn.Config, page: Page) -> None:
+        super().__init__(config)
+        self._page = page
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self._page.closing = True
+        super().handle_exit(sig, frame)
+
+    def end(self) -> None:
+        """Let the server end; any thread may call it."""
+        self._page.closing = True
+        self.should_exit = True
+
+
+@contextmanager
+def served(folder: Path, facts: dict[str, Any], port: int = 0) -> Iterator[tuple[str, Bound]]:
+    """In the body the page of the run in `folder` can be opened: yields its address with its token, and the server to
+    run. Raises UsageError if there is no log, or the port is taken."""
+    if not (folder / EVENTS).is_file():
+        raise UsageError(f"{folder} has no {EVENTS}: name the folder of a run, as runs/20260131-235959")
+    follower, token = Follower(folder), secrets.token_urlsafe(16)
+    page = Page(follower, facts, token)
+    with _listening(port) as listening:
+        config = uvicorn.Config(page.app, log_level="warning", access_log=False, lifespan="off", server_header=False)
+        server = _Server(config, page)
+        follower.start()
+        try:
+            server.config.load()
+            yield f"http://{_HOST}:{listening.getsockname()[1]}/?token={token}", Bound(server, listening)
+        finally:
+            follower.close()
+
+
+class Bound:
+    """The server with its socket."""
+
+    def __init__(self, server: _Server, listening: socket.socket) -> None:
+        self._server, self._listening = server, listening
+
+    def run(self) -> None:
+        """Answer until SIGINT, SIGTERM or `end`."""
+        self._server.run([self._listening])
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """In the body a thread answers."""
+        thread = threading.Thread(target=self.run, name="page", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._server.end()
+            thread.join()
+
+
+@contextmanager
+def _listening(port: int) -> Iterator[socket.socket]:
+    listening = socket.socket()
+    with listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((_HOST, port))
+        except OSError as error:
+            raise UsageError(f"port {port} cannot be used ({error.strerror}): choose another --port") from None
+        listening.listen()
+        yield listening
+
+
+def watch(folder: Path, facts: dict[str, Any], port: int, opened: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; `opened` is called with its address once it can be opened."""
+    with served(folder, facts, port) as (address, server):
+        opened(address)
+        server.run()

@@ -1,0 +1,135 @@
+"""A run as its observers see it: everything that the page shows, made from what the coordinator has announced."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rallypoint.net.messages import (
+    Aborted,
+    Applied,
+    Finished,
+    Held,
+    Members,
+    Message,
+    Metrics,
+    Planned,
+    Say,
+    Skipped,
+    Snapshotted,
+    StepDone,
+    Waiting,
+)
+from rallypoint.watch.members import Timelines
+from rallypoint.watch.series import Series
+from rallypoint.watch.steps import StepTimes
+
+_MOST_MARKS, _MOST_SENTENCES, _MOST_SNAPSHOTS = 1000, 300, 50
+_MOST_CURVES = 64  # names of figures and metrics
+_LATE_OVER = 0.95  # how much of a worker's lateness stays from step to step
+
+
+@dataclass(slots=True)
+class RunState:
+    """What is known of a run. Its size has a bound, whatever the number of steps.
+
+    `take` gets the messages in their order, each with the time `t` (s) of the coordinator that sent it: the clock of a
+    new coordinator begins at 0 again, and `now` goes on.
+    """
+
+    plan: Planned | None = None
+    now: float = 0.0
+    step: int = 0  # steps that are done
+    again: int = 0
+    ended: str = ""  # "finished", "failed" or, while the run goes on, ""
+    why: str = ""
+    curves: dict[str, Series] = field(default_factory=dict)  # by step: loss, lr, seconds, what `micro.log` said
+    evaluations: dict[str, Series] = field(default_factory=dict)
+    members: Timelines = field(default_factory=Timelines)
+    marks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_MARKS))
+    sentences: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SENTENCES))
+    snapshots: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_MOST_SNAPSHOTS))
+    times: StepTimes = field(default_factory=StepTimes)
+    late: dict[str, float] = field(default_factory=dict)  # worker -> mean seconds behind the first, of late
+    skipped: Counter[str] = field(default_factory=Counter)
+    revision: int = 0
+    _clock: float = 0.0  # the last time that the coordinator said
+    _stepped: float = -1.0  # when the last step was done
+    _cause: str = ""  # what has happened since
+
+    def take(self, message: Message, t: float) -> None:
+        """Take one announcement of the coordinator."""
+        self.revision += 1
+        self.now += t - self._clock if t >= self._clock else 0.0
+        self._clock = t
+        match message:
+            case Planned():
+                self.plan, self.ended, self.why = message, "", ""
+            case StepDone():
+                self._step(message)
+            case Metrics(step=step, values=values):
+                self._cause = self._cause or "evaluation"
+                for name, value in values.items():
+                    self._curve(self.evaluations, name, step, value)
+            case Members():
+                self._members(message)
+            case Applied(late=late):
+                self._late(late)
+            case Snapshotted(version=version, nbytes=nbytes, seconds=seconds):
+                self.snapshots.append({"t": self.now, "version": version, "nbytes": nbytes, "seconds": seconds})
+            case Skipped():
+                self.skipped["contributions" if message.alone else "steps"] += 1
+                self._mark("skip", f"step {message.step} skipped: not finite")
+            case Say(text=text) | Waiting(text=text) | Held(text=text):
+                self.sentences.append({"t": self.now, "text": text})
+                self._cause = self._cause or "waiting" * isinstance(message, Waiting)
+            case Finished(stopped_at=at, why=why):
+                self._end("finished", f"stopped at step {at}: {why}" if at >= 0 else "")
+            case Aborted(reason=reason):
+                self._end("failed", reason)
+            case _:
+                pass
+
+    def _step(self, done: StepDone) -> None:
+        back = done.step + 1 <= self.step
+        self.step, self.again = done.step + 1, done.again
+        for name, value in {"loss": done.loss, "lr": done.lr, **done.figures}.items():
+            if value is not None:
+                self._curve(self.curves, name, done.step, value)
+        if back:
+            self._mark("back", f"back to step {done.step}")
+        if self._stepped >= 0:
+            seconds = self.now - self._stepped
+            self._curve(self.curves, "seconds a step", done.step, seconds)
+            self.times.add(done.step, seconds, self._cause or "unknown")
+        self._stepped, self._cause = self.now, ""
+
+    def _curve(self, curves: dict[str, Series], name: str, step: int, value: float) -> None:
+        if name in curves or len(curves) < _MOST_CURVES:
+            curves.setdefault(name, Series()).add(step, value)
+
+    def _members(self, members: Members) -> None:
+        begins = not self.members.spans
+        came, went = self.members.take(members, self.now)
+        if came and not begins:
+            self._mark("join", f"with {', '.join(came)}")
+        if went:
+            self._mark("loss", f"without {', '.join(went)}")
+        for member in went:
+            self.late.pop(member, None)
+
+    def _late(self, late: Mapping[str, float]) -> None:
+        for worker, seconds in late.items():
+            if worker not in self.members.here:
+                continue  # its word came after it was gone
+            self.late[worker] = _LATE_OVER * self.late.get(worker, seconds) + (1 - _LATE_OVER) * seconds
+
+    def _mark(self, kind: str, text: str) -> None:
+        self._cause = kind
+        self.marks.append({"t": self.now, "step": self.step, "kind": kind, "text": text})
+
+    def _end(self, how: str, why: str) -> None:
+        self.ended, self.why, self._stepped = how, why, -1.0
+        self.members.over(self.now)

@@ -1,0 +1,60 @@
+"""How long steps take, and how much of the time was lost to what."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+_RATIO = 1.02  # of the bounds of two neighbouring classes: quantiles are right to 2 %
+_SHORTEST_S = 1e-5
+_STALL = 3.0  # a step that takes so many times the median is a stall
+_OFTEN = 64  # the median is computed anew after so many steps, and in the first ones at each
+_ENOUGH = 10  # steps, before there is a median to compare with
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """A histogram of the seconds between two steps, and the stalls among them.
+
+    Attributes:
+        total: the seconds of all steps.
+        lost: cause -> the seconds by which stalls were longer than the median.
+        stalls: the number of stalls.
+        longest: (seconds, step, cause) of the longest stall.
+    """
+
+    total: float = 0.0
+    lost: Counter[str] = field(default_factory=Counter)
+    stalls: int = 0
+    longest: tuple[float, int, str] = (0.0, -1, "")
+    _classes: Counter[int] = field(default_factory=Counter)
+    _count: int = 0
+    _median: float = 0.0
+
+    def add(self, step: int, seconds: float, cause: str) -> None:
+        """A step has taken so long. `cause`: what happened meanwhile; it counts if this is a stall."""
+        if self._count <= _OFTEN or self._count % _OFTEN == 0:
+            self._median = self.quantile(0.5)
+        median = self._median
+        if self._count >= _ENOUGH and seconds > _STALL * median:
+            self.stalls += 1
+            self.lost[cause] += seconds - median  # type: ignore[assignment]
+            self.longest = max(self.longest, (seconds, step, cause))
+        self.total += seconds
+        self._count += 1
+        self._classes[math.ceil(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S, _RATIO))] += 1
+
+    def quantile(self, share: float) -> float:
+        """The seconds that this share of the steps took at most, to 2 %; 0 without steps."""
+        seen, wanted = 0, share * self._count
+        for number in sorted(self._classes):
+            seen += self._classes[number]
+            if seen >= wanted:
+                return _SHORTEST_S * _RATIO**number
+        return 0.0
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that was not lost to stalls."""
+        return 1.0 - sum(self.lost.values()) / self.total if self.total > 0 else 1.0

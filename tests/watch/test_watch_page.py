@@ -1,0 +1,129 @@
+"""The page's server: who may read it, and what a browser is told."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+from test_watch_state import PLAN, line, members, steps
+
+from rallypoint.errors import UsageError
+from rallypoint.watch.app import COOKIE, Page
+from rallypoint.watch.facts import facts_of
+from rallypoint.watch.follow import EVENTS, Follower
+from rallypoint.watch.serve import served
+
+FILES = ["", "page.js", "page.css", "uplot.js", "uplot.css", "run", "news"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    messages = [PLAN, members(), *steps(0, 3)]
+    (tmp_path / EVENTS).write_bytes(b"".join(line(float(t), message) for t, message in enumerate(messages)))
+    return tmp_path
+
+
+@pytest.fixture
+def client(folder: Path) -> Iterator[TestClient]:
+    follower = Follower(folder)
+    follower.look()
+    page = Page(follower, {"name": "a run", "settings": {}}, "secret")
+    with TestClient(page.app, base_url="http://127.0.0.1:1234", follow_redirects=False) as client:
+        yield client
+
+
+@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("cookie", ["", "wrong", "sécret"])
+def test_without_the_token_nothing_is_told(client: TestClient, path: str, cookie: str) -> None:
+    headers = {"Cookie": f"{COOKIE}={cookie}".encode()} if cookie else {}
+    answer = client.get(f"/{path}", headers=headers)
+    assert answer.status_code == 403
+    assert "rallypoint watch" in answer.text
+    assert client.get(f"/{path}?token=wrong").status_code == 403
+
+
+def test_the_token_becomes_a_cookie_and_leaves_the_address(client: TestClient) -> None:
+    answer = client.get("/?token=secret")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert "HttpOnly" in answer.headers["set-cookie"]
+    assert "SameSite=strict" in answer.headers["set-cookie"]
+    for path in FILES[:-1]:
+        assert client.get(f"/{path}").status_code == 200
+        assert client.get(f"/{path}").headers["content-security-policy"].startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:1234", "127.0.0.1.evil.example"])
+def test_a_page_of_another_name_gets_no_answer(client: TestClient, host: str) -> None:
+    assert client.get("/?token=secret", headers={"Host": host}).status_code == 400
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_the_page_can_only_be_read(client: TestClient, method: str) -> None:
+    assert client.request(method, "/run").status_code == 405
+
+
+def test_the_page_asks_nothing_of_the_internet(client: TestClient) -> None:
+    client.get("/?token=secret")
+    for path in ("", "page.js", "page.css"):
+        assert "http://" not in client.get(f"/{path}").text.replace("http://www.w3.org", "")
+        assert "https://" not in client.get(f"/{path}").text
+
+
+def test_the_stream_begins_with_everything_and_goes_on_with_what_is_new(folder: Path) -> None:
+    with served(folder, facts_of(folder)) as (address, server), server.in_thread():
+        where, token = address.removeprefix("http://").split("/?token=")
+        connection = http.client.HTTPConnection(where, timeout=20)
+        connection.request("GET", "/news", headers={"Cookie": f"{COOKIE}={token}"})
+        stream = connection.getresponse()
+        said = _next(stream)
+        while said["step"] < 3:  # the log was not read yet
+            said = _next(stream)
+        with (folder / EVENTS).open("ab") as log:
+            log.write(line(10.0, steps(3, 4)[0]))
+        news = _next(stream)
+        assert news["curves"]["loss"]["mean"][-1] == 2.0
+        assert "facts" not in news
+        connection.close()
+
+
+def _next(stream: http.client.HTTPResponse) -> dict[str, object]:
+    while not (text := stream.readline()).startswith(b"data: "):
+        assert text, "the stream has ended"
+    news: dict[str, object] = json.loads(text[6:])
+    return news
+
+
+def test_a_folder_without_a_log_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name the folder of a run"), served(tmp_path, {}):
+        pass
+
+
+def test_a_port_that_is_taken_is_one_sentence(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=f"port {port} cannot be used"), served(folder, {}, port):
+            pass
+
+
+@pytest.mark.slow
+def test_the_command_prints_the_address_and_ends_at_ctrl_c_with_a_page_open(folder: Path) -> None:
+    command = [sys.executable, "-m", "rallypoint.cli", "watch", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[-1]
+        where, token = address.removeprefix("http://").split("/?token=")
+        connection = http.client.HTTPConnection(where, timeout=20)
+        connection.request("GET", "/news", headers={"Cookie": f"{COOKIE}={token}"})
+        assert _next(connection.getresponse())
+        process.send_signal(2)
+        rest = process.stdout.read()
+        connection.close()
+    assert "Traceback" not in rest
+    assert process.returncode in (0, 130)

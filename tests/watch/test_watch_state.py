@@ -1,0 +1,223 @@
+"""What a page is told of a run: from the coordinator's announcements, and only what has changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from rallypoint.net.messages import (
+    Aborted,
+    Applied,
+    Finished,
+    Members,
+    Message,
+    Metrics,
+    Planned,
+    Say,
+    Skipped,
+    Snapshotted,
+    StepDone,
+    Waiting,
+)
+from rallypoint.watch.answer import Reader
+from rallypoint.watch.follow import EVENTS, Follower, take_line
+from rallypoint.watch.members import Timelines
+from rallypoint.watch.state import RunState
+from rallypoint.watch.steps import StepTimes
+
+PLAN = Planned(10, 2, "samples", 100, 3, ("worker0", "worker1"), ("server0",), items=8)
+
+
+def members(workers: str = "worker0 worker1", standby: str = "", servers: str = "server0") -> Members:
+    return Members("1.1", tuple(workers.split()), tuple(standby.split()), tuple(servers.split()))
+
+
+def run_of(*messages: Message, every: float = 1.0) -> RunState:
+    run = RunState()
+    for number, message in enumerate(messages):
+        run.take(message, number * every)
+    return run
+
+
+def steps(first: int, last: int) -> list[Message]:
+    return [StepDone(step, 5.0 - step, 8, lr=0.1, figures={"accuracy": 0.5}) for step in range(first, last)]
+
+
+def test_curves_hold_what_was_logged_at_each_step() -> None:
+    run = run_of(PLAN, members(), *steps(0, 4), Metrics(4, {"val_loss": 1.5}))
+    assert run.curves["loss"].columns()["mean"] == [5.0, 4.0, 3.0, 2.0]
+    assert run.curves["accuracy"].columns()["mean"] == [0.5] * 4
+    assert run.curves["seconds a step"].columns()["step"] == [1, 2, 3]
+    assert run.evaluations["val_loss"].columns() == {"step": [4], "mean": [1.5], "low": [1.5], "high": [1.5]}
+    assert (run.step, run.ended) == (4, "")
+
+
+def test_a_death_and_a_join_are_marked_where_they_happened() -> None:
+    run = run_of(
+        PLAN, members("worker0 worker1", "worker2"), *steps(0, 2), members("worker0 worker2"), *steps(2, 3),
+        members("worker0 worker2", "worker3"),
+    )  # fmt: skip
+    assert [(mark["kind"], mark["step"], mark["text"]) for mark in run.marks] == [
+        ("loss", 2, "without worker1"), ("join", 3, "with worker3"),
+    ]  # fmt: skip
+    assert run.members.spans["worker1"] == [(1.0, "computing"), (4.0, "gone")]
+    assert run.members.spans["worker2"] == [(1.0, "standby"), (4.0, "computing")]
+
+
+def test_a_new_coordinator_s_clock_goes_on_from_the_old_one_s() -> None:
+    run = RunState()
+    for t, message in [(0.0, PLAN), (5.0, StepDone(0, 1.0, 8)), (1.0, PLAN), (3.0, StepDone(1, 1.0, 8))]:
+        run.take(message, t)
+    assert run.now == 7.0
+    assert run.curves["seconds a step"].columns()["mean"] == [2.0]
+
+
+@pytest.mark.parametrize(("last", "how", "why"), [
+    (Finished("worker0"), "finished", ""), (Finished("worker0", 7, "enough"), "finished", "stopped at step 7: enough"),
+    (Aborted("no room"), "failed", "no room"),
+])  # fmt: skip
+def test_the_end_is_told_and_nobody_is_here_any_more(last: Message, how: str, why: str) -> None:
+    run = run_of(PLAN, members(), *steps(0, 2), last)
+    assert (run.ended, run.why) == (how, why)
+    assert run.members.here == set()
+
+
+def test_a_run_that_went_back_says_so_and_draws_the_new_values() -> None:
+    run = run_of(PLAN, members(), *steps(0, 5), StepDone(2, 9.0, 8, again=3))
+    assert run.marks[-1]["text"] == "back to step 2"
+    assert run.curves["loss"].columns()["mean"] == [5.0, 4.0, 9.0]
+    assert run.again == 3
+
+
+def test_every_bound_holds_in_a_very_long_run() -> None:
+    run = RunState()
+    for step in range(5000):
+        run.take(StepDone(step, 1.0, 8, figures={f"name{step}": 1.0}), step)
+        run.take(members(f"worker{step}"), step)
+        run.take(Say("x" * 100), step)
+        run.take(Skipped(step, (0,)), step)
+        run.take(Snapshotted("a", step, 1, 1.0), step)
+    said = Reader().news(run)
+    assert said is not None
+    assert len(json.dumps(said)) < 3 << 20
+    assert len(run.curves) == 64
+    assert len(run.members.spans) <= 4096
+
+
+def test_stalls_are_longer_than_three_medians_and_have_a_cause() -> None:
+    times = StepTimes()
+    for step in range(100):
+        times.add(step, 0.1, "unknown")
+    times.add(100, 2.1, "loss")
+    assert times.stalls == 1
+    assert times.lost["loss"] == pytest.approx(2.0, rel=0.01)
+    assert times.longest == (2.1, 100, "loss")
+    assert times.quantile(0.5) == pytest.approx(0.1, rel=0.03)
+    assert times.goodput == pytest.approx(1 - 2.0 / 12.1, rel=0.01)
+
+
+def test_a_wait_is_the_cause_of_the_stall_that_it_is_in() -> None:
+    run = run_of(PLAN, members(), *steps(0, 20))
+    run.take(Waiting("waiting for a worker"), 30.0)
+    run.take(StepDone(20, 1.0, 8), 60.0)
+    assert list(run.times.lost) == ["waiting"]
+
+
+def test_the_slowest_workers_are_known_until_they_leave() -> None:
+    run = run_of(PLAN, members(), Applied(0, 2, 1.0, {"worker0": 0.0, "worker1": 0.5}))
+    assert run.late == {"worker0": 0.0, "worker1": 0.5}
+    run.take(members("worker0"), 9.0)
+    assert run.late == {"worker0": 0.0}
+
+
+def test_of_very_many_members_the_oldest_that_are_gone_are_forgotten() -> None:
+    lines = Timelines()
+    for number in range(4200):
+        lines.take(members(f"worker{number}"), float(number))
+    assert len(lines.spans) == 4096
+    assert "worker0" not in lines.spans
+    assert "worker4199" in lines.here
+
+
+# ---- what is sent ----
+
+
+def test_a_page_is_told_everything_once_and_then_only_what_is_new() -> None:
+    run, reader = run_of(PLAN, members(), *steps(0, 3), Say("hello")), Reader()
+    first = reader.news(run)
+    assert first is not None
+    assert first["plan"]["steps"] == 10
+    assert first["sentences"][0]["text"] == "hello"
+    assert reader.news(run) is None
+    run.take(StepDone(3, 1.0, 8), 10.0)
+    second = reader.news(run)
+    assert second is not None
+    assert second["curves"]["loss"]["step"] == [2, 3]
+    assert not {"plan", "sentences", "members", "snapshots"} & second.keys()
+    assert "lr" not in second["curves"]
+
+
+def test_a_page_that_puts_the_parts_together_has_the_whole() -> None:
+    run, reader, have = RunState(), Reader(), dict[str, list[tuple[int, float]]]()
+    t = 0.0
+    for step in [*range(3000), *range(1500, 5000)]:
+        t += 1.0
+        run.take(StepDone(step, float(step % 7), 8), t)
+        if step % 37 == 0:
+            _put_together(have, reader.news(run))
+    _put_together(have, reader.news(run))
+    whole = run.curves["loss"].columns()
+    assert have["loss"] == list(zip(whole["step"], whole["mean"], strict=True))
+
+
+def _put_together(have: dict[str, list[tuple[int, float]]], news: dict[str, Any] | None) -> None:
+    """As page.js does."""
+    assert news is not None
+    for name, part in news["curves"].items():
+        kept = [] if part["from"] == 0 else [point for point in have[name] if point[0] < part["from"]]
+        have[name] = kept + list(zip(part["step"], part["mean"], strict=True))
+
+
+# ---- the log ----
+
+
+def line(t: float, message: Message) -> bytes:
+    return msgspec.json.encode({"t": t, **msgspec.to_builtins(message)}) + b"\n"
+
+
+def test_a_log_is_followed_while_it_grows_and_lines_that_are_none_are_passed_over(tmp_path: Path) -> None:
+    log = tmp_path / EVENTS
+    log.write_bytes(line(0.0, PLAN) + b"no event\n" + line(1.0, StepDone(0, 4.0, 8))[:-9])
+    follower = Follower(tmp_path)
+    follower.look()
+    assert (follower.run.plan, follower.run.step) == (PLAN, 0)
+    with log.open("ab") as file:
+        file.write(line(1.0, StepDone(0, 4.0, 8))[-9:] + line(2.0, StepDone(1, 3.0, 8)))
+    follower.look()
+    assert follower.run.curves["loss"].columns()["mean"] == [4.0, 3.0]
+    assert follower.generation == 0
+
+
+def test_a_log_that_was_replaced_begins_anew(tmp_path: Path) -> None:
+    log = tmp_path / EVENTS
+    log.write_bytes(line(0.0, PLAN) + line(1.0, StepDone(0, 4.0, 8)))
+    follower = Follower(tmp_path)
+    follower.look()
+    log.unlink()
+    log.write_bytes(line(0.0, PLAN))
+    follower.look()
+    assert (follower.run.step, follower.generation) == (0, 1)
+
+
+@pytest.mark.parametrize("bad", [
+    b"", b"{}", b'{"t":1}', b'{"t":1.0,"type":"Unheard","x":1}', b'{"t":1e999,"type":"Say","text":"x"}', b"\xff" * 10,
+    b'{"t":"x","type":"Say","text":"x"}', b'{"t":1.0,"type":"Say","text":3}', b'{"t":1.2.3,"type":"Say","text":"x"}',
+])  # fmt: skip
+def test_a_line_that_is_no_event_of_ours_is_passed_over(bad: bytes) -> None:
+    run = RunState()
+    assert not take_line(run, bad)
+    assert run.revision == 0
