@@ -35,6 +35,7 @@ def home(tmp_path: Path) -> Iterator[list[Walk]]:
         walk.close()
 
 
+@pytest.mark.slow
 def test_the_bytes_are_those_of_parameters_on_the_workers() -> None:
     assert undisturbed(ModeName.SYNC, (Feature.STREAMED,)) == undisturbed(ModeName.SYNC, ())
 

@@ -37,6 +37,7 @@ def held(name: str) -> dict[Any, Any]:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.some("reads", "several", "*twice*")
 def test_losses_evaluations_and_weights_are_the_same(name: str) -> None:
     assert alone(name, **STREAMED) == held(name)
 
@@ -91,6 +92,18 @@ def test_after_the_run_the_model_has_no_values_and_says_where_they_are() -> None
             model(torch.randn(2, 8))
 
 
+def test_the_script_may_read_the_model_between_two_micro_batches() -> None:
+    model, losses = build(CASES["again"]), list[float]()
+    with EmbeddedJob() as job:
+        for micro in job.train(model, DATA, **{**COMMON, **STREAMED}):
+            with micro:
+                micro.backward(loss_of(model, micro.batch))
+            if micro.replica < 2:  # (all of the step's contributions are sent after the third)
+                losses.append(float(loss_of(model, DATA[:]).detach()))
+                assert type(float(model.last.weight.detach().norm())) is float
+    assert len(losses) == 12
+
+
 def test_an_evaluation_may_copy_the_model() -> None:
     model, copies = build(CASES["again"]), []
     with EmbeddedJob() as job:
@@ -118,13 +131,18 @@ def test_what_does_not_go_together_is_refused(settings: dict[str, Any], why: str
 
 def test_models_that_read_parameters_unseen_are_refused() -> None:
     model = Again()
-    model.last.compile()
+    model.last._compiled_call_impl = model.last.forward  # as `model.last.compile()` leaves it
     with EmbeddedJob() as job, pytest.raises(ModelError, match=r"leave torch\.compile out"):
         job.train(model, DATA, **{**COMMON, **STREAMED})
-    with EmbeddedJob() as job, pytest.raises(ModelError, match="TorchScript"):
-        job.train(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(8, 3))), DATA, **{**COMMON, **STREAMED})
     with EmbeddedJob() as job, pytest.raises(ConfigError, match="init= is for models on the meta device"):
         job.train(Again(), DATA, init=print, **COMMON)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_is_refused() -> None:
+    with EmbeddedJob() as job, pytest.raises(ModelError, match="TorchScript"):
+        job.train(torch.nn.Sequential(torch.jit.script(torch.nn.Linear(8, 3))), DATA, **{**COMMON, **STREAMED})
 
 
 @pytest.mark.slow

@@ -63,6 +63,7 @@ def undisturbed() -> str:
 
 @pytest.mark.parametrize("at", [(0, 0, 0), AT, (5, 1, 0)], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
+@pytest.mark.some("forward-first", "*-middle")
 def test_a_roll_back_in_a_forward_or_a_backward_changes_no_byte(
     cluster: Cluster, undisturbed: str, place: str, at: Where
 ) -> None:
@@ -77,27 +78,32 @@ def test_a_roll_back_in_a_forward_or_a_backward_changes_no_byte(
     assert disturb.done
 
 
-def test_a_server_that_is_lost_while_the_script_evaluates_is_waited_for(cluster: Cluster, undisturbed: str) -> None:
-    """The evaluation is done again, as the version that it belongs to is."""
+@pytest.mark.parametrize("reads", ["forward", "weights"])
+@pytest.mark.some("forward")
+def test_an_evaluation_is_given_up_in_a_roll_back_and_done_again(
+    cluster: Cluster, undisturbed: str, reads: str
+) -> None:
     model, data = build()
     disturb = Once(AT, cluster.lose_the_server)
-    seen: list[tuple[int, str]] = []
+    disturb.where = AT
+    begun, done = list[int](), list[str]()
     with cluster.job as job:
         run = job.train(model, data, **STREAMED)
 
         @run.every(3)
         def evaluate(step: int) -> None:
-            if step == 3:
-                disturb.where = AT
-                disturb()
-            seen.append((step, weights_hash(model)))
+            begun.append(step)
+            disturb()
+            if reads == "forward":
+                loss_of(model, data[:])
+            done.append(weights_hash(model))
 
         for micro in run:
             with micro:
                 micro.backward(loss_of(model, micro.batch))
-    assert disturb.done
-    assert seen[-1] == (6, undisturbed)
-    assert [step for step, _ in seen][-2:] == [3, 6]
+    assert begun == [3, 3, 6], "the first was given up"
+    assert len(done) == 2
+    assert done[-1] == undisturbed
 
 
 def test_without_a_snapshot_the_first_values_are_gone() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,22 @@ def test_each_step_has_its_learning_rate(tmp_path: Path) -> None:
 def test_what_is_no_number_is_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(UsageError, match=r"micro.log\(figure=...\) got a"):
         steps_logged(tmp_path, lambda micro: value)
+
+
+@pytest.mark.parametrize("clip", [1e9, 0.01, None])
+def test_the_norm_of_the_mean_gradient_before_clipping_is_written_down_where_the_job_clips(
+    tmp_path: Path, clip: float | None
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    twins = [copy.deepcopy(model) for _ in range(3)]  # of each step: with a rate of 0 the model stays as it is
+    settings: dict[str, Any] = {"clip": clip, "optimizer": rp.SGD(lr=0.0)}
+    with EmbeddedJob(folder=str(tmp_path)) as job:
+        for micro in job.train(model, DATA, batch=4, steps=3, replicas=2, **settings):
+            with micro:
+                micro.backward(model(micro.batch[0]).square().mean(), weight=1.0 + micro.replica)
+            (twins[micro.step](micro.batch[0]).square().mean() * (1.0 + micro.replica) / 3.0).backward()
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    norms = [event["norm"] for event in events if event["type"] == "Applied"]
+    gradients = [torch.cat([p.grad.flatten() for p in twin.parameters() if p.grad is not None]) for twin in twins]
+    expected = [None] * 3 if clip is None else [pytest.approx(float(g.norm()), rel=1e-5) for g in gradients]
+    assert norms == expected

@@ -14,6 +14,8 @@ Name = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, pattern=f"^[^{_CONTR
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]  # a step, a replica, a shard: as in a frame's header
 Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+MOST_NORM = 1e300
+Norm = Annotated[float, msgspec.Meta(ge=0.0, le=MOST_NORM)]
 Replicas = Annotated[tuple[Index, ...], msgspec.Meta(max_length=1 << 16)]
 
 

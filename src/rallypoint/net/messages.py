@@ -8,7 +8,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from rallypoint.core.job import JobRecord
-from rallypoint.core.typed import MOST_MEMBERS, Count, Index, Name, Replicas, Seconds
+from rallypoint.core.typed import MOST_MEMBERS, Count, Index, Name, Norm, Replicas, Seconds
 from rallypoint.core.view import View, ViewNumber
 from rallypoint.errors import ProtocolError
 from rallypoint.net.evaluations.messages import Evaluated as Evaluated
@@ -62,7 +62,8 @@ class Applied(AnyMessage, frozen=True):
     """For the ledger: a primary or backup of the first shard has applied `step`, with `replicas` contributions.
 
     `at` is the unix time. `late` gives, for each worker, the seconds between the first contribution and its last one.
-    `generation` is the generation in which the step was applied.
+    `generation` is the generation in which the step was applied. `norm` is the 2-norm of the step's mean gradient
+    before clipping, in jobs that clip; it is left out where it is not finite.
     """
 
     step: Index
@@ -72,6 +73,7 @@ class Applied(AnyMessage, frozen=True):
         default_factory=dict
     )
     generation: ViewNumber = ViewNumber()
+    norm: Norm | None = None
 
 
 class Accounted(AnyMessage, frozen=True):

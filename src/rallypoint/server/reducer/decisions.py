@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from rallypoint.core.shard import clip
 from rallypoint.core.shard.effects import Finish
 from rallypoint.core.shard.server import Effect
 from rallypoint.core.shard.shell import ServerShell
+from rallypoint.core.typed import MOST_NORM
 from rallypoint.net.channel import Channel
 from rallypoint.net.frames import Header, Kind
 from rallypoint.net.messages import Message
@@ -35,6 +37,7 @@ class Decisions:
     def __init__(self, shell: ServerShell[Channel], context: Context, put: Callable[[Event], None]) -> None:
         self._shell, self._context, self._put = shell, context, put
         self._measures = msgspec.msgpack.Encoder()
+        self._verdicts: deque[clip.Verdict] = deque(maxlen=2)  # the last ones
 
     def measured(self, owned: HeldShard, finish: Finish) -> Sequence[Effect]:
         """A shard's sum is finished. If a decision is awaited, look at it and tell the machine.
@@ -63,8 +66,20 @@ class Decisions:
         """A step's verdict is known: report one that is not finite, and queue the verdict for the shards."""
         if verdict.scale is None:
             self.report(verdict, alone=False)
+        self._verdicts.append(verdict)
         # Into the inbox, not now: the shard whose Finish brought the verdict is still running its effects.
         self._put(Decided(verdict))
+
+    def norm(self, step: int) -> float | None:
+        """The norm of a step's mean gradient, before clipping; None if nobody measures it, or it is not finite.
+
+        Only of the last two steps that were decided.
+        """
+        if self._shell.machine.plan.rule.clip is None:
+            return None
+        asked = (step, self._shell.fence.generation)
+        found = next((v.norm for v in self._verdicts if (v.step, v.generation) == asked), None)
+        return found if found is not None and found <= MOST_NORM else None
 
     def report(self, verdict: clip.Verdict, *, alone: bool) -> None:
         """Tell the coordinator of a step that is not finite."""

@@ -171,7 +171,7 @@ class Effects:
     def _enter(self, index: int, step: int) -> None:
         """Report a round, for the first shard that is due in it. Primary and backup both do: one of them may die."""
         machines = self._desk.shell.machine
-        self._ledger.enter(index, step, primary=machines.is_primary(index))
+        self._ledger.enter(index, step, primary=machines.is_primary(index), norm=self._desk.decisions.norm(step))
         machine = machines.machine(0)
         if machine is not None and machine.primary and self._desk.job.accounts:
             self._ledger.account(machine, step, self._desk.job.config.rounds)

@@ -40,13 +40,16 @@ class Ledger:
         """The number of replicas in the shard's last finished sum."""
         return self._added.get(shard, 0)
 
-    def enter(self, shard: int, step: int, *, primary: bool) -> None:
-        """Report the shard's update as the step's entry. Primary and backup both report it: one of them may die."""
+    def enter(self, shard: int, step: int, *, primary: bool, norm: float | None = None) -> None:
+        """Report the shard's update as the step's entry. Primary and backup both report it: one of them may die.
+
+        `norm` is that of the step's mean gradient, if it is known.
+        """
         first = min(self._arrivals.values(), default=0.0)
         late = {worker: round(when - first, 4) for worker, when in self._arrivals.items()}
         self._arrivals.clear()
         added = (self._added if primary else self._told).get(shard, 0)
-        entry = Applied(step, added, time.time(), late, self._fence.generation)
+        entry = Applied(step, added, time.time(), late, self._fence.generation, norm)
         self._entries.append(entry)
         self._say(entry)
 

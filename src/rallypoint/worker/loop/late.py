@@ -23,12 +23,12 @@ _READ_NO_VALUES = frozenset({
 })  # fmt: skip
 
 
-def late_kind(settle: Settle) -> type[torch.nn.Parameter]:
+def late_kind(settle: Settle, before: Callable[[], None] = lambda: None) -> type[torch.nn.Parameter]:
     """Return a class for late parameters. Set a parameter's `__class__` to it, and later back to torch's own class.
 
     Torch calls `__torch_function__` of a subclass with every function that gets such a tensor as an argument, from
     whichever module: `settle` is called for it first. It must set the class back. A parameter of torch's own class
-    costs nothing.
+    costs nothing. `before` is called once for such a function, before the first `settle`.
     """
 
     class Late(torch.nn.Parameter):
@@ -40,6 +40,7 @@ def late_kind(settle: Settle) -> type[torch.nn.Parameter]:
             if func in _READ_NO_VALUES:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **(kwargs or {}))
+            before()
             for parameter in _among((args, kwargs), cls):
                 settle(parameter)
             return func(*args, **(kwargs or {}))

@@ -78,10 +78,10 @@ class StreamedParameters:
         self._placed = [placed for placed in tensors.parameters if placed.tensor.numel()]
         self._index = {id(placed.tensor): index for index, placed in enumerate(self._placed)}
         self._ranges = [ranges_of(tensors.layout, placed.entry) for placed in self._placed]
-        sizes = [4 * placed.tensor.numel() for placed in self._placed]
-        self._orders = {"training": Order(sizes), "evaluation": Order(sizes)}
+        self._sizes = [4 * placed.tensor.numel() for placed in self._placed]
+        self._orders = {"training": Order(self._sizes), "evaluation": Order(self._sizes)}
         self._order = self._orders["training"]
-        self._kind = late_kind(self._settle)
+        self._kind = late_kind(self._settle, self._before_settling)
         self._hooks = ModuleHooks(model, self._enter, self._leave_module)
         self._streams = self._over = self._evaluates = False
         self._here: dict[int, Pulled] = {}  # asked for, or here
@@ -135,11 +135,12 @@ class StreamedParameters:
     @contextmanager
     def evaluating(self, step: int) -> Iterator[None]:
         """In the body the script evaluates the version. The body is given up when no server keeps that version."""
+        self._forget()
         self._evaluates = True
         try:
             yield
         except Rewound:
-            log.warning("the evaluation at step %d is given up: the servers have gone on to later versions", step)
+            log.warning("the evaluation at step %d is given up: the servers do not have that version any more", step)
         finally:
             self._order.end()
             self._evaluates = False
@@ -193,6 +194,11 @@ class StreamedParameters:
             if owner == id(module):
                 return
 
+    def _before_settling(self) -> None:
+        """A torch function gets parameters that are late. What the script read before, outside of modules, may go."""
+        if len(self._frames) == 1 and sum(self._sizes[index] for index in self._frames[0][1]) > self._ahead:
+            self._release_all()
+
     def _settle(self, parameter: torch.nn.Parameter) -> None:
         """A torch function gets a parameter that is late: the innermost module that runs holds it from now on."""
         if (index := self._index.get(id(parameter))) is None:
@@ -245,27 +251,28 @@ class StreamedParameters:
 
     def _use(self, index: int) -> torch.Tensor:
         """The values of a parameter, which something needs now. Raises Rewound when they cannot be had any more."""
+        if self._evaluates:
+            self._forget_if_stale()
         pulled = self._here.get(index)
         if pulled is None:
             self.counts.missed += 1
-            pulled = self._here[index] = self._pulls.ask(self._ranges[index])
+            pulled = self._here[index] = self._ask(index)
         elif pulled.over:
             self.counts.ready += 1
         else:
             self.counts.late += 1
         self._order.use(index)
         self._prefetch(index)
-        unwinds = self._saving is not None
-        if not self._pulls.wait(pulled, unwinds=unwinds):
+        if not self._pulls.wait(pulled, unwinds=self._saving is not None):
             self._forget()
-            if not (unwinds or self._evaluates):
-                raise UsageError(
-                    "the servers have gone on to later versions: use the model inside of `with micro:`, or in an "
-                    "evaluation (run.every)"
-                )
             raise Rewound
         placed = self._placed[index]
         return pulled.values.view(placed.entry.spec.shape).to(self._tensors.device, non_blocking=True)
+
+    def _ask(self, index: int) -> Pulled:
+        """Ask for a parameter. The script's own use, outside of passes and evaluations, gets what there is."""
+        own = self._saving is None and not self._evaluates
+        return self._pulls.ask(self._ranges[index], newest=own)
 
     def _prefetch(self, used: int = -1) -> None:
         """Ask for what is expected next; drop what is not, unless something holds it."""
@@ -275,11 +282,14 @@ class StreamedParameters:
             self._pulls.drop(self._here.pop(index))
         for index in ahead:
             if index not in self._here:
-                self._here[index] = self._pulls.ask(self._ranges[index])
+                self._here[index] = self._ask(index)
 
     def _forget_if_stale(self) -> None:
-        if self._version != self._now:
-            self._forget()
+        if self._version == self._now:
+            return
+        self._forget()
+        if self._evaluates:
+            raise Rewound  # a roll-back: the version may not come again before this worker computes
 
     def _forget(self) -> None:
         self._release_all()

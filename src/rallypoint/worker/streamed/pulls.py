@@ -12,7 +12,7 @@ from rallypoint.core.layout import Entry, Layout
 from rallypoint.core.view import ViewNumber
 from rallypoint.core.worker.slots import Initialise
 from rallypoint.errors import NO_SNAPSHOT, JobAborted, ProtocolError
-from rallypoint.net.frames import SKIP, Header, Kind
+from rallypoint.net.frames import NEWEST, SKIP, Header, Kind
 from rallypoint.net.pool import bytes_of
 from rallypoint.worker.exchange.links import Links
 from rallypoint.worker.exchange.locked import LockedShell, Rewound
@@ -45,9 +45,14 @@ def ranges_of(layout: Layout, entry: Entry) -> list[Range]:
 
 @dataclass(eq=False, slots=True)
 class Pulled:
-    """One parameter that was asked for: 1-D fp32 `values`, complete when nothing is `missing`."""
+    """One parameter that was asked for: 1-D fp32 `values`, complete when nothing is `missing`.
+
+    With `newest` a newer version is accepted; else it must be `version`, in this generation.
+    """
 
     version: int
+    generation: ViewNumber
+    newest: bool
     values: torch.Tensor
     missing: dict[int, Range]  # by number
     asked: dict[int, Asked] = field(default_factory=dict)
@@ -73,11 +78,12 @@ class WordPulls:
         self._numbers = itertools.count()
         self._awaited: Pulled | None = None
 
-    def ask(self, ranges: Sequence[Range]) -> Pulled:
-        """Ask for a parameter as it is at the step in progress. Does not wait."""
-        words = sum(part.count for part in ranges)
-        pulled = Pulled(max(0, self._locked.machine.step), memory_of(words, pinned=self._pinned), {})
+    def ask(self, ranges: Sequence[Range], *, newest: bool) -> Pulled:
+        """Ask for a parameter as it is at the step in progress; with `newest`, or later. Does not wait."""
+        values = memory_of(sum(part.count for part in ranges), pinned=self._pinned)
         with self._locked.changed:
+            shell = self._locked.shell
+            pulled = Pulled(max(0, shell.machine.step), shell.view.generation, newest, values, {})
             for part in ranges:
                 number = next(self._numbers) % _NUMBERS
                 pulled.missing[number] = part
@@ -93,7 +99,7 @@ class WordPulls:
             pulled.missing.clear()
 
     def wait(self, pulled: Pulled, *, unwinds: bool) -> bool:
-        """Wait until the parameter is here. Returns False if no server keeps that version any more.
+        """Wait until the parameter is here. Returns False if no server keeps that version any more, or has it yet.
 
         With `unwinds`, raises Rewound when what is being computed is stale. Raises JobAborted when the job is over, and
         the error of whatever has failed.
@@ -104,6 +110,8 @@ class WordPulls:
             try:
                 while not pulled.over:
                     locked.check(stale=unwinds)
+                    if self._is_stale(pulled):
+                        return False
                     if shell.finished:
                         raise JobAborted("the job is over: no server answers any more")
                     if isinstance(locked.machine.next_action(), Initialise):
@@ -146,9 +154,14 @@ class WordPulls:
 
     def _goes_on(self, pulled: Pulled, unwinds: bool) -> bool:
         shell = self._locked.shell
-        if pulled.over or (unwinds and shell.machine.rewound) or shell.finished or any(self._unasked(pulled)):
+        if pulled.over or (unwinds and shell.machine.rewound) or shell.finished or self._is_stale(pulled):
+            return True
+        if any(self._unasked(pulled)):
             return True
         return isinstance(shell.machine.next_action(), Initialise)
+
+    def _is_stale(self, pulled: Pulled) -> bool:
+        return not pulled.newest and pulled.generation != self._locked.shell.view.generation
 
     def _where_missing(self, pulled: Pulled) -> str:
         shards = {part.shard for part in pulled.missing.values()}
@@ -163,7 +176,7 @@ class WordPulls:
             if (link := self._links.get(asked[1])) is not None:
                 link.pull(Header(
                     Kind.PULL_WORDS, shell.number, shard=part.shard, replica=part.first, step=pulled.version,
-                    base=number, wants=part.count,
+                    base=number, wants=part.count, flags=NEWEST if pulled.newest else 0,
                 ))  # fmt: skip
 
     def _unasked(self, pulled: Pulled) -> Iterator[tuple[int, Range, Asked]]:
